@@ -1,0 +1,51 @@
+# One virtual environment, .venv, made on first use and reused after.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-unit test-dist test-fault check bench docs clean
+
+help:            ## show this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
+
+# The CPU build of torch serves every command here; an environment that already has torch keeps it.
+$(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples]" --group dev
+	touch $(STAMP)
+
+setup: $(STAMP)  ## make .venv and install phalanx into it
+
+quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
+	$(BIN)/phalanx run -n 2 examples/resnet/train.py --data digits --layers 18 --width 16 --epochs 3 --lr 0.05
+
+test: $(STAMP)   ## the whole suite
+	$(BIN)/python -m pytest
+
+test-unit: $(STAMP)  ## pure parts, no process
+	$(BIN)/python -m pytest tests/unit
+
+test-dist: $(STAMP)  ## real ranks
+	$(BIN)/python -m pytest tests/dist
+
+test-fault: $(STAMP)  ## real kills
+	$(BIN)/python -m pytest tests/fault
+
+check: $(STAMP)  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## every benchmark, against its peer
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
+	$(BIN)/phalanx env --list --markdown > docs/settings.md
+
+clean:           ## remove what the commands above made
+	rm -rf $(VENV) build log

@@ -1,0 +1,64 @@
+"""Phalanx: one PyTorch training script, from a laptop to a cluster.
+
+Importing this package is cheap: torch is loaded when a name that needs it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError, did_you_mean
+
+if TYPE_CHECKING:
+    from phalanx import comm, data, fleet
+    from phalanx.comm.context import Context, current, init, shutdown
+    from phalanx.parallel.apply import apply
+    from phalanx.parallel.distribute import DataParallel, distribute, no_sync
+    from phalanx.plan.value import Plan
+    from phalanx.strategy import DistributedStrategy
+    from phalanx.train.evaluate import evaluate
+    from phalanx.train.metrics import accuracy
+    from phalanx.train.events import report
+    from phalanx.train.step import train_step
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "Context": "phalanx.comm.context",
+    "DataParallel": "phalanx.parallel.distribute",
+    "DistributedStrategy": "phalanx.strategy",
+    "Plan": "phalanx.plan.value",
+    "accuracy": "phalanx.train.metrics",
+    "apply": "phalanx.parallel.apply",
+    "current": "phalanx.comm.context",
+    "distribute": "phalanx.parallel.distribute",
+    "evaluate": "phalanx.train.evaluate",
+    "init": "phalanx.comm.context",
+    "no_sync": "phalanx.parallel.distribute",
+    "report": "phalanx.train.events",
+    "shutdown": "phalanx.comm.context",
+    "train_step": "phalanx.train.step",
+}
+_MODULES = ("cluster", "comm", "data", "distributed", "fleet", "plan")
+_TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan"}
+
+__all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES and name not in _MODULES:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}.{did_you_mean(name, __all__)}")
+    if name not in _TORCH_FREE:
+        from phalanx.versions import require_torch
+
+        require_torch()
+    if name in _MODULES:
+        return importlib.import_module(f"phalanx.{name}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

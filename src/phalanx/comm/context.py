@@ -1,0 +1,113 @@
+"""This process's place in the job: who it is, which device it computes on, what its current batch counts."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.cluster.role import Role
+from phalanx.comm import process_group
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.comm")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """How much of the current global batch this rank holds."""
+
+    rows: int
+    """Rows of this rank's batch that count; 0 for a batch that only keeps the ranks in step."""
+
+    nominal_rows: int
+    """Rows this rank holds when the global batch is full and even."""
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank's mean gradient in the global mean, relative to an even batch."""
+        return self.rows / self.nominal_rows
+
+
+@dataclass(slots=True)
+class Context:
+    """One process's view of the job, made by `init` and shared by every part that runs in the process."""
+
+    role: Role
+    device: torch.device
+    batch: BatchShare | None = None
+    """Share of the batch the training loader handed out last; None when every rank counts the same."""
+
+    owns_group: bool = field(default=False, repr=False)
+    """Whether `shutdown` ends the process group (False when the script made its own)."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process among the workers."""
+        return self.role.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.role.world_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is anyone to talk to."""
+        return self.role.world_size > 1
+
+
+_current: Context | None = None
+
+
+def init(role: Role | None = None, *, backend: str | None = None, timeout_s: float | None = None) -> Context:
+    """Find out who this process is and meet the other ranks.
+
+    Collective: every rank must call it; a second call returns the same Context. With one process nothing is started.
+
+    Args:
+        role: Who this process is; read from the environment when omitted.
+        backend: torch backend name; `gloo` on CPU and `cpu:gloo,cuda:nccl` with CUDA when omitted.
+        timeout_s: Seconds to wait for the other ranks; 60 when omitted.
+
+    Raises:
+        RoleError: If the environment is contradictory or incomplete; names the variables.
+        PeerLostError: If a rank did not come in time; names the missing ranks.
+    """
+    global _current
+    if _current is not None:
+        return _current
+    role = role or Role.detect()
+    device = process_group.pick_device(role)
+    owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
+    _current = Context(role=role, device=device, owns_group=owns_group)
+    atexit.register(shutdown)
+    return _current
+
+
+def current() -> Context:
+    """Return the Context made by `init`.
+
+    Raises:
+        ConfigError: If `init` was not called.
+    """
+    if _current is None:
+        raise ConfigError("Phalanx is not initialised in this process. Call phalanx.init() or fleet.init() first.")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called in this process."""
+    return _current is not None
+
+
+def shutdown() -> None:
+    """Leave the job: end the process group that `init` made. Safe to call twice."""
+    global _current
+    if _current is None:
+        return
+    if _current.owns_group:
+        process_group.stop()
+    _current = None

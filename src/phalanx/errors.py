@@ -1,0 +1,81 @@
+"""Every error Phalanx raises on purpose, as one tree.
+
+    PhalanxError
+    ├── ConfigError      what you wrote or set cannot work; you can fix it   (also a ValueError)
+    │   ├── StrategyError    a DistributedStrategy setting                    (also a TypeError for a wrong type)
+    │   ├── PlanError        a Plan that does not fit the model or the mesh
+    │   ├── RoleError        environment variables that are missing or disagree
+    │   └── LaunchError      a launcher flag, host, port or script
+    ├── DataError        a file or record from outside is broken; names file and offset
+    ├── PeerLostError    another rank or host failed, or did not come in time
+    ├── ClosedError      you closed it already
+    ├── BackendError     a scheduler or cluster said no
+    └── InternalError    our bug; please report it
+
+A message says what was asked, what was found and what to do, in that order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PhalanxError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(PhalanxError, ValueError):
+    """What the user wrote or set cannot work."""
+
+
+class StrategyError(ConfigError):
+    """A setting of `DistributedStrategy` is unknown, contradictory or out of range."""
+
+
+class StrategyTypeError(StrategyError, TypeError):
+    """A strategy, or one of its settings, has the wrong type."""
+
+
+class PlanError(ConfigError):
+    """A Plan does not fit the model, the mesh or this version."""
+
+
+class RoleError(ConfigError):
+    """Environment variables that say who this process is are missing or disagree."""
+
+
+class LaunchError(ConfigError):
+    """A launcher flag, host, port or script cannot work."""
+
+
+class DataError(PhalanxError):
+    """A file or record from outside is broken."""
+
+
+class PeerLostError(PhalanxError, RuntimeError):
+    """Another rank or host failed, or did not come in time."""
+
+
+class ClosedError(PhalanxError):
+    """The caller closed this object already."""
+
+
+class BackendError(PhalanxError):
+    """A scheduler or cluster refused."""
+
+
+class InternalError(PhalanxError):
+    """A broken invariant of ours."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the known name nearest to `name`, or an empty string.
+
+    Args:
+        name: What was written.
+        known: The names that exist.
+    """
+    by_lower = {k.lower(): k for k in known}
+    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean '{by_lower[nearest[0]]}'?" if nearest else ""

@@ -1,0 +1,39 @@
+"""Which torch this package works with, and the check that says so in words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from phalanx.errors import ConfigError
+
+TORCH_MINIMUM = (2, 9)
+"""Oldest torch release tested, as (major, minor)."""
+
+TORCH_BELOW = (2, 14)
+"""First torch release not tested yet, as (major, minor)."""
+
+
+def require_torch(found: str | None = None) -> None:
+    """Raise unless the installed torch is one this package works with.
+
+    Reads the package's metadata, so torch itself is not imported.
+
+    Args:
+        found: Version to judge; the installed one when omitted.
+
+    Raises:
+        ConfigError: If torch is missing, too old or too new; names what was found and needed.
+    """
+    wanted = f">={TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]},<{TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
+    if found is None:
+        try:
+            found = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(f'Phalanx needs torch {wanted}, found none. Run: pip install "torch{wanted}"') from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not TORCH_MINIMUM <= release < TORCH_BELOW:
+        raise ConfigError(
+            f'Phalanx needs torch {wanted} (a CPU or a CUDA build), found {found}. Run: pip install "torch{wanted}"'
+        )
