@@ -22,13 +22,13 @@ class BatchShare:
     rows: int
     """Rows of this rank's batch that count; 0 for a batch that only keeps the ranks in step."""
 
-    nominal_rows: int
-    """Rows this rank holds when the global batch is full and even."""
+    global_rows: int
+    """Rows of the whole global batch, over all ranks."""
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's mean gradient in the global mean, relative to an even batch."""
-        return self.rows / self.nominal_rows
+        """Weight of this rank's mean gradient in the gradient of the global mean; the ranks' weights add up to 1."""
+        return self.rows / self.global_rows
 
 
 @dataclass(slots=True)
