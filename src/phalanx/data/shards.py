@@ -1,0 +1,92 @@
+"""Which rows of an epoch go to which rank: arithmetic alone, the same on every rank.
+
+An epoch is a row of positions 0 to n - 1. It is cut into global batches first and each global batch is cut
+over the ranks second, so the global batches, and with them the training, are the same for any world size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """One rank's part of one global batch, as positions of the epoch."""
+
+    start: int
+    """First position this rank loads."""
+
+    count: int
+    """How many positions it loads; at least 1, so that its model always has something to compute on."""
+
+    rows: int
+    """How many of them count: `count`, or 0 when the row is only there to keep the ranks in step."""
+
+    global_rows: int
+    """Rows of the whole global batch."""
+
+
+def even_split(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Cut `size` things into `parts` runs whose lengths differ by at most 1, the longer ones first.
+
+    Returns:
+        (offset, length) of run `index`.
+    """
+    length, longer = divmod(size, parts)
+    return index * length + min(index, longer), length + (index < longer)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """One epoch, or what is left of it, cut into global batches."""
+
+    rows: int
+    """Rows of the whole epoch."""
+
+    global_batch: int
+    """Rows of one global batch, over all ranks."""
+
+    drop_last: bool = False
+    """Whether a last batch that is not full is left out."""
+
+    first: int = 0
+    """Position the first batch starts at; not 0 for an epoch that is resumed."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ConfigError(f"Asked for a global batch of {self.global_batch} rows. Give at least 1.")
+        if not 0 <= self.first <= self.rows:
+            raise ConfigError(
+                f"Asked to resume at position {self.first}, but the epoch has {self.rows} rows. "
+                "Resume with the dataset the position was saved with."
+            )
+
+    @property
+    def steps(self) -> int:
+        """Number of global batches; the same on every rank."""
+        left = self.rows - self.first
+        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+
+    def position_after(self, step: int) -> int:
+        """Return the position that follows the last row of global batch `step`."""
+        return min(self.first + (step + 1) * self.global_batch, self.rows)
+
+    def rank_batch(self, step: int, rank: int, world_size: int) -> RankBatch:
+        """Return what `rank` loads of global batch `step`.
+
+        The ranks' parts are runs in rank order, so that laid side by side they are the global batch. A rank
+        for which no row is left loads the batch's first row, which then does not count.
+
+        Args:
+            step: 0 to `steps` - 1.
+            rank: 0 to `world_size` - 1.
+            world_size: Number of ranks.
+        """
+        batch_start = self.first + step * self.global_batch
+        global_rows = self.position_after(step) - batch_start
+        offset, count = even_split(global_rows, world_size, rank)
+        if count == 0:
+            return RankBatch(start=batch_start, count=1, rows=0, global_rows=global_rows)
+        return RankBatch(start=batch_start + offset, count=count, rows=count, global_rows=global_rows)
