@@ -1,0 +1,50 @@
+"""What every test of the suite shares."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+LAUNCH_PREFIXES = (
+    "PHALANX_",
+    "PADDLE_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PET_",
+    "FLAGS_",
+    "DLC_",
+)
+LAUNCH_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRAINING_ROLE", "POD_IP",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test as if no launcher were around, whatever the suite itself was started under."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_context_left() -> Iterator[None]:
+    """End the Context a test made, so that the next one starts as a fresh process would."""
+    yield
+    context = sys.modules.get("phalanx.comm.context")
+    if context is not None:
+        context.shutdown()
+
+
+@pytest.fixture
+def phalanx_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see the `phalanx` loggers even when a command of ours has configured them."""
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("phalanx"), "propagate", True)
