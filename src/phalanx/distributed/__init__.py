@@ -1,1 +1,42 @@
-"""."""
+"""A home for old import lines: `fleet`, the launchers and the basic verbs under one name.
+
+`from phalanx.distributed import fleet` and `import phalanx.distributed.fleet` both give `phalanx.fleet`
+itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from phalanx.errors import did_you_mean
+
+_HOMES = {
+    "DataParallel": "phalanx.parallel.distribute",
+    "DistributedStrategy": "phalanx.strategy",
+    "all_gather": "phalanx.comm.collectives",
+    "all_reduce": "phalanx.comm.collectives",
+    "get_rank": "phalanx.fleet",
+    "get_world_size": "phalanx.fleet",
+    "init_parallel_env": "phalanx.fleet",
+    "prepare_context": "phalanx.fleet",
+}
+_MODULES = ("fleet", "launch", "launch_ps")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"phalanx.distributed.{name}")
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'phalanx.distributed' has no attribute {name!r}.{did_you_mean(name, __all__)}"
+        )
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,20 @@
+"""The `phalanx` command. Every subcommand is imported when it is used."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line.
+
+    `run` goes past click, whose import would delay the one thing that takes long: importing torch in the
+    fork server.
+    """
+    if sys.argv[1:2] == ["run"]:
+        from phalanx.launch.command import main as run
+
+        run(sys.argv[2:])
+    from phalanx.cli.group import main as group
+
+    group()

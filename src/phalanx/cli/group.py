@@ -1,0 +1,65 @@
+"""The group of subcommands: their names and help, and where each is found when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from phalanx.errors import PhalanxError, did_you_mean
+
+_COMMANDS = {
+    "run": (
+        "phalanx.launch.flags",
+        "command",
+        "Start a script on every process of this host and watch over it.",
+    ),
+    "ps": ("phalanx.launch.ps", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
+    "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows its commands by name only, so that the list costs no imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command, or None for an unknown name."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute, _ = _COMMANDS[cmd_name]
+        found: click.Command = getattr(importlib.import_module(module), attribute)
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command named first in `args`, or fail with the nearest name."""
+        if args[0] not in _COMMANDS:
+            ctx.fail(f"There is no command '{args[0]}'.{did_you_mean(args[0], _COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="phalanx", prog_name="phalanx")
+def phalanx() -> None:
+    """Train a PyTorch script in parallel, from a laptop to a cluster."""
+
+
+def main() -> None:
+    """Run the command named on the command line and leave the process."""
+    try:
+        phalanx(prog_name="phalanx")
+    except PhalanxError as error:
+        sys.stderr.write(f"phalanx: {error}\n")
+        sys.exit(1)

@@ -1,0 +1,259 @@
+"""One attempt at the job on this host: start its processes, watch them, bring all of them down together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import InternalError
+from phalanx.launch import environment, logs
+from phalanx.launch.console import Console
+from phalanx.launch.layout import Layout, Process
+from phalanx.launch.link_handle import LinkHandle
+from phalanx.launch.server_handle import ServerHandle
+from phalanx.launch.signals import StopSignals
+from phalanx.launch.verdict import Ending, is_consequence
+
+logger = logging.getLogger("phalanx.launch")
+
+POLL_S = 0.05
+"""How often log files are looked at."""
+
+SETTLE_S = 0.2
+"""How long to wait for the cause when the first failure only says that a peer is gone."""
+
+FAILURE_GRACE_S = 1.0
+"""Between asking the rest of a failed job to end and killing it."""
+
+STOP_GRACE_S = 5.0
+"""The same when the user or a scheduler ends the job: time to save."""
+
+NODE_SETTLE_S = 1.0
+"""How long to wait for other hosts to say what failed there."""
+
+LAST_LINES = 20
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How an attempt ended: a success, a failure, or a stop from outside."""
+
+    endings: list[Ending]
+    failed: bool = False
+    stopped_by: int = 0
+    """The signal that ended the launcher's job, or 0."""
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """Processes of one attempt on this host."""
+
+    server: ServerHandle
+    layout: Layout
+    facts: environment.JobFacts
+    console: Console
+    stops: StopSignals
+    link: LinkHandle | None
+    script: str
+    script_args: tuple[str, ...]
+    log_format: str | None
+    on_started: Callable[[dict[str, int]], None]
+    """Called once with the pid of every local process."""
+
+    _alive: dict[str, Process] = field(default_factory=dict)
+    _pids: dict[str, int] = field(default_factory=dict)
+    _endings: list[Ending] = field(default_factory=list)
+    _stopping: bool = False
+    _failed_at: float | None = None
+    _elsewhere: list[Ending] = field(default_factory=list)
+    _told: bool = False
+
+    @property
+    def store_id(self) -> str:
+        """Name of the store's process."""
+        return f"store.{self.facts.attempt}"
+
+    def start(
+        self, store_fd: int | None, endpoint_fds: Mapping[str, int], inherited: Mapping[str, str]
+    ) -> None:
+        """Ask the fork server for every process. It answers when torch is there.
+
+        Args:
+            store_fd: Listening socket of the job's store; None on hosts other than the first.
+            endpoint_fds: Bound socket of each process, by process id.
+            inherited: The launcher's environment.
+        """
+        folder = self.facts.log_dir
+        if store_fd is not None:
+            host, port = self.layout.master
+            self.server.spawn(
+                self.store_id,
+                "store",
+                [store_fd],
+                config={"host": host, "port": port},
+                env={},
+                log=f"{folder}/launcher.store",
+                cwd=os.getcwd(),
+            )
+        for process in self.layout.local:
+            open(process.log_file, "a").close()
+            self._alive[process.id] = process
+            self.server.spawn(
+                process.id,
+                "script",
+                [endpoint_fds[process.id]],
+                env=environment.build(process, self.layout, self.facts, inherited),
+                log=process.log_file,
+                log_format=self.log_format,
+                cwd=os.getcwd(),
+                script=self.script,
+                args=self.script_args,
+                rank=process.rank,
+                error_file=environment.error_file(process, folder),
+            )
+        self._follow_logs()
+
+    def _follow_logs(self) -> None:
+        workers = [p for p in self.layout.local if p.role == "worker"]
+        live = workers[0].log_file if workers else None
+        others = [(p.title, p.log_file) for p in self.layout.local if p.log_file != live]
+        self.console.follow(live, others)
+
+    def wait(self) -> Outcome:
+        """Watch until the job is over, here and elsewhere, and bring down what is left.
+
+        Raises:
+            LaunchError: If torch cannot be imported.
+        """
+        while not self._over():
+            self._turn(POLL_S)
+        stopped_by = self.stops.take()
+        failed = self._failed_at is not None
+        if not failed and not stopped_by:
+            self._finish_servers()
+            failed = self._failed_at is not None
+        self._end_all(STOP_GRACE_S if stopped_by else FAILURE_GRACE_S, stopped_by or signal.SIGTERM)
+        if failed:
+            self._hear_others()
+        self.console.finish(failed=failed)
+        return Outcome(endings=self._endings + self._elsewhere, failed=failed, stopped_by=stopped_by)
+
+    def _over(self) -> bool:
+        if self.stops.pending:
+            return True
+        if self._failed_at is not None:
+            causes = [e for e in self._endings if e.failed and not is_consequence(e)]
+            settle = 0.0 if causes or self._elsewhere else SETTLE_S
+            return time.monotonic() >= self._failed_at + settle
+        if any(p.role == "worker" for p in self._alive.values()):
+            return False
+        if self.link is None:
+            return True
+        if not self._told:
+            self._told = True
+            self.link.done(self.facts.attempt)
+        return self.link.all_done
+
+    def _turn(self, timeout_s: float) -> None:
+        """Take what has happened, waiting for it at most `timeout_s`."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.server.socket, selectors.EVENT_READ, self._server_event)
+            ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
+            if self.link is not None:
+                ready.register(self.link.socket, selectors.EVENT_READ, self._link_event)
+            for key, _ in ready.select(timeout_s):
+                key.data()
+        self.console.poll()
+
+    def _server_event(self) -> None:
+        event = self.server.receive()
+        if "spawned" in event:
+            self._pids[event["spawned"]] = event["pid"]
+            if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+                self.on_started(self._pids)
+        if "exited" in event:
+            self._exited(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
+
+    def _exited(self, name: str, code: int, at: float) -> None:
+        if name == self.store_id and not self._stopping:
+            raise InternalError(f"The job's store ended by itself; see {self.facts.log_dir}/launcher.store.")
+        process = self._alive.pop(name, None)
+        if process is None:
+            return
+        ending = self._ending(process, code, at)
+        self._endings.append(ending)
+        if ending.failed and self._failed_at is None and not self._stopping:
+            self._failed_at = time.monotonic()
+
+    def _ending(self, process: Process, code: int, at: float) -> Ending:
+        record = _read_record(environment.error_file(process, self.facts.log_dir))
+        return Ending(
+            title=process.title,
+            role=process.role,
+            rank=process.rank,
+            host=self.layout.hostnames[process.node_rank],
+            pid=self._pids[process.id],
+            code=code,
+            time=record.get("time", at),
+            log_file=process.log_file,
+            # Whoever recorded an error before we asked it to end failed by itself.
+            stopped_by_us=self._stopping and code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 130),
+            kind=record.get("kind", ""),
+            error=f"{record['type']}: {record['message']}" if record else "",
+            traceback=record.get("traceback", ""),
+            last_lines=tuple(logs.last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
+        )
+
+    def _link_event(self) -> None:
+        assert self.link is not None
+        self.link.take()
+        failures = [Ending.from_json(e) for e in self.link.failures(self.facts.attempt)]
+        if failures:
+            self._elsewhere = failures
+            if self._failed_at is None:
+                self._failed_at = time.monotonic()
+
+    def _finish_servers(self) -> None:
+        """End the servers of a parameter-server job whose workers are all done."""
+        if self.facts.mode != "ps":
+            return
+        logger.info("all workers exit, going to finish parameter server and heter_worker.")
+        self._end_all(STOP_GRACE_S, signal.SIGTERM)
+        logger.info("all parameter server are killed")
+
+    def _end_all(self, grace_s: float, number: int) -> None:
+        """Ask every process to end, then kill what is left. A second stop signal cuts the grace short."""
+        self._stopping = True
+        self.server.signal([*self._alive], number)
+        deadline = time.monotonic() + grace_s
+        while self._alive and time.monotonic() < deadline and not self.stops.pending:
+            self._turn(POLL_S)
+        self.server.signal([*self._alive, self.store_id], signal.SIGKILL)
+        while self._alive:
+            self._turn(POLL_S)
+
+    def _hear_others(self) -> None:
+        """Tell the other hosts what failed here, and hear what failed there."""
+        if self.link is None:
+            return
+        mine = [e.to_json() for e in self._endings if e.failed or e.code == 0]
+        self.link.fail(self.facts.attempt, mine)
+        deadline = time.monotonic() + NODE_SETTLE_S
+        while time.monotonic() < deadline:
+            self._turn(POLL_S)
+
+
+def _read_record(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            record: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return {}
+    return record

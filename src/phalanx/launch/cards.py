@@ -1,0 +1,108 @@
+"""How many ranks a host runs, and which cards each gets."""
+
+from __future__ import annotations
+
+from phalanx.errors import LaunchError
+from phalanx.launch.machine import Machine
+from phalanx.launch.options import Options
+
+
+def ranks_per_node(options: Options, machine: Machine) -> int:
+    """Return how many workers this host runs in collective mode.
+
+    What the user said; else one per card; else 1: on CPU one process already uses every core through its
+    threads, and a second one changes the global batch, so that is never done unasked.
+
+    Raises:
+        LaunchError: If cards were asked for that are not there, or more ranks than cards.
+    """
+    cards = chosen_cards(options, machine)
+    if options.nproc_per_node is None:
+        return len(cards) or 1
+    _check_enough(f"--nproc_per_node {options.nproc_per_node}", options.nproc_per_node, cards)
+    return options.nproc_per_node
+
+
+def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
+    """Return the cards of this job: those of `--gpus`, else every usable one.
+
+    Raises:
+        LaunchError: If `--gpus` cannot be had.
+    """
+    if options.gpus is None:
+        return machine.usable_cards
+    asked = tuple(part.strip() for part in options.gpus.split(",") if part.strip())
+    if not asked:
+        raise LaunchError(
+            f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all."
+        )
+    _check_cuda(options.gpus, machine)
+    for card in asked:
+        if card not in machine.cards and not (card.isdigit() and int(card) < len(machine.cards)):
+            limit = f" (limited by {machine.hidden_by})" if machine.hidden_by else ""
+            raise LaunchError(
+                f"--gpus asks for card {card}, but this host offers {', '.join(machine.cards)}{limit}."
+            )
+        if asked.count(card) > 1:
+            raise LaunchError(f"--gpus lists card {card} twice. Each process needs a card of its own.")
+    # Under CUDA_VISIBLE_DEVICES the numbers count the visible cards, as they do everywhere in torch.
+    return tuple(
+        card if card in machine.cards and not machine.hidden_by else _nth(card, machine) for card in asked
+    )
+
+
+def _nth(card: str, machine: Machine) -> str:
+    return machine.cards[int(card)] if card.isdigit() and int(card) < len(machine.cards) else card
+
+
+def _check_cuda(asked: str, machine: Machine) -> None:
+    if machine.cards and machine.has_cuda_build:
+        return
+    if not machine.has_cuda_build:
+        found = "the installed torch is a CPU build"
+    else:
+        found = (
+            f"no card is visible ({machine.hidden_by})" if machine.hidden_by else "no NVIDIA card was found"
+        )
+    raise LaunchError(
+        f"--gpus {asked} needs CUDA, but {found}. On CPU give the number of processes instead: -n 2."
+    )
+
+
+def _check_enough(asked: str, count: int, cards: tuple[str, ...]) -> None:
+    if cards and count > len(cards):
+        raise LaunchError(
+            f"{asked} asks for {count} processes, but there are {len(cards)} cards ({', '.join(cards)}). "
+            f"Give at most {len(cards)}, or hide the cards with CUDA_VISIBLE_DEVICES= to run on CPU."
+        )
+
+
+def deal_cards(
+    options: Options, machine: Machine, workers: int, *, only_if_asked: bool
+) -> tuple[tuple[str, ...], ...]:
+    """Return the cards of each local worker, in order; empty on CPU.
+
+    With more cards than workers the first workers get one more.
+
+    Args:
+        options: What the user typed.
+        machine: What is there.
+        workers: Workers on this host.
+        only_if_asked: Parameter-server workers compute on CPU unless `--gpus` is given.
+
+    Raises:
+        LaunchError: If there are more workers than cards.
+    """
+    if only_if_asked and options.gpus is None:
+        return ()
+    cards = chosen_cards(options, machine)
+    if not cards or not workers:
+        return ()
+    _check_enough(f"{workers} workers on this host", workers, cards)
+    base, extra = divmod(len(cards), workers)
+    dealt, start = [], 0
+    for index in range(workers):
+        size = base + (index < extra)
+        dealt.append(cards[start : start + size])
+        start += size
+    return tuple(dealt)

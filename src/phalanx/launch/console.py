@@ -1,0 +1,180 @@
+"""The terminal: one rank live, the alarms of the others, the launcher's own lines."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+
+_ALARM = re.compile(
+    r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4} \d\d:\d\d|^\[[WEF]\d+|\w+Warning: "
+    r"|^([A-Za-z_][\w.]*)?(Error|Exception|Interrupt)\b|^Fatal Python error|^terminate called"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_LARGEST_BLOCK = 200
+
+
+class AlarmFilter:
+    """Picks warnings and errors out of one process's output, a traceback as one block."""
+
+    def __init__(self) -> None:
+        self._partial = ""
+        self._traceback: list[str] = []
+
+    def feed(self, text: str) -> list[str]:
+        """Return the alarms completed by `text`, each one line or one whole traceback."""
+        lines = (self._partial + text).split("\n")
+        self._partial = lines.pop()
+        return [alarm for line in lines if (alarm := self._line(line.rstrip("\r").rpartition("\r")[2]))]
+
+    def _line(self, line: str) -> str | None:
+        if line.startswith(_TRACEBACK):
+            self._traceback = [line]
+            return None
+        if self._traceback:
+            self._traceback.append(line)
+            if line.startswith((" ", "\t")) and len(self._traceback) < _LARGEST_BLOCK:
+                return None
+            block, self._traceback = "\n".join(self._traceback), []
+            return block
+        return line if _ALARM.search(line) else None
+
+
+@dataclass(slots=True)
+class _Held:
+    since: float
+    titles: list[str] = field(default_factory=list)
+    count: int = 0
+
+
+class Folder:
+    """Holds alarms a moment, so that the same text from many ranks, or many times, becomes one line."""
+
+    def __init__(self, hold_s: float = 0.3, again_s: float = 5.0) -> None:
+        """Make a folder.
+
+        Args:
+            hold_s: Seconds a new text waits for others like it.
+            again_s: Seconds between two lines for a text that keeps coming.
+        """
+        self._hold_s = hold_s
+        self._again_s = again_s
+        self._held: dict[str, _Held] = {}
+        self._shown_at: dict[str, float] = {}
+
+    def add(self, title: str, text: str, now: float) -> None:
+        """Count one alarm of one process."""
+        held = self._held.setdefault(text, _Held(now))
+        held.count += 1
+        if title not in held.titles:
+            held.titles.append(title)
+
+    def due(self, now: float) -> list[str]:
+        """Return the lines to show now."""
+        lines = []
+        for text, held in list(self._held.items()):
+            ready = held.since + self._hold_s
+            if text in self._shown_at:
+                ready = max(ready, self._shown_at[text] + self._again_s)
+            if now >= ready:
+                lines.append(self._pop(text, now))
+        return lines
+
+    def drain(self, *, drop_tracebacks: bool) -> list[str]:
+        """Return all that is held; a report that follows shows the traceback that matters by itself."""
+        kept = [text for text in self._held if not (drop_tracebacks and text.startswith(_TRACEBACK))]
+        lines = [self._pop(text, 0.0) for text in kept]
+        self._held.clear()
+        return lines
+
+    def _pop(self, text: str, now: float) -> str:
+        held = self._held.pop(text)
+        self._shown_at[text] = now
+        if len(self._shown_at) > 1000:
+            del self._shown_at[next(iter(self._shown_at))]
+        return fold(held.titles, text, held.count)
+
+
+def fold(titles: list[str], text: str, count: int) -> str:
+    """Return `rank 1: text`, or `rank 1, rank 2: text (x2)` when it came more than once."""
+    lines = text.split("\n")
+    if count > 1:
+        lines[-1] += f" (x{count})"
+    names = ", ".join(titles)
+    return "\n".join(f"{names}: {line}" for line in lines)
+
+
+class _Tail:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = open(path, "rb")  # noqa: SIM115 -- lives as long as the attempt
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> str:
+        return self._decoder.decode(self._file.read())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Console:
+    """Standard output, shared by the launcher's lines and the ranks'."""
+
+    def __init__(self) -> None:
+        self._at_line_start = True
+        self._live: _Tail | None = None
+        self._others: list[tuple[str, _Tail, AlarmFilter]] = []
+        self._folder = Folder()
+
+    def write(self, text: str) -> int:
+        """Write lines of the launcher; called by its log handler too."""
+        if not self._at_line_start:
+            sys.stdout.write("\n")
+        self._put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush standard output."""
+        sys.stdout.flush()
+
+    def follow(self, live: str | None, others: list[tuple[str, str]]) -> None:
+        """Follow the log files of one attempt, which must exist.
+
+        Args:
+            live: File shown as it grows.
+            others: (title, file) of the processes of which only alarms are shown.
+        """
+        self._live = _Tail(live) if live else None
+        self._others = [(title, _Tail(path), AlarmFilter()) for title, path in others]
+
+    def poll(self) -> None:
+        """Show what is new."""
+        if self._live is not None and (text := self._live.read()):
+            self._put(text)
+        now = time.monotonic()
+        for title, tail, alarms in self._others:
+            for alarm in alarms.feed(tail.read()):
+                self._folder.add(title, alarm, now)
+        for line in self._folder.due(now):
+            self.write(line + "\n")
+
+    def finish(self, *, failed: bool) -> None:
+        """Show the rest and stop following."""
+        self.poll()
+        for line in self._folder.drain(drop_tracebacks=failed):
+            self.write(line + "\n")
+        for tail in [self._live, *(tail for _, tail, _ in self._others)]:
+            if tail is not None:
+                tail.close()
+        self._live, self._others = None, []
+
+    def _put(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # `phalanx run ... | head`: the reader left, the job goes on and its files have everything.
+            sys.stdout = open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115
+        self._at_line_start = text.endswith("\n")

@@ -1,0 +1,246 @@
+"""What a child of the fork server does: become a fresh process, run the script, end without surprises."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import faulthandler
+import gc
+import importlib.machinery
+import json
+import os
+import random
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+from phalanx.errors import PeerLostError
+from phalanx.launch import log_format
+
+_PEER_WORDS = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|heartbeat"
+    r"|timed out waiting \d+ms|recvvalue failed|failed to recv|failed to send|not all ranks|store is closed"
+    r"|remote process exited|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+def prepare() -> None:
+    """Do once, in the server, what every child would otherwise do for itself."""
+    importlib.import_module("torch.distributed.rendezvous")
+
+
+def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Turn a freshly forked child into what `message` asks for. Never returns.
+
+    Args:
+        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `cwd`, `log` (file
+        for both
+            output streams), `log_format`, and for a script `script`, `args` and `error_file`, `rank`; for
+            the others `config`.
+        fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the
+        environment.
+    """
+    code = 1
+    try:
+        _start_afresh(message, fds)
+        code = _run_script(message) if message["target"] == "script" else _run_service(message, fds)
+    except BaseException:  # noqa: BLE001 -- nothing may escape into the server's own code after a fork
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _run_service(message: dict[str, Any], fds: list[int]) -> int:
+    if message["target"] == "store":
+        from phalanx.launch.store import serve
+
+        return serve(fds[0], **message["config"])
+    from phalanx.launch.link import join
+
+    return join(fds, **message["config"])
+
+
+def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
+    """Undo what the child inherited from the server: signals, streams, environment, random state."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _redirect(message["log"])
+    for name, value in message["env"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if message["target"] == "script" and fds:
+        os.environ["PHALANX_ENDPOINT_FD"] = str(fds[0])
+    os.chdir(message["cwd"])
+    random.seed()
+    if "numpy" in sys.modules:
+        # Seeded from the system when numpy was imported, that is once for all ranks.
+        sys.modules["numpy"].random.seed()
+    gc.enable()
+
+
+def _redirect(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+    for stream in (sys.stdout, sys.stderr):
+        assert hasattr(stream, "reconfigure")
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def _run_script(message: dict[str, Any]) -> int:
+    faulthandler.enable()
+    log_format.configure_rank(message["log_format"])
+    sys.argv = [message["script"], *message["args"]]
+    failed = False
+    try:
+        _run_as_main(message["script"])
+        code = 0
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except KeyboardInterrupt:
+        _write_error_record(message, *_current_error())
+        _show(*_current_error())
+        code = 128 + signal.SIGINT
+    except BaseException:  # noqa: BLE001 -- whatever the script raises is its failure, to be recorded
+        failed = True
+        _write_error_record(message, *_current_error())
+        _show(*_current_error())
+        code = 1
+    return _finish(code, failed)
+
+
+def _run_as_main(script: str) -> None:
+    """Execute `script` as the module `__main__`, the way `python script` does.
+
+    Unlike `runpy.run_path` the module stays `__main__` afterwards, for threads, atexit handlers and pickles
+    that look for it.
+    """
+    if script.startswith("-m "):
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script[3:], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    module.__dict__.update(__builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _current_error() -> tuple[type[BaseException], BaseException, types.TracebackType | None]:
+    """The error being handled, its traceback starting in the script rather than in this file."""
+    kind, error, trace = sys.exc_info()
+    assert kind is not None
+    assert error is not None
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        trace = trace.tb_next
+    return kind, error, trace
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    _flush()
+    sys.excepthook(kind, error, trace)
+
+
+def error_kind(error: BaseException) -> str:
+    """Return "peer" when `error` says that another process is gone or late, else "exception"."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (PeerLostError, ConnectionError)) or _is_torch_peer_error(seen):
+            return "peer"
+        seen = seen.__cause__
+    return "exception"
+
+
+def _is_torch_peer_error(error: BaseException) -> bool:
+    name = type(error).__name__
+    if name in ("DistNetworkError", "DistStoreError", "DistQueueEmptyError"):
+        return True
+    return isinstance(error, RuntimeError) and _PEER_WORDS.search(str(error)) is not None
+
+
+def _write_error_record(
+    message: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    record = {
+        "rank": message["rank"],
+        "kind": error_kind(error),
+        "time": time.time(),
+        "type": kind.__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+    }
+    target = message["error_file"]
+    # Written beside and renamed: the launcher may look at any moment.
+    with tempfile.NamedTemporaryFile(
+        "w", dir=os.path.dirname(target), delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(record, file)
+    os.replace(file.name, target)
+
+
+def _finish(code: int, failed: bool) -> int:
+    """Do what interpreter shutdown does, but so that a communication thread cannot abort the process.
+
+    Backends free tensors from their own threads; during real shutdown that ends in SIGABRT now and then,
+    and a good run counts as failed. So: threads, exit handlers, process group, one collection, and then the
+    process ends at once.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        if not failed and code == 0:
+            _leave_process_group()
+            gc.collect()
+    except SystemExit as stop:
+        code = code or _exit_code(stop)
+    except BaseException:  # noqa: BLE001 -- an exit handler of the script failed: shown, and counted as a failure
+        traceback.print_exc()
+        code = code or 1
+    return code
+
+
+def _leave_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # closed by the script, or its disk is full: nothing more to save
+            stream.flush()

@@ -1,0 +1,247 @@
+"""The launcher's main line: look, check, say, start, watch, restart, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.launch import environment, ports, registry, report, staging, tables, wire
+from phalanx.launch.attempt import POLL_S, Attempt, Outcome
+from phalanx.launch.console import Console
+from phalanx.launch.layout import Layout, Offer, arrange
+from phalanx.launch.link_handle import LinkHandle
+from phalanx.launch.logs import LogFolder, shown
+from phalanx.launch.machine import Machine
+from phalanx.launch.options import Options
+from phalanx.launch.request import ROLES, Request, resolve
+from phalanx.launch.server_handle import ServerHandle
+from phalanx.launch.signals import StopSignals
+from phalanx.launch.verdict import first_failure
+from phalanx.versions import require_torch
+
+logger = logging.getLogger("phalanx.launch")
+
+
+class Job:
+    """One job as this host's launcher sees it."""
+
+    def __init__(self, options: Options, server: ServerHandle, console: Console) -> None:
+        self._options = options
+        self._server = server
+        self._console = console
+        self._inherited: Mapping[str, str] = dict(os.environ)
+        self._job_id = uuid.uuid4().hex[:12]
+        self._link: LinkHandle | None = None
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            The exit code: 0 after success, else that of the process that failed first (128 + signal), or
+            128 + the signal that stopped the launcher.
+
+        Raises:
+            PhalanxError: If the job cannot be started, or another host is missing or lost.
+        """
+        here = Machine.look(self._inherited)
+        require_torch()
+        request = resolve(self._options, here)
+        threads = self._fix_threads(request, here)
+        self._console.write(tables.banner(self._options.banner_items()))
+        self._say_mode(request, here)
+        logger.info(threads)
+        self._stops = StopSignals()
+        self._logs = LogFolder(self._options.log_dir)
+        self._gloo_path = str(registry.folder() / f"gloo-{self._job_id}")
+        with registry.Entry(self._job_id, self._options.training_script, request.mode) as self._entry:
+            try:
+                return self._run_attempts(request)
+            finally:
+                shutil.rmtree(self._gloo_path, ignore_errors=True)
+
+    def _fix_threads(self, request: Request, here: Machine) -> str:
+        """Give each local process its share of the cores, before the libraries that read it are loaded."""
+        chosen = self._inherited.get("OMP_NUM_THREADS")
+        threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
+        self._server.configure({"OMP_NUM_THREADS": threads})
+        source = "from your environment" if chosen else f"{here.cores} cores; set it to choose another"
+        return f"OMP_NUM_THREADS={threads} for each process ({source})"
+
+    def _say_mode(self, request: Request, here: Machine) -> None:
+        cards = len(here.usable_cards)
+        if request.mode == "ps":
+            logger.info(
+                "Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards
+            )
+            return
+        if request.given:
+            logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.given), cards)
+        else:
+            compiled = "compiled with cuda" if here.has_cuda_build else "not compiled with cuda"
+            logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
+        self._console.write(f"launch train in {'GPU' if request.cards else 'CPU'} mode\n")
+        if not request.cards and self._options.nproc_per_node is None:
+            logger.info("No -n given: 1 process, as one process uses every core. -n 2 starts two.")
+
+    def _run_attempts(self, request: Request) -> int:
+        if request.nodes.many:
+            self._link = self._join_link(request)
+        attempt = 0
+        while True:
+            outcome = self._run_attempt(request, attempt)
+            if not outcome.failed or outcome.stopped_by or attempt >= self._options.max_restarts:
+                return self._end(outcome)
+            self._say_restart(outcome, attempt)
+            self._logs.set_aside(attempt)
+            attempt += 1
+
+    def _end(self, outcome: Outcome) -> int:
+        if self._link is not None:
+            self._link.leave()
+        if outcome.stopped_by:
+            name = signal.Signals(outcome.stopped_by).name
+            self._console.write(f"stopped by {name}; every process of the job has ended\n")
+            return 128 + outcome.stopped_by
+        if not outcome.failed:
+            return 0
+        first = first_failure(outcome.endings)
+        assert first is not None
+        others = [e for e in outcome.endings if e is not first]
+        self._console.write(report.render(first, others, self._options.language))
+        return first.exit_code
+
+    def _say_restart(self, outcome: Outcome, attempt: int) -> None:
+        first = first_failure(outcome.endings)
+        assert first is not None
+        logger.warning(
+            "%s %s. Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
+            first.title,
+            report.how(first, self._options.language),
+            attempt + 1,
+            self._options.max_restarts,
+            shown(str(self._logs.path / f"attempt-{attempt}")),
+        )
+
+    def _run_attempt(self, request: Request, attempt: int) -> Outcome:
+        log_dir = str(self._logs.path)
+        with staging.Stage(request) as stage:
+            layout = self._arrange(stage, attempt, log_dir)
+            facts = staging.facts(
+                request,
+                self._options,
+                layout,
+                attempt=attempt,
+                log_dir=log_dir,
+                gloo_path=self._gloo_path,
+            )
+            staging.write_endpoints(layout, log_dir)
+            trial = Attempt(
+                server=self._server,
+                layout=layout,
+                facts=facts,
+                console=self._console,
+                stops=self._stops,
+                link=self._link,
+                script=self._options.training_script,
+                script_args=self._options.training_script_args,
+                log_format=self._options.log_format,
+                on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
+            )
+            store = None if stage.store is None else stage.store.fileno()
+            trial.start(store, stage.fds(layout), self._inherited)
+        if attempt == 0:
+            self._say_layout(layout, facts)
+        return trial.wait()
+
+    def _arrange(self, stage: staging.Stage, attempt: int, log_dir: str) -> Layout:
+        request = stage.request
+        offer = stage.offer(self._job_id, self._options)
+        offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
+        return arrange(offers, request.nodes.rank, request.endpoints, log_dir)
+
+    def _exchange(self, link: LinkHandle, attempt: int, offer: Offer) -> list[Offer]:
+        """Meet the other hosts; returns what each brings."""
+        link.offer(attempt, offer)
+        while (offers := link.offers(attempt)) is None:
+            if number := self._stops.take():
+                raise InterruptedJobError(number)
+            readable, _, _ = select.select([link.socket, self._server.socket], [], [], POLL_S)
+            if self._server.socket in readable:
+                self._server.receive()
+            if link.socket in readable:
+                link.take()
+        return offers
+
+    def _join_link(self, request: Request) -> LinkHandle:
+        """Start the process that talks to the other hosts."""
+        ours, theirs = wire.pair()
+        nodes, port = request.nodes, request.meeting_port
+        fds = [theirs.fileno()]
+        with theirs:
+            meeting = None
+            if nodes.rank == 0:
+                meeting = ports.bind(nodes.address, port, flag="--http_port", listen=True)
+                fds.append(meeting.fileno())
+            self._server.spawn(
+                "link",
+                "link",
+                fds,
+                env={},
+                cwd=os.getcwd(),
+                log=f"{self._logs.path}/launcher.link",
+                config={
+                    "host": nodes.hosts[0],
+                    "port": port,
+                    "node_rank": nodes.rank,
+                    "node_count": nodes.count,
+                    "timeout_s": self._options.timeout_s,
+                    "names": [nodes.name(rank) for rank in range(nodes.count)],
+                },
+            )
+            if meeting is not None:
+                meeting.close()
+        logger.info("meeting %d hosts at %s:%d", nodes.count, nodes.hosts[0], port)
+        return LinkHandle(ours)
+
+    def _say_layout(self, layout: Layout, facts: environment.JobFacts) -> None:
+        for role in ROLES:
+            here = staging.locals_of(layout, role)
+            if not here:
+                continue
+            start = "Local start" if facts.mode == "collective" else f"Local {role} start"
+            logger.info(
+                "%s %d processes. First process distributed environment info (Only For Debug):",
+                start,
+                len(here),
+            )
+            variables = environment.build(here[0], layout, facts, self._inherited)
+            self._console.write(tables.environment_table(environment.shown(here[0], facts.mode, variables)))
+        logger.info(staging.log_hint(layout, facts.mode, facts.log_dir))
+
+
+class InterruptedJobError(Exception):
+    """The user or a scheduler ended the job before its processes started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def _listing(layout: Layout, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
+    """What the registry tells about each process."""
+    return [
+        {
+            "role": process.role,
+            "rank": process.rank,
+            "pid": pids[process.id],
+            "log": process.log_file,
+            "events": environment.events_file(process, facts.log_dir),
+        }
+        for process in layout.local
+    ]

@@ -1,0 +1,130 @@
+"""What this machine offers a job: cores, cards, addresses. Looked at without importing torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import LaunchError
+from phalanx.launch.preload import is_cuda_build, torch_libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts the launcher decides by; made by `look`, or by hand in a test."""
+
+    cores: int
+    cards: tuple[str, ...] = ()
+    """Names of the cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+
+    has_cuda_build: bool = False
+    """Whether the installed torch was built with CUDA."""
+
+    hidden_by: str = ""
+    """The setting that hides cards, for messages."""
+
+    pod_ip: str = ""
+    """POD_IP of the environment: this host's address when the list has several that are ours."""
+
+    @classmethod
+    def look(cls, environment: Mapping[str, str]) -> Machine:
+        """Look at this machine."""
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        present = tuple(str(i) for i in range(_cards_present()))
+        cards = present if visible is None else _visible(visible, present)
+        return cls(
+            cores=len(os.sched_getaffinity(0)),
+            cards=cards,
+            has_cuda_build=is_cuda_build(torch_libraries()),
+            hidden_by="" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
+            pod_ip=environment.get("POD_IP", ""),
+        )
+
+    @property
+    def usable_cards(self) -> tuple[str, ...]:
+        """The cards torch can use here."""
+        return self.cards if self.has_cuda_build else ()
+
+
+def _cards_present() -> int:
+    listed = Path("/proc/driver/nvidia/gpus")
+    if listed.is_dir():
+        return len(list(listed.iterdir()))
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def _visible(setting: str, present: tuple[str, ...]) -> tuple[str, ...]:
+    """The cards left by CUDA_VISIBLE_DEVICES; CUDA stops reading at the first entry it does not know."""
+    kept: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        is_name = entry.startswith(("GPU-", "MIG-"))
+        if not present or not (is_name or entry in present):
+            break
+        kept.append(entry)
+    return tuple(kept)
+
+
+def resolve(host: str) -> str:
+    """Return the IPv4 address of `host`.
+
+    Raises:
+        LaunchError: If it is neither an address nor a name that resolves.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(
+            f"'{host}' is no address and no host name this machine can resolve ({error.strerror or error}). "
+            "Write the host's IPv4 address, e.g. --ips 10.0.0.1,10.0.0.2."
+        ) from None
+
+
+def is_ours(address: str) -> bool:
+    """Return whether `address` belongs to this host, that is, whether a socket can be bound to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def address_towards(peer: str) -> str:
+    """Return the address of this host from which packets to `peer` leave.
+
+    Raises:
+        LaunchError: If there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))
+        except OSError as error:
+            raise LaunchError(
+                f"No route from this host to {peer} ({error.strerror}). Check the address and the network."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that carries `address`, or None.
+
+    Addresses of 127.0.0.0/8 all live on the loopback interface, listed or not.
+    """
+    if address.startswith("127."):
+        return "lo"
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name[:15].encode())
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # The interface has no IPv4 address.
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,168 @@
+"""Which hosts take part, and which of them this is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.errors import LaunchError
+from phalanx.launch import machine as hosts
+from phalanx.launch.machine import Machine
+from phalanx.launch.options import DEFAULT_PORT, Options
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The hosts of a job as one of them sees it."""
+
+    hosts: tuple[str, ...]
+    """Address of every host by node rank; only the first is known when the job was given as a count of
+    hosts."""
+
+    count: int
+    rank: int
+    address: str
+    """This host's own address."""
+
+    @property
+    def many(self) -> bool:
+        """Whether other launchers take part."""
+        return self.count > 1
+
+    def name(self, rank: int) -> str:
+        """Return what to call host `rank` in a message."""
+        return self.hosts[rank] if rank < len(self.hosts) else f"node {rank}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split `ip:port`.
+
+    Raises:
+        LaunchError: If it is not one.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(
+            f"'{endpoint}' is not an endpoint. Write ip:port with a port from 1 to 65535, e.g. 10.0.0.1:6170."
+        )
+    return host, int(port)
+
+
+def collective_nodes(options: Options, machine: Machine) -> Nodes:
+    """Return the hosts named by `--ips`, or counted by `--nnodes` and `--master_addr`.
+
+    Raises:
+        LaunchError: If an address is no address, none or several of them are this host's, or the counts
+        disagree.
+    """
+    if options.ips is not None:
+        listed = tuple(part.strip() for part in options.ips.split(",") if part.strip())
+        if not listed:
+            raise LaunchError(f"--ips '{options.ips}' lists no host. Write e.g. --ips 10.0.0.1,10.0.0.2.")
+        if options.nnodes is not None and options.nnodes != len(listed):
+            raise LaunchError(
+                f"--nnodes is {options.nnodes}, but --ips lists {len(listed)} hosts. Drop --nnodes or "
+                "correct the list."
+            )
+        return _choose(options, machine, listed)
+    if options.nnodes is None or options.nnodes == 1:
+        _check_node_rank(options, 1)
+        address = options.master_addr or "127.0.0.1"
+        if not hosts.is_ours(hosts.resolve(address)):
+            raise LaunchError(
+                f"--master_addr {address} is not this host, and --nnodes is 1. Add --nnodes N --node_rank K."
+            )
+        return Nodes((hosts.resolve(address),), 1, 0, hosts.resolve(address))
+    return _counted(options)
+
+
+def _counted(options: Options) -> Nodes:
+    assert options.nnodes is not None
+    if options.master_addr is None or options.node_rank is None:
+        missing = "--master_addr" if options.master_addr is None else "--node_rank"
+        raise LaunchError(
+            f"--nnodes {options.nnodes} needs the first host's address and this host's place, but {missing} "
+            "is missing. "
+            "Write e.g. --nnodes 2 --node_rank 0 --master_addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
+        )
+    _check_node_rank(options, options.nnodes)
+    master = _reachable(options.master_addr)
+    if options.node_rank == 0 and not hosts.is_ours(master):
+        raise LaunchError(
+            f"--node_rank 0 is the host of --master_addr {options.master_addr}, which is not an address of "
+            "this host."
+        )
+    address = master if options.node_rank == 0 else hosts.address_towards(master)
+    return Nodes((master,), options.nnodes, options.node_rank, address)
+
+
+def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> Nodes:
+    """Return the hosts in the order in which the endpoint lists first name them.
+
+    Raises:
+        LaunchError: As `collective_nodes`.
+    """
+    return _choose(options, machine, tuple(dict.fromkeys(split_endpoint(e)[0] for e in endpoints)))
+
+
+def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
+    """Find out which of the listed hosts this is."""
+    _check_node_rank(options, len(listed))
+    addresses = tuple(_reachable(host) if len(listed) > 1 else hosts.resolve(host) for host in listed)
+    for address, name in zip(addresses, listed, strict=True):
+        if addresses.count(address) > 1:
+            raise LaunchError(
+                f"Host {name} ({address}) is listed twice. List each host once; -n says how many processes "
+                "it runs."
+            )
+    ours = [rank for rank, address in enumerate(addresses) if hosts.is_ours(address)]
+    if options.node_rank is not None:
+        rank = options.node_rank
+        if rank not in ours:
+            raise LaunchError(
+                f"--node_rank {rank} is {listed[rank]}, which is not an address of this host. "
+                "Run this command there, or correct the list."
+            )
+    elif machine.pod_ip in addresses:
+        rank = addresses.index(machine.pod_ip)
+    elif len(ours) == 1:
+        rank = ours[0]
+    elif not ours:
+        raise LaunchError(
+            f"None of the hosts {', '.join(listed)} is this host (its address towards {listed[0]} is "
+            f"{hosts.address_towards(addresses[0])}). Correct the list, or run this command on a host of "
+            "the list."
+        )
+    else:
+        raise LaunchError(
+            f"{' and '.join(listed[rank] for rank in ours)} are all addresses of this host, so its place is "
+            "open. "
+            f"Add --node_rank ({' or '.join(map(str, ours))})."
+        )
+    return Nodes(addresses, len(addresses), rank, addresses[rank])
+
+
+def _check_node_rank(options: Options, count: int) -> None:
+    if options.node_rank is not None and not 0 <= options.node_rank < count:
+        raise LaunchError(
+            f"--node_rank {options.node_rank} is outside 0..{count - 1}: the job has {count} host(s)."
+        )
+
+
+def _reachable(host: str) -> str:
+    """Resolve a host that others must reach.
+
+    Debian's 127.0.1.1 entry in /etc/hosts makes a host's own name useless for that.
+    """
+    address = hosts.resolve(host)
+    if address == "127.0.1.1" and host != address:
+        raise LaunchError(
+            f"Host name '{host}' resolves to 127.0.1.1 on this machine (a line in /etc/hosts), which no "
+            "other host can "
+            "reach. Write its network address instead, or remove that line."
+        )
+    return address
+
+
+def meeting_point(nodes: Nodes, port: int | None) -> str:
+    """Return `ip:port` at which the launchers meet."""
+    return f"{nodes.hosts[0]}:{port or DEFAULT_PORT}"

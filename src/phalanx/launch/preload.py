@@ -1,0 +1,68 @@
+"""Import torch as fast as this machine can, into a process that will only fork.
+
+Measured on 2 cores, one after the other: a plain `import torch` 1.05-1.3 s, with the collector off 0.95 s,
+with the libraries loaded by a second thread at the same time 0.60-0.68 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def torch_libraries() -> Path | None:
+    """Return the folder of torch's shared libraries, found without importing torch, or None."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent / "lib"
+
+
+def is_cuda_build(libraries: Path | None) -> bool:
+    """Return whether the torch in `libraries` was built with CUDA."""
+    return libraries is not None and (libraries / "libtorch_cuda.so").exists()
+
+
+def _load_libraries(folder: Path) -> None:
+    """Map and relocate torch's libraries; ctypes lets go of the interpreter lock while it does."""
+    # torch repeats each step itself and reports what fails, so a failure here only costs the head start.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libtorch_python.so"))
+
+
+def preload() -> None:
+    """Import torch and what the first collective needs, and leave one thread and a frozen heap behind.
+
+    A CUDA build finds its own libraries in an order of its own, so there the head start is left out.
+
+    Raises:
+        ImportError: If torch cannot be imported.
+    """
+    gc.disable()
+    folder = torch_libraries()
+    loader = None
+    if folder is not None and not is_cuda_build(folder) and sys.platform == "linux":
+        loader = threading.Thread(target=_load_libraries, args=(folder,))
+        loader.start()
+    with contextlib.suppress(ModuleNotFoundError):
+        import numpy  # noqa: F401
+
+    import torch
+    import torch.distributed  # noqa: F401
+
+    if loader is not None:
+        loader.join()
+    # Objects made so far are never collected: the children share their pages and their collector is faster.
+    gc.freeze()
+
+
+def thread_count() -> int:
+    """Return how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))

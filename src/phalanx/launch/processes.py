@@ -1,0 +1,106 @@
+"""What Linux tells about processes, and the few process attributes Python has no call for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that none can be lost."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when `parent`, its present parent, dies.
+
+    The parent may have died before the call, hence the second look.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat after the command name (state, parent, ...), or None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when `pid` started, in clock ticks since boot, or None when it is gone or a zombie.
+
+    A pid with its start time names one process for good, a pid alone does not.
+    """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of `pid`, or an empty string when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def descendants(root: int) -> list[int]:
+    """Return the pids below `root`, parents before children, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        fields = _stat(int(name)) if name.isdigit() else None
+        if fields is not None and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect every child that has ended, as (pid, wait status)."""
+    ended = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended.append((pid, status))
+    return ended
+
+
+def kill_descendants(within_s: float = 5.0) -> None:
+    """SIGKILL everything below this process and wait until it is gone.
+
+    Args:
+        within_s: Seconds after which a process that the kernel will not end (stuck in a device) is given up.
+    """
+    deadline = time.monotonic() + within_s
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.005)
+    reap()

@@ -1,0 +1,96 @@
+"""Which jobs run on this host: a small file per launcher, in a folder only this user can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch import processes
+
+
+def folder() -> Path:
+    """Return this user's run-time folder, made if missing.
+
+    Raises:
+        LaunchError: If someone else made it first: /tmp is open to all.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "phalanx" if base else Path("/tmp") / f"phalanx-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise LaunchError(
+            f"{path} is not a private folder of this user (owner {found.st_uid}, mode "
+            f"{found.st_mode & 0o777:o}). "
+            "Remove it, or set XDG_RUNTIME_DIR."
+        )
+    return path
+
+
+class Entry:
+    """The entry of one running job; a context that removes it at the end."""
+
+    def __init__(self, job_id: str, script: str, mode: str) -> None:
+        self._path = folder() / f"{os.getpid()}.json"
+        self._job: dict[str, Any] = {
+            "job_id": job_id,
+            "pid": os.getpid(),
+            "start_ticks": processes.start_ticks(os.getpid()),
+            "started": time.time(),
+            "script": script,
+            "mode": mode,
+            "processes": [],
+        }
+
+    def write(self, listed: list[dict[str, Any]]) -> None:
+        """Publish the processes of the current attempt."""
+        self._job["processes"] = listed
+        beside = self._path.with_suffix(".new")
+        beside.write_text(json.dumps(self._job), encoding="utf-8")
+        beside.replace(self._path)
+
+    def __enter__(self) -> Entry:
+        self.write([])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Return the jobs whose launcher lives, oldest first; entries of dead launchers are removed."""
+    alive = []
+    for path in folder().glob("*.json"):
+        try:
+            job = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue  # The job ended between the two calls.
+        if processes.start_ticks(job["pid"]) == job["start_ticks"]:
+            alive.append(job)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(alive, key=lambda job: float(job["started"]))
+
+
+def last_event(path: str) -> dict[str, Any]:
+    """Return the last complete event a rank wrote, or an empty one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # The first line of the window may be cut.
+        if isinstance(event, dict) and "step" in event:
+            return event
+    return {}

@@ -1,0 +1,136 @@
+"""What an attempt needs before it starts: bound sockets, the layout, the facts of its environment."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from phalanx.launch import machine, ports
+from phalanx.launch.environment import JobFacts
+from phalanx.launch.layout import Layout, Offer, Process
+from phalanx.launch.logs import shown
+from phalanx.launch.nodes import split_endpoint
+from phalanx.launch.options import Options
+from phalanx.launch.request import ROLES, Request, RoleName
+
+logger = logging.getLogger("phalanx.launch")
+
+
+@dataclass
+class Stage:
+    """The sockets of one attempt on this host. A context: leaving it closes our copies.
+
+    They must be closed as soon as the processes have theirs: a listening socket that we still hold would let
+    the peers of a dead process connect, and wait for ever.
+    """
+
+    request: Request
+    store: socket.socket | None = None
+    """Listening socket of the job's store; None on hosts other than the first."""
+
+    endpoints: dict[RoleName, list[socket.socket]] = field(default_factory=dict)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Stage:
+        nodes = self.request.nodes
+        try:
+            if nodes.rank == 0:
+                # With several hosts the user's port is where the launchers meet.
+                port = 0 if nodes.many else (self.request.port or 0)
+                self.store = self._bind(port, "--http_port", listen=True)
+            for role in ROLES:
+                flag = f"--{role}s: port"
+                self.endpoints[role] = [self._bind(port, flag) for port in self._wanted_ports(role)]
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
+        return self._open.enter_context(
+            ports.bind(self.request.nodes.address, port, flag=flag, listen=listen)
+        )
+
+    def _wanted_ports(self, role: RoleName) -> list[int]:
+        if not self.request.endpoints:
+            return [0] * self.request.counts.get(role, 0)
+        listed = [split_endpoint(endpoint) for endpoint in self.request.endpoints[role]]
+        return [port for host, port in listed if host == self.request.nodes.address]
+
+    def offer(self, job_id: str, options: Options) -> Offer:
+        """Return what this host brings into the job."""
+        return Offer(
+            node_rank=self.request.nodes.rank,
+            address=self.request.nodes.address,
+            hostname=socket.gethostname(),
+            endpoints={role: [_name(s) for s in found] for role, found in self.endpoints.items()},
+            job_id=job_id,
+            store_port=0 if self.store is None else int(self.store.getsockname()[1]),
+            terms={"mode": self.request.mode, "--max_restarts": str(options.max_restarts)},
+        )
+
+    def fds(self, layout: Layout) -> dict[str, int]:
+        """Return the descriptor of each local process's endpoint, by process id."""
+        by_name = {_name(s): s.fileno() for found in self.endpoints.values() for s in found}
+        return {process.id: by_name[process.endpoint] for process in layout.local}
+
+
+def _name(bound: socket.socket) -> str:
+    host, port = bound.getsockname()
+    return f"{host}:{port}"
+
+
+def facts(
+    request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str
+) -> JobFacts:
+    """Return what the environment of this attempt's processes says besides the layout."""
+    return JobFacts(
+        mode=request.mode,
+        log_dir=log_dir,
+        attempt=attempt,
+        max_restarts=options.max_restarts,
+        timeout_s=options.timeout_s,
+        gloo_path=gloo_path,
+        interface=machine.interface_of(machine.address_towards(layout.master[0])),
+        is_multi_host=request.nodes.many,
+        cards=request.cards,
+    )
+
+
+def write_endpoints(layout: Layout, log_dir: str) -> None:
+    """Write `endpoints.log`: every endpoint of the job, one a line, by role."""
+    names: tuple[tuple[RoleName, str], ...] = (
+        ("worker", "PADDLE_TRAINER_ENDPOINTS"),
+        ("server", "PADDLE_PSERVERS_IP_PORT_LIST"),
+        ("heter_worker", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
+    )
+    with open(f"{log_dir}/endpoints.log", "w", encoding="utf-8") as file:
+        for role, name in names:
+            if layout.endpoints[role]:
+                file.write("\n".join([f"{name}:", *layout.endpoints[role], ""]))
+
+
+def locals_of(layout: Layout, role: RoleName) -> list[Process]:
+    """Return the processes of a role on this host."""
+    return [process for process in layout.local if process.role == role]
+
+
+def log_hint(layout: Layout, mode: str, log_dir: str) -> str:
+    """Return the line that says where the logs are."""
+    place = shown(log_dir)
+    if mode == "ps":
+        return (
+            f"Please check servers, workers and heter_worker logs in {place}/workerlog.*, "
+            f"{place}/serverlog.* "
+            f"and {place}/heterlog.*"
+        )
+    return (
+        f"details about PADDLE_TRAINER_ENDPOINTS can be found in {place}/endpoints.log, and detail running "
+        "logs "
+        f"maybe found in {shown(layout.local[0].log_file)}"
+    )

@@ -1,0 +1,95 @@
+"""Which process failed first. Pure.
+
+When one rank dies the others fail too, often within a millisecond and sometimes before its end is noticed.
+So an ending is judged by its kind before its time: a signal that we did not send is a cause; then an
+exception of the script's own; an error that says a peer is gone is a consequence.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_CAUSE, _ERROR, _CONSEQUENCE = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How one process ended. Plain values: it travels between hosts."""
+
+    title: str
+    """`rank 1`, `server 0`, ..."""
+
+    role: str
+    rank: int
+    host: str
+    pid: int
+    code: int
+    """Exit code, or minus the signal."""
+
+    time: float
+    """When it ended, or when it recorded its exception: seconds since the epoch."""
+
+    log_file: str
+    stopped_by_us: bool = False
+    kind: str = ""
+    """"exception" or "peer" when the process recorded an error."""
+
+    error: str = ""
+    """`Type: message` of that error."""
+
+    traceback: str = ""
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this ending is a failure of its own."""
+        return self.code != 0 and not self.stopped_by_us
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's exit code when this is the first failure."""
+        return 128 - self.code if self.code < 0 else (self.code or 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Ending:
+        """Undo `to_json`."""
+        return cls(**{**values, "last_lines": tuple(values["last_lines"])})
+
+
+def _weight(ending: Ending) -> int:
+    if ending.kind == "peer":
+        return _CONSEQUENCE
+    if ending.code < 0 and -ending.code != signal.SIGABRT:
+        return _CAUSE
+    # SIGABRT is how a communication thread ends its process when a peer is gone, and how libraries report
+    # bugs.
+    return _ERROR
+
+
+def is_consequence(ending: Ending) -> bool:
+    """Return whether this ending says only that someone else is gone."""
+    return _weight(ending) == _CONSEQUENCE
+
+
+def first_failure(endings: Iterable[Ending]) -> Ending | None:
+    """Return the ending that started the failure, or None when nothing failed.
+
+    When all failures only say that a peer is gone, and a process had already ended with exit code 0, that
+    early end is the cause.
+    """
+    seen: Sequence[Ending] = list(endings)
+    failures = sorted((e for e in seen if e.failed), key=lambda e: (_weight(e), e.time))
+    if not failures:
+        return None
+    first = failures[0]
+    early = [e for e in seen if e.code == 0 and e.time <= first.time and e.role == first.role]
+    if is_consequence(first) and early:
+        return min(early, key=lambda e: e.time)
+    return first
