@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, did_you_mean
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import comm, data, fleet
     from phalanx.comm.context import Context, current, init, shutdown
     from phalanx.parallel.apply import apply
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.evaluate import evaluate
-    from phalanx.train.metrics import accuracy
     from phalanx.train.events import report
+    from phalanx.train.metrics import accuracy
     from phalanx.train.step import train_step
 
 __version__ = "0.1.0.dev0"
@@ -43,7 +43,7 @@ _HOMES = {
 _MODULES = ("cluster", "comm", "data", "distributed", "fleet", "plan")
 _TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan"}
 
-__all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]  # noqa: PLE0604
+__all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,122 @@
+"""A Plan in words and a table: what lives where, what travels, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rule and what it covers."""
+
+    match: str
+    tensors: int
+    elements: int
+    bytes: int
+    place: str
+    update: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a Plan does to one model; prints as a table and dumps as JSON."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    gradients: int
+    """Gradients that are reduced over ranks."""
+
+    collectives: int
+    """All-reduces issued per step for them."""
+
+    reduced_bytes: int
+    """Bytes of gradients in one step's all-reduces, per rank."""
+
+    def to_json(self) -> str:
+        """Return everything the table shows as one JSON object."""
+        return json.dumps(
+            {
+                "mesh": {axis.name: axis.size for axis in self.plan.mesh},
+                "rules": [{name: getattr(row, name) for name in Row.__slots__} for row in self.rows],
+                "gradients": self.gradients,
+                "collectives_per_step": self.collectives,
+                "reduced_bytes_per_step": self.reduced_bytes,
+                "because": [reason.model_dump() for reason in self.plan.because],
+            }
+        )
+
+    def __rich__(self) -> RenderableType:
+        mesh = " x ".join(f"{axis.name}={axis.size}" for axis in self.plan.mesh) or "one rank"
+        grid = Grid(title=f"Plan over {mesh}", title_justify="left")
+        for name in ("parameters", "tensors", "elements", "MB", "lives", "updated by"):
+            grid.add_column(name, justify="left" if name in ("parameters", "lives", "updated by") else "right")
+        for row in self.rows:
+            cells = (f"{row.tensors}", f"{row.elements:,}", f"{row.bytes / 1e6:.1f}", row.place, row.update)
+            grid.add_row(row.match, *cells)
+        lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
+        lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
+        return Group(grid, *lines)
+
+
+def explain(plan: Plan, shape: ModelShape) -> Explanation:
+    """Say what a Plan does to a model of this shape. Pure.
+
+    Args:
+        plan: The Plan.
+        shape: The model's parameters.
+    """
+    buckets = all_reduce_buckets(plan, shape) if plan.world_size > 1 else []
+    covered: dict[str, tuple[ParamRule, list[ParamShape]]] = {}
+    for param in shape.params:
+        rule = plan.rule_for(param.name)
+        covered.setdefault(rule.match, (rule, []))[1].append(param)
+    rows = (
+        Row(
+            match=rule.match,
+            tensors=len(params),
+            elements=sum(p.count for p in params),
+            bytes=sum(p.bytes for p in params),
+            place=_place(rule, plan),
+            update=_update(rule, plan),
+        )
+        for rule, params in covered.values()
+    )
+    return Explanation(
+        plan=plan,
+        rows=tuple(rows),
+        gradients=sum(map(len, buckets)),
+        collectives=len(buckets),
+        reduced_bytes=sum(p.bytes for bucket in buckets for p in bucket),
+    )
+
+
+def _place(rule: ParamRule, plan: Plan) -> str:
+    if not isinstance(rule.place, OnRanks):
+        return f"servers, table {rule.place.table}"
+    if rule.managed == "module":
+        return "a shard on each rank, held by its layer"
+    split = {axis: placed for axis, placed in rule.place.layout.items() if placed.kind != "replicate"}
+    return ", ".join(f"{placed.kind} over {axis}" for axis, placed in split.items()) or (
+        "whole on every rank" if plan.world_size > 1 else "this rank"
+    )
+
+
+def _update(rule: ParamRule, plan: Plan) -> str:
+    if isinstance(rule.update, Frozen):
+        return "nothing (frozen)"
+    if rule.managed == "module":
+        return "its own rank, gradient scaled"
+    if isinstance(rule.update, AllReduce):
+        if plan.world_size == 1:
+            return "this rank"
+        return f"all-reduce ({rule.update.reduce}) in buckets of {rule.update.bucket_bytes / 2**20:g} MiB"
+    return rule.update.kind.replace("_", " ")

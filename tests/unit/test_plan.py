@@ -1,0 +1,198 @@
+"""The Plan as a value: rules, files, explanation."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from phalanx.errors import PlanError
+from phalanx.plan import ModelShape, ParamShape, Plan, explain, load_plan, plan_from_strategy, save_plan
+from phalanx.plan.value import (
+    AllReduce,
+    Average,
+    Axis,
+    Frozen,
+    ModuleRule,
+    OnRanks,
+    OpRule,
+    ParamRule,
+    Push,
+    Reason,
+    ReduceScatter,
+    Replicate,
+    Schedule,
+    Server,
+    Shard,
+    Step,
+    Table,
+    TopK,
+)
+from phalanx.strategy import DistributedStrategy
+
+
+def shape(*params, dtype="float32"):
+    return ModelShape(tuple(ParamShape(name=n, shape=s, dtype=dtype, item_bytes=4) for n, s in params))
+
+
+SMALL = shape(("fc.weight", (10, 4)), ("fc.bias", (10,)))
+
+EVERYTHING = Plan(
+    model_digest="0" * 16,
+    capture_digest="1" * 16,
+    mesh=(Axis(name="data", size=2), Axis(name="tp", size=2), Axis(name="pp", size=2)),
+    servers=2,
+    params=(
+        ParamRule(match="*", update=AllReduce(wire_dtype="bfloat16", route="hierarchical")),
+        ParamRule(
+            match="fc.*",
+            place=OnRanks(layout={"tp": Shard(dim=0, sizes=(6, 4))}),
+            update=ReduceScatter(zero=3),
+        ),
+        ParamRule(match="emb.*", place=Server(table="ids"), update=Push(mode="geo", steps=100)),
+        ParamRule(match="local.*", update=Average(every=4)),
+        ParamRule(match="sparse.*", update=TopK(sparsity=(0.75, 0.999))),
+        ParamRule(match="old.*", update=Frozen()),
+        ParamRule(match="own.*", managed="module"),
+    ),
+    modules=(
+        ModuleRule(match="fc", style="column", inputs={"tp": Replicate()}, outputs={"tp": Shard(dim=-1)}),
+        ModuleRule(
+            match="block.*",
+            stage=1,
+            unit=True,
+            recompute="full",
+            offload=True,
+            dtype="bfloat16",
+            compiled=True,
+        ),
+    ),
+    ops=(OpRule(site="mm_3", outputs=({"tp": Shard(dim=1)},)),),
+    tables=(Table(name="ids", module="emb", dim=16, optimizer="adagrad(lr=0.05)"),),
+    schedule=Schedule(kind="interleaved", microbatches=8, virtual=2),
+    step=Step(batch_axes=("data",), accumulate=2, compiled=True),
+    because=(Reason(setting="memory 80 GiB", effect="ZeRO 3"),),
+)
+
+
+def test_a_plan_that_says_everything_survives_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(EVERYTHING, path)
+    assert load_plan(path) == EVERYTHING
+
+
+def test_the_default_plan_survives_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(Plan(), path)
+    assert load_plan(path) == Plan()
+    assert json.loads(path.read_text()) == {"version": 1}
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Plan().servers = 3
+
+
+def test_the_digest_ignores_reasons_and_nothing_else():
+    assert EVERYTHING.digest() == EVERYTHING.model_copy(update={"because": ()}).digest()
+    assert EVERYTHING.digest() != EVERYTHING.model_copy(update={"servers": 3}).digest()
+
+
+def test_the_last_matching_rule_wins():
+    assert EVERYTHING.rule_for("fc.weight").update == ReduceScatter(zero=3)
+    assert EVERYTHING.rule_for("conv.weight").match == "*"
+
+
+def test_a_name_with_brackets_matches_itself():
+    plan = Plan(params=(ParamRule(match="blocks[0].weight", update=Frozen()),))
+    assert isinstance(plan.rule_for("blocks[0].weight").update, Frozen)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"step": Step(batch_axes=("dat",))}, "names mesh axis 'dat'"),
+        ({"mesh": (Axis(name="a", size=2), Axis(name="a", size=2))}, "axis names repeat"),
+        ({"params": (ParamRule(match="*", place=Server(table="t")),)}, "lives in table 't'"),
+        ({"ops": (OpRule(site="mm", outputs=()),)}, "capture digest"),
+    ],
+)
+def test_a_plan_that_refers_to_what_is_not_there_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        Plan(**fields)
+
+
+def test_geo_needs_its_steps_and_sync_takes_none():
+    with pytest.raises(ValidationError, match="needs `steps`"):
+        Push(mode="geo")
+    with pytest.raises(ValidationError, match="takes no `steps`"):
+        Push(mode="sync", steps=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"mesh": [{"name": "data", "size": 0}]}', "mesh.0.size: Input should be greater than 0"),
+        ('{"mseh": []}', "mseh: Extra inputs"),
+        ('{"version": 2}', "version"),
+        ("not json", "Invalid JSON"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_an_error_that_names_the_field(tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        load_plan(path)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path):
+    with pytest.raises(PlanError, match="Write one with"):
+        load_plan(tmp_path / "none.json")
+
+
+def test_rules_make_the_same_plan_twice_and_reduce_every_trained_parameter():
+    strategy = DistributedStrategy(fuse_grad_size_in_MB=64)
+    plan = plan_from_strategy(strategy, SMALL, 2)
+    assert plan == plan_from_strategy(strategy, SMALL, 2)
+    assert plan.world_size == 2
+    assert all(plan.rule_for(p.name).update == AllReduce(bucket_bytes=64 * 2**20) for p in SMALL.params)
+
+
+def test_frozen_and_module_held_parameters_get_rules_of_their_own():
+    model = ModelShape(
+        (
+            ParamShape(name="a", shape=(2,), dtype="float32", item_bytes=4, trainable=False),
+            ParamShape(name="b", shape=(2,), dtype="float32", item_bytes=4, is_distributed=True),
+            ParamShape(name="c", shape=(2,), dtype="float32", item_bytes=4),
+        )
+    )
+    plan = plan_from_strategy(DistributedStrategy(), model, 2)
+    assert isinstance(plan.rule_for("a").update, Frozen)
+    assert plan.rule_for("b").managed == "module"
+    explanation = explain(plan, model)
+    assert (explanation.gradients, explanation.collectives) == (1, 1)
+
+
+def test_explain_counts_what_each_rule_covers():
+    explanation = explain(plan_from_strategy(DistributedStrategy(), SMALL, 2), SMALL)
+    told = json.loads(explanation.to_json())
+    assert told["mesh"] == {"data": 2}
+    assert told["rules"][0]["elements"] == 50
+    assert told["reduced_bytes_per_step"] == 200
+    assert told["collectives_per_step"] == 1
+
+
+def test_explain_with_one_rank_reduces_nothing():
+    explanation = explain(plan_from_strategy(DistributedStrategy(), SMALL, 1), SMALL)
+    assert explanation.collectives == 0
+    assert explanation.rows[0].place == "this rank"
+
+
+@given(st.integers(1, 8), st.floats(0.1, 100), st.booleans(), st.sampled_from(["avg", "sum"]))
+def test_a_strategy_always_makes_a_plan_that_survives_json(world, mib, fused, scale):
+    strategy = DistributedStrategy(
+        fuse_grad_size_in_MB=mib, fuse_all_reduce_ops=fused, gradient_scale_configs={"scale_strategy": scale}
+    )
+    plan = plan_from_strategy(strategy, SMALL, world)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
