@@ -26,7 +26,7 @@ logger = logging.getLogger("phalanx.launch")
 POLL_S = 0.05
 """How often log files are looked at."""
 
-SETTLE_S = 0.2
+SETTLE_S = 0.5
 """How long to wait for the cause when the first failure only says that a peer is gone."""
 
 FAILURE_GRACE_S = 1.0
@@ -39,6 +39,8 @@ NODE_SETTLE_S = 1.0
 """How long to wait for other hosts to say what failed there."""
 
 LAST_LINES = 20
+
+_OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(kw_only=True)
@@ -80,9 +82,7 @@ class Attempt:
         """Name of the store's process."""
         return f"store.{self.facts.attempt}"
 
-    def start(
-        self, store_fd: int | None, endpoint_fds: Mapping[str, int], inherited: Mapping[str, str]
-    ) -> None:
+    def start(self, store_fd: int | None, endpoint_fds: Mapping[str, int], inherited: Mapping[str, str]) -> None:
         """Ask the fork server for every process. It answers when torch is there.
 
         Args:
@@ -204,7 +204,7 @@ class Attempt:
             time=record.get("time", at),
             log_file=process.log_file,
             # Whoever recorded an error before we asked it to end failed by itself.
-            stopped_by_us=self._stopping and code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 130),
+            stopped_by_us=self._stopping and code in (0, 130, *(-s for s in _OURS)),
             kind=record.get("kind", ""),
             error=f"{record['type']}: {record['message']}" if record else "",
             traceback=record.get("traceback", ""),

@@ -33,22 +33,16 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
         return machine.usable_cards
     asked = tuple(part.strip() for part in options.gpus.split(",") if part.strip())
     if not asked:
-        raise LaunchError(
-            f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all."
-        )
+        raise LaunchError(f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all.")
     _check_cuda(options.gpus, machine)
     for card in asked:
         if card not in machine.cards and not (card.isdigit() and int(card) < len(machine.cards)):
             limit = f" (limited by {machine.hidden_by})" if machine.hidden_by else ""
-            raise LaunchError(
-                f"--gpus asks for card {card}, but this host offers {', '.join(machine.cards)}{limit}."
-            )
+            raise LaunchError(f"--gpus asks for card {card}, but this host offers {', '.join(machine.cards)}{limit}.")
         if asked.count(card) > 1:
             raise LaunchError(f"--gpus lists card {card} twice. Each process needs a card of its own.")
     # Under CUDA_VISIBLE_DEVICES the numbers count the visible cards, as they do everywhere in torch.
-    return tuple(
-        card if card in machine.cards and not machine.hidden_by else _nth(card, machine) for card in asked
-    )
+    return tuple(card if card in machine.cards and not machine.hidden_by else _nth(card, machine) for card in asked)
 
 
 def _nth(card: str, machine: Machine) -> str:
@@ -61,12 +55,8 @@ def _check_cuda(asked: str, machine: Machine) -> None:
     if not machine.has_cuda_build:
         found = "the installed torch is a CPU build"
     else:
-        found = (
-            f"no card is visible ({machine.hidden_by})" if machine.hidden_by else "no NVIDIA card was found"
-        )
-    raise LaunchError(
-        f"--gpus {asked} needs CUDA, but {found}. On CPU give the number of processes instead: -n 2."
-    )
+        found = f"no card is visible ({machine.hidden_by})" if machine.hidden_by else "no NVIDIA card was found"
+    raise LaunchError(f"--gpus {asked} needs CUDA, but {found}. On CPU give the number of processes instead: -n 2.")
 
 
 def _check_enough(asked: str, count: int, cards: tuple[str, ...]) -> None:
@@ -77,9 +67,7 @@ def _check_enough(asked: str, count: int, cards: tuple[str, ...]) -> None:
         )
 
 
-def deal_cards(
-    options: Options, machine: Machine, workers: int, *, only_if_asked: bool
-) -> tuple[tuple[str, ...], ...]:
+def deal_cards(options: Options, machine: Machine, workers: int, *, only_if_asked: bool) -> tuple[tuple[str, ...], ...]:
     """Return the cards of each local worker, in order; empty on CPU.
 
     With more cards than workers the first workers get one more.

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 
 
-def main(
-    arguments: Sequence[str] | None = None, *, name: str | None = None, wants_servers: bool = False
-) -> None:
+def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wants_servers: bool = False) -> None:
     """Run the launcher and leave the process with its exit code.
 
     The fork server starts before anything else is imported: its import of torch is the longest part of every

@@ -204,9 +204,7 @@ def _write_error_record(
     }
     target = message["error_file"]
     # Written beside and renamed: the launcher may look at any moment.
-    with tempfile.NamedTemporaryFile(
-        "w", dir=os.path.dirname(target), delete=False, encoding="utf-8"
-    ) as file:
+    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(target), delete=False, encoding="utf-8") as file:
         json.dump(record, file)
     os.replace(file.name, target)
 

@@ -29,9 +29,7 @@ class JobFacts:
     cards: tuple[tuple[str, ...], ...] = ()
 
 
-def build(
-    process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]
-) -> dict[str, str | None]:
+def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables to set for one process; None removes one.
 
     Args:
@@ -111,9 +109,7 @@ def _torchrun(process: Process, layout: Layout, facts: JobFacts) -> dict[str, st
     }
 
 
-def _fleet(
-    process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]
-) -> dict[str, str | None]:
+def _fleet(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     variables: dict[str, str | None] = {
         "PADDLE_TRAINER_ENDPOINTS": ",".join(layout.endpoints["worker"]),
         "PADDLE_TRAINERS_NUM": str(layout.count("worker")),

@@ -37,9 +37,7 @@ class _Count(click.ParamType[int]):
         """Return the number, or fail with what was asked for and what would do."""
         text = str(value)
         if not text.lstrip("-").isdigit() or int(text) < self._least:
-            self.fail(
-                f"'{text}' is no {self._what}. Give a whole number, at least {self._least}.", param, ctx
-            )
+            self.fail(f"'{text}' is no {self._what}. Give a whole number, at least {self._least}.", param, ctx)
         return int(text)
 
 
@@ -104,9 +102,7 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--gpus", "--devices", "gpus", metavar="LIST", help="Cards to use, e.g. 0,1. Default: every visible card."
 )
-@click.option(
-    "--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2."
-)
+@click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
 @click.option("--nnodes", type=_Count("number of hosts"), help="Number of hosts, instead of --ips.")
 @click.option(
     "--node_rank", type=_Count("host number", 0), help="This host's place; found by address unless ambiguous."
@@ -121,9 +117,7 @@ _CONTEXT: dict[str, Any] = {
 )
 @click.option("--server_num", type=_Count("number of servers"), help="Parameter servers on this host.")
 @click.option("--worker_num", type=_Count("number of workers"), help="Parameter-server workers on this host.")
-@click.option(
-    "--heter_worker_num", type=_Count("number of heter workers"), help="Heter workers on this host."
-)
+@click.option("--heter_worker_num", type=_Count("number of heter workers"), help="Heter workers on this host.")
 @click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
 @click.option("--workers", default="", metavar="LIST", help="Workers of the whole job, ip:port,ip:port.")
 @click.option("--heter_workers", default="", metavar="LIST", help="Heter workers of the whole job.")
@@ -148,9 +142,7 @@ _CONTEXT: dict[str, Any] = {
     show_default=True,
     help="Seconds to wait for other hosts and ranks.",
 )
-@click.option(
-    "--lang", "language", type=click.Choice(["en", "zh"]), help="Language of reports. Default: from LANG."
-)
+@click.option("--lang", "language", type=click.Choice(["en", "zh"]), help="Language of reports. Default: from LANG.")
 @click.option("-m", "is_module", is_flag=True, help="TRAINING_SCRIPT is a module, as in python -m.")
 @_old_flags
 @click.argument("training_script")

@@ -76,9 +76,7 @@ class Job:
     def _say_mode(self, request: Request, here: Machine) -> None:
         cards = len(here.usable_cards)
         if request.mode == "ps":
-            logger.info(
-                "Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards
-            )
+            logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards)
             return
         if request.given:
             logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.given), cards)

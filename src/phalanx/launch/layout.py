@@ -94,9 +94,7 @@ def check_terms(offers: Sequence[Offer]) -> None:
                 )
 
 
-def arrange(
-    offers: Sequence[Offer], node_rank: int, listed: dict[RoleName, tuple[str, ...]], log_dir: str
-) -> Layout:
+def arrange(offers: Sequence[Offer], node_rank: int, listed: dict[RoleName, tuple[str, ...]], log_dir: str) -> Layout:
     """Give every process its rank.
 
     Ranks follow the user's endpoint list where there is one, else the nodes in order.

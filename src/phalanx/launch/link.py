@@ -73,16 +73,12 @@ def join(
     return 0
 
 
-def _open_store(
-    launcher: socket.socket, listen_fd: int | None, host: str, port: int, timeout_s: float
-) -> Any:
+def _open_store(launcher: socket.socket, listen_fd: int | None, host: str, port: int, timeout_s: float) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     patience = timedelta(seconds=timeout_s)
     if listen_fd is not None:
-        return TCPStore(
-            host, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=listen_fd
-        )
+        return TCPStore(host, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=listen_fd)
     _wait_for_port(launcher, host, port, timeout_s)
     return TCPStore(host, port, None, False, timeout=patience)
 
@@ -143,8 +139,7 @@ class _Link:
             # torch raises plain RuntimeErrors and subclasses of it when the store's host is gone.
             if not self._leaving:
                 raise _LinkError(
-                    f"The launcher on {self.names[0]} (node 0) is gone: its store no longer answers "
-                    f"({error})."
+                    f"The launcher on {self.names[0]} (node 0) is gone: its store no longer answers ({error})."
                 ) from error
         wire.send(self.launcher, {"bye": True})
 

@@ -36,9 +36,7 @@ class LogFolder:
         """
         self.path, self._lock = _take(asked)
         if str(self.path) != os.path.abspath(asked):
-            logger.warning(
-                "%s is in use by another job that runs now; this one writes to %s", asked, self.path
-            )
+            logger.warning("%s is in use by another job that runs now; this one writes to %s", asked, self.path)
         self._move("previous", replace=True)
 
     def set_aside(self, attempt: int) -> None:

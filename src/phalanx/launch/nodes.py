@@ -60,8 +60,7 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
             raise LaunchError(f"--ips '{options.ips}' lists no host. Write e.g. --ips 10.0.0.1,10.0.0.2.")
         if options.nnodes is not None and options.nnodes != len(listed):
             raise LaunchError(
-                f"--nnodes is {options.nnodes}, but --ips lists {len(listed)} hosts. Drop --nnodes or "
-                "correct the list."
+                f"--nnodes is {options.nnodes}, but --ips lists {len(listed)} hosts. Drop --nnodes or correct the list."
             )
         return _choose(options, machine, listed)
     if options.nnodes is None or options.nnodes == 1:
@@ -88,8 +87,7 @@ def _counted(options: Options) -> Nodes:
     master = _reachable(options.master_addr)
     if options.node_rank == 0 and not hosts.is_ours(master):
         raise LaunchError(
-            f"--node_rank 0 is the host of --master_addr {options.master_addr}, which is not an address of "
-            "this host."
+            f"--node_rank 0 is the host of --master_addr {options.master_addr}, which is not an address of this host."
         )
     address = master if options.node_rank == 0 else hosts.address_towards(master)
     return Nodes((master,), options.nnodes, options.node_rank, address)
@@ -111,8 +109,7 @@ def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Node
     for address, name in zip(addresses, listed, strict=True):
         if addresses.count(address) > 1:
             raise LaunchError(
-                f"Host {name} ({address}) is listed twice. List each host once; -n says how many processes "
-                "it runs."
+                f"Host {name} ({address}) is listed twice. List each host once; -n says how many processes it runs."
             )
     ours = [rank for rank, address in enumerate(addresses) if hosts.is_ours(address)]
     if options.node_rank is not None:
@@ -143,9 +140,7 @@ def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Node
 
 def _check_node_rank(options: Options, count: int) -> None:
     if options.node_rank is not None and not 0 <= options.node_rank < count:
-        raise LaunchError(
-            f"--node_rank {options.node_rank} is outside 0..{count - 1}: the job has {count} host(s)."
-        )
+        raise LaunchError(f"--node_rank {options.node_rank} is outside 0..{count - 1}: the job has {count} host(s).")
 
 
 def _reachable(host: str) -> str:

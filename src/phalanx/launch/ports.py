@@ -41,8 +41,7 @@ def bind(address: str, port: int, *, flag: str, listen: bool = False) -> socket.
 def _bind_error(address: str, port: int, flag: str, error: OSError) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
-            f"{flag} {port} on {address} is in use by {owner(port)}. End that process, or choose another "
-            "port."
+            f"{flag} {port} on {address} is in use by {owner(port)}. End that process, or choose another port."
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return LaunchError(f"{flag} {port}: {address} is not an address of this host. Correct the address.")

@@ -31,8 +31,7 @@ def render(jobs: list[dict[str, Any]]) -> str:
     lines = []
     for job in jobs:
         lines.append(
-            f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  "
-            f"{_age(job['age_s'])}"
+            f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
         )
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}  log")
         lines += [_row(process) for process in job["processes"]]
@@ -42,8 +41,8 @@ def render(jobs: list[dict[str, Any]]) -> str:
 def _row(process: dict[str, Any]) -> str:
     step = "-" if process["step"] is None else str(process["step"])
     loss = "-" if process["loss"] is None else f"{float(process['loss']):.5g}"
-    ended = "" if process["alive"] else " (ended)"
-    return f"  {process['role']:<13}{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}  {process['log']}{ended}"
+    numbers = f"{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}"
+    return f"  {process['role']:<13}{numbers}  {process['log']}{'' if process['alive'] else ' (ended)'}"
 
 
 def _age(seconds: float) -> str:

@@ -94,9 +94,7 @@ def check_script(script: str) -> None:
             f"{script.rstrip('/')}/train.py."
         )
     if not os.path.exists(script):
-        raise LaunchError(
-            f"training_script '{script}' does not exist (looked in {os.getcwd()}). Check the path."
-        )
+        raise LaunchError(f"training_script '{script}' does not exist (looked in {os.getcwd()}). Check the path.")
     if not os.access(script, os.R_OK):
         raise LaunchError(f"training_script '{script}' cannot be read. Check its permissions.")
 
@@ -164,7 +162,6 @@ def _listed_endpoints(options: Options) -> dict[RoleName, tuple[str, ...]]:
     for endpoint in listed:
         if listed.count(endpoint) > 1:
             raise LaunchError(
-                f"Endpoint {endpoint} is listed {listed.count(endpoint)} times. Give every process its own "
-                "port."
+                f"Endpoint {endpoint} is listed {listed.count(endpoint)} times. Give every process its own port."
             )
     return lists

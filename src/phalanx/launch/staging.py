@@ -52,9 +52,7 @@ class Stage:
         self._open.close()
 
     def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
-        return self._open.enter_context(
-            ports.bind(self.request.nodes.address, port, flag=flag, listen=listen)
-        )
+        return self._open.enter_context(ports.bind(self.request.nodes.address, port, flag=flag, listen=listen))
 
     def _wanted_ports(self, role: RoleName) -> list[int]:
         if not self.request.endpoints:

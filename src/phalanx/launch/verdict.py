@@ -81,15 +81,15 @@ def is_consequence(ending: Ending) -> bool:
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """Return the ending that started the failure, or None when nothing failed.
 
-    When all failures only say that a peer is gone, and a process had already ended with exit code 0, that
-    early end is the cause.
+    When all failures only say that a peer is gone, and a process had ended with exit code 0 by itself, that
+    early end is the cause: it closed its connections before its exit could be seen, so its time says nothing.
     """
     seen: Sequence[Ending] = list(endings)
     failures = sorted((e for e in seen if e.failed), key=lambda e: (_weight(e), e.time))
     if not failures:
         return None
     first = failures[0]
-    early = [e for e in seen if e.code == 0 and e.time <= first.time and e.role == first.role]
+    early = [e for e in seen if e.code == 0 and not e.stopped_by_us and e.role == first.role]
     if is_consequence(first) and early:
         return min(early, key=lambda e: e.time)
     return first
