@@ -117,6 +117,7 @@ def main() -> None:
     processes.adopt_orphans()
     from phalanx.launch import entry, preload
 
+    preload.warm_up(until=lambda: bool(select.select([launcher.fileno()], [], [], 0)[0]))
     first = wire.receive(launcher)
     if first is None:
         return

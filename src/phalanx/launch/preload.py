@@ -9,11 +9,46 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+
+_NEEDED_BY_TORCH = (
+    "asyncio",
+    "unittest.mock",
+    "torchgen.model",
+    "multiprocessing.reduction",
+    "urllib.request",
+    "tarfile",
+    "pickletools",
+    "typing_extensions",
+    "importlib.metadata",
+    "ctypes",
+    "platform",
+    "uuid",
+    "csv",
+    "timeit",
+)
+"""Modules torch imports that read no thread setting: they can be had before the environment is fixed."""
+
+
+def warm_up(until: Callable[[], bool]) -> None:
+    """Import what torch will import, while the launcher still reads its flags.
+
+    Args:
+        until: Asked between two imports; True ends the warm-up.
+    """
+    gc.disable()
+    for name in _NEEDED_BY_TORCH:
+        if until():
+            return
+        # Which modules torch imports differs between its versions; what is missing is torch's to report.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def torch_libraries() -> Path | None:
