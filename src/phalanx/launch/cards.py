@@ -26,6 +26,8 @@ def ranks_per_node(options: Options, machine: Machine) -> int:
 def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
     """Return the cards of this job: those of `--gpus`, else every usable one.
 
+    Under CUDA_VISIBLE_DEVICES a card is called what that list calls it, as Fleet's launcher does.
+
     Raises:
         LaunchError: If `--gpus` cannot be had.
     """
@@ -36,17 +38,15 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
         raise LaunchError(f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all.")
     _check_cuda(options.gpus, machine)
     for card in asked:
-        if card not in machine.cards and not (card.isdigit() and int(card) < len(machine.cards)):
+        if card not in machine.cards:
             limit = f" (limited by {machine.hidden_by})" if machine.hidden_by else ""
-            raise LaunchError(f"--gpus asks for card {card}, but this host offers {', '.join(machine.cards)}{limit}.")
+            offered = ", ".join(machine.cards)
+            raise LaunchError(
+                f"--gpus asks for card {card}, but this host offers {offered}{limit}. Choose among those."
+            )
         if asked.count(card) > 1:
             raise LaunchError(f"--gpus lists card {card} twice. Each process needs a card of its own.")
-    # Under CUDA_VISIBLE_DEVICES the numbers count the visible cards, as they do everywhere in torch.
-    return tuple(card if card in machine.cards and not machine.hidden_by else _nth(card, machine) for card in asked)
-
-
-def _nth(card: str, machine: Machine) -> str:
-    return machine.cards[int(card)] if card.isdigit() and int(card) < len(machine.cards) else card
+    return asked
 
 
 def _check_cuda(asked: str, machine: Machine) -> None:

@@ -19,7 +19,7 @@ def banner(items: Sequence[tuple[str, str]]) -> str:
 def environment_table(rows: Sequence[tuple[str, str]]) -> str:
     """Return the table of distributed environment variables; long values are cut in the middle."""
     names = max([len(name) for name, _ in rows] + [16]) + 2
-    values = _WIDTH - names - 4
+    values = _WIDTH - names - 2
     border = f"    +{'=' * _WIDTH}+"
     lines = [border, _row("Distributed Envs", "Value", names, values), f"    +{'-' * _WIDTH}+"]
     lines += [_row(name, _cut(value, values), names, values) for name, value in rows]
@@ -27,7 +27,7 @@ def environment_table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _row(name: str, value: str, names: int, values: int) -> str:
-    return f"    | {name:<{names}}{value:>{values}}  |"
+    return f"    | {name:<{names}}{value:>{values}} |"
 
 
 def _cut(value: str, width: int) -> str:

@@ -1,0 +1,155 @@
+"""Ranks, environments and tables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch import environment, tables
+from phalanx.launch.layout import Layout, Offer, arrange
+
+
+def offer(node: int, **endpoints: list[str]) -> Offer:
+    return Offer(
+        node_rank=node,
+        address=f"10.0.0.{node + 1}",
+        hostname=f"host{node}",
+        endpoints=endpoints,  # type: ignore[arg-type]
+        job_id="job" if node == 0 else f"other{node}",
+        store_port=29777 if node == 0 else 0,
+        terms={"mode": "collective", "--max_restarts": "0"},
+    )
+
+
+TWO_NODES = [
+    offer(0, worker=["10.0.0.1:1", "10.0.0.1:2"]),
+    offer(1, worker=["10.0.0.2:1"]),
+]
+
+
+def facts(**changes: Any) -> environment.JobFacts:
+    values: dict[str, Any] = {
+        "mode": "collective",
+        "log_dir": "/logs",
+        "attempt": 1,
+        "max_restarts": 2,
+        "timeout_s": 60.0,
+        "gloo_path": "/run/gloo",
+        "interface": "eth0",
+        "is_multi_host": True,
+    }
+    return environment.JobFacts(**{**values, **changes})
+
+
+def second_node() -> Layout:
+    return arrange(TWO_NODES, 1, {}, "/logs")
+
+
+def test_ranks_count_through_the_nodes_in_order() -> None:
+    layout = second_node()
+    assert [(p.rank, p.local_rank, p.title, p.log_file) for p in layout.local] == [
+        (2, 0, "rank 2", "/logs/workerlog.2")
+    ]
+    assert layout.job_id == "job"
+    assert layout.master == ("10.0.0.1", 29777)
+
+
+def test_listed_endpoints_decide_the_ranks() -> None:
+    listed = ("10.0.0.2:1", "10.0.0.1:2", "10.0.0.1:1")
+    layout = arrange(TWO_NODES, 0, {"worker": listed}, "/logs")
+    assert [(p.rank, p.endpoint) for p in layout.local] == [(2, "10.0.0.1:1"), (1, "10.0.0.1:2")]
+
+
+def test_nodes_with_other_terms_are_refused() -> None:
+    other = Offer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max_restarts": "0"}})
+    with pytest.raises(LaunchError, match=r"mode is collective on host0 \(node 0\) and ps on host1 \(node 1\)"):
+        arrange([TWO_NODES[0], other], 0, {}, "/logs")
+
+
+def test_every_family_of_names_agrees() -> None:
+    layout = second_node()
+    variables = environment.build(layout.local[0], layout, facts(), {})
+    pairs = {
+        "RANK": ("PHALANX_RANK", "PADDLE_TRAINER_ID", "2"),
+        "WORLD_SIZE": ("PHALANX_WORLD_SIZE", "PADDLE_TRAINERS_NUM", "3"),
+        "LOCAL_RANK": ("PHALANX_LOCAL_RANK", "0"),
+        "LOCAL_WORLD_SIZE": ("PHALANX_LOCAL_WORLD_SIZE", "1"),
+        "GROUP_RANK": ("PHALANX_NODE_RANK", "1"),
+        "GROUP_WORLD_SIZE": ("PHALANX_NODE_COUNT", "2"),
+        "MASTER_ADDR": ("PHALANX_MASTER_ADDR", "10.0.0.1"),
+        "MASTER_PORT": ("PHALANX_MASTER_PORT", "29777"),
+        "TORCHELASTIC_RESTART_COUNT": ("PHALANX_ATTEMPT", "1"),
+        "TORCHELASTIC_RUN_ID": ("PHALANX_JOB_ID", "job"),
+        "PADDLE_TRAINER_ENDPOINTS": ("PHALANX_WORKER_ENDPOINTS", "10.0.0.1:1,10.0.0.1:2,10.0.0.2:1"),
+        "PADDLE_CURRENT_ENDPOINT": ("PHALANX_ENDPOINT", "10.0.0.2:1"),
+    }
+    for name, (*others, value) in pairs.items():
+        assert {variables[n] for n in (name, *others)} == {value}
+    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_the_interface_the_user_chose_stays() -> None:
+    layout = second_node()
+    variables = environment.build(layout.local[0], layout, facts(), {"GLOO_SOCKET_IFNAME": "ib0"})
+    assert "GLOO_SOCKET_IFNAME" not in variables
+
+
+def test_each_rank_sees_its_own_cards() -> None:
+    layout = arrange(TWO_NODES, 0, {}, "/logs")
+    found = [
+        environment.build(p, layout, facts(cards=(("0",), ("1",))), {})["CUDA_VISIBLE_DEVICES"] for p in layout.local
+    ]
+    assert found == ["0", "1"]
+
+
+def parameter_servers() -> Layout:
+    here = offer(0, server=["127.0.0.1:34008"], worker=["127.0.0.1:18913", "127.0.0.1:10025"], heter_worker=[])
+    return arrange([here], 0, {}, "/logs")
+
+
+def test_server_and_worker_read_what_fleet_wrote() -> None:
+    layout = parameter_servers()
+    server, worker, _ = layout.local
+    variables = environment.build(server, layout, facts(mode="ps"), {})
+    assert dict(environment.shown(server, "ps", variables)) == {
+        "TRAINING_ROLE": "PSERVER",
+        "POD_IP": "127.0.0.1",
+        "PADDLE_PORT": "34008",
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_PSERVERS_IP_PORT_LIST": "127.0.0.1:34008",
+        "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:18913,127.0.0.1:10025",
+        "PADDLE_HETER_TRAINER_IP_PORT_LIST": "",
+        "PADDLE_WITH_GLOO": "0",
+        "PADDLE_GLOO_RENDEZVOUS": "3",
+        "PADDLE_GLOO_HTTP_ENDPOINT": "10.0.0.1:29777",
+        "PADDLE_GLOO_FS_PATH": "/run/gloo",
+    }
+    assert variables["PHALANX_WORLD_SIZE"] == "1"
+    variables = environment.build(worker, layout, facts(mode="ps"), {"PADDLE_GLOO_RENDEZVOUS": "2"})
+    assert (variables["TRAINING_ROLE"], variables["PADDLE_TRAINER_ID"]) == ("TRAINER", "0")
+    assert variables["PADDLE_GLOO_RENDEZVOUS"] == "2"
+
+
+def test_the_environment_table_shows_no_secret() -> None:
+    layout = second_node()
+    variables = environment.build(layout.local[0], layout, facts(), {"AWS_SECRET": "hush"}) | {"MY_TOKEN": "hush"}
+    text = tables.environment_table(environment.shown(layout.local[0], "collective", variables))
+    assert "hush" not in text
+    assert re.search(r"\| PADDLE_TRAINERS_NUM +3 \|", text)
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_a_long_value_is_cut_in_the_middle() -> None:
+    text = tables.environment_table([("NAME", "a" * 100 + "b" * 100)])
+    assert re.search(r"a{20,}\.\.\.b{20,}", text)
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_the_banner_is_framed() -> None:
+    lines = tables.banner([("gpus", "0,1"), ("ips", "127.0.0.1")]).splitlines()
+    assert lines[0] == "----------- Configuration Arguments -----------"
+    assert lines[1:] == ["gpus: 0,1", "ips: 127.0.0.1", "-" * len(lines[0])]
