@@ -54,7 +54,7 @@ def test_gpus_are_among_the_cards_that_cuda_visible_devices_leaves(script: str) 
 
 
 def test_gpus_without_cuda_name_the_cpu_way(script: str) -> None:
-    with pytest.raises(LaunchError, match="needs CUDA, but the installed torch is a CPU build. On CPU .* -n 2"):
+    with pytest.raises(LaunchError, match=r"needs CUDA, but the installed torch is a CPU build. On CPU .* -n 2"):
         cards.chosen_cards(options(script, gpus="0,1"), CPU)
     hidden = Machine(cores=4, has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=")
     with pytest.raises(LaunchError, match=r"no card is visible \(CUDA_VISIBLE_DEVICES=\)"):
@@ -101,7 +101,7 @@ def test_the_mode_follows_from_the_flags(script: str, flags: dict[str, Any], mod
 
 
 def test_flags_of_both_modes_are_refused(script: str) -> None:
-    with pytest.raises(LaunchError, match="--nproc_per_node starts collective .* --server_num .* both were given"):
+    with pytest.raises(LaunchError, match=r"--nproc_per_node starts collective .* --server_num .* both were given"):
         request.detect_mode(options(script, nproc_per_node=2, server_num=1))
 
 
@@ -197,7 +197,7 @@ def test_one_host_may_use_its_own_name(script: str, this_host: None) -> None:
 def test_the_script_must_be_a_readable_file(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="does not exist"):
         request.check_script(str(tmp_path / "none.py"))
-    with pytest.raises(LaunchError, match="is a directory. Give the Python file to run"):
+    with pytest.raises(LaunchError, match=r"is a directory\. Give the Python file to run"):
         request.check_script(str(tmp_path))
 
 

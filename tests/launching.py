@@ -1,0 +1,110 @@
+"""Run the real launcher from a test, and see that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+RUN = (str(BIN / "phalanx"), "run")
+
+
+@dataclass
+class Launch:
+    """One launcher under test. Every process it starts carries a mark in its environment."""
+
+    arguments: tuple[str, ...]
+    cwd: Path
+    program: tuple[str, ...] = RUN
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen[str] = field(init=False)
+    out: str = ""
+    err: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [*self.program, *self.arguments],
+            cwd=self.cwd,
+            env={**inherited, "LAUNCH_TEST_MARK": self.mark, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait(self, timeout_s: float = 60.0) -> Launch:
+        """Wait for the end; the test fails with everything said when it does not come."""
+        try:
+            self.out, self.err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"no end after {timeout_s} s\n{out}\n{err}") from None
+        return self
+
+    @property
+    def code(self) -> int:
+        """Exit code of the launcher."""
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def log(self, name: str) -> str:
+        """Text of a file in the default log folder."""
+        return (self.cwd / "log" / name).read_text()
+
+    def alive(self) -> list[int]:
+        """Pids of every process that carries the mark, the launcher's own included."""
+        return [pid for pid in _pids() if f"LAUNCH_TEST_MARK={self.mark}".encode() in _environment(pid)]
+
+    def gone_within(self, timeout_s: float) -> float:
+        """Seconds until no process is left, or an assertion naming those that are."""
+        started = time.monotonic()
+        while left := self.alive():
+            if time.monotonic() - started > timeout_s:
+                raise AssertionError(f"still there after {timeout_s} s: {[_command(pid) for pid in left]}")
+            time.sleep(0.01)
+        return time.monotonic() - started
+
+    def wait_for(self, path: Path, timeout_s: float = 30.0) -> str:
+        """Wait until a file of the job exists and has text; returns it."""
+        deadline = time.monotonic() + timeout_s
+        while not (path.exists() and path.read_text()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"{path} did not come:\n{''.join(self.process.communicate())}")
+            time.sleep(0.01)
+        return path.read_text()
+
+
+def launch(cwd: Path, *arguments: str, timeout_s: float = 60.0, **more: object) -> Launch:
+    """Run the launcher to its end and see that no process is left."""
+    done = Launch(arguments, cwd, **more).wait(timeout_s)  # type: ignore[arg-type]
+    done.gone_within(0.5)
+    return done
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+
+
+def _environment(pid: int) -> bytes:
+    # Zombies and processes that ended meanwhile have none.
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return f"{pid} (gone)"
