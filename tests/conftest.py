@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -48,3 +49,13 @@ def phalanx_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
     monkeypatch.setattr(logging.getLogger("phalanx"), "propagate", True)
+
+
+@pytest.fixture
+def unused_port() -> Iterator[int]:
+    """A port nothing listens on and the system will not hand out: bound, never listened to, open to SO_REUSEPORT."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -1,0 +1,85 @@
+"""Read typed values from environment variables, with errors that name the variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import RoleError
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Environment variables, read with one clear error each. An empty value counts as unset."""
+
+    variables: Mapping[str, str]
+
+    def text(self, name: str) -> str | None:
+        """Return the stripped value of `name`, or None when it is unset or blank."""
+        value = self.variables.get(name, "").strip()
+        return value or None
+
+    def integer(self, name: str, minimum: int = 0) -> int | None:
+        """Return the integer value of `name`, or None when it is unset.
+
+        Raises:
+            RoleError: If the value is not an integer, or is below `minimum`; names variable and value.
+        """
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            number = int(value)
+        except ValueError:
+            raise RoleError(f"{name} must be an integer, found {value!r}. Set it to a number or unset it.") from None
+        if number < minimum:
+            raise RoleError(f"{name} must be at least {minimum}, found {number}. Correct it or unset it.")
+        return number
+
+    def need_integer(self, name: str, because: str, minimum: int = 0) -> int:
+        """Return the integer value of `name`, which must be set; `because` names what asks for it."""
+        value = self.integer(name, minimum)
+        if value is None:
+            raise RoleError(f"{because} needs {name}, which is not set. Set it, or start with `phalanx run`.")
+        return value
+
+    def need_text(self, name: str, because: str) -> str:
+        """Return the value of `name`, which must be set; `because` names what asks for it."""
+        value = self.text(name)
+        if value is None:
+            raise RoleError(f"{because} needs {name}, which is not set. Set it, or start with `phalanx run`.")
+        return value
+
+    def endpoints(self, name: str) -> tuple[str, ...]:
+        """Return the comma list in `name` as `host:port` strings, empty when it is unset.
+
+        Raises:
+            RoleError: If an entry is not `host:port`; names variable and entry.
+        """
+        entries = tuple(part.strip() for part in (self.text(name) or "").split(",") if part.strip())
+        for entry in entries:
+            split_endpoint(entry, name)
+        return entries
+
+    def port(self, name: str, because: str) -> int:
+        """Return the port in `name`, which must be set."""
+        value = self.need_integer(name, because, minimum=1)
+        if value > 65535:
+            raise RoleError(f"{name} must be a port between 1 and 65535, found {value}. Correct it.")
+        return value
+
+
+def split_endpoint(endpoint: str, source: str) -> tuple[str, int]:
+    """Return host and port of `host:port` (`[::1]:80` for IPv6).
+
+    Args:
+        endpoint: The text to split.
+        source: Variable or flag it came from, named in the error.
+
+    Raises:
+        RoleError: If the text is not `host:port`.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65535):
+        raise RoleError(f"{source} must list host:port entries, found {endpoint!r}. Write for example 10.0.0.1:6170.")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,206 @@
+"""Wait for the other ranks over a key-value store, saying who is missing, until all are there or all give up.
+
+Every rank posts an `Announcement` under its number. The first rank that sees all of them, or whose patience ends,
+writes the verdict; the write is atomic and everyone obeys what was written first, so all ranks go on or all fail alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from phalanx.errors import ConfigError, PeerLostError
+
+SAY_EVERY_S = 3.0
+"""Seconds between two lines that say who is missing."""
+
+SLICE_S = 0.5
+"""Longest single wait, after which the verdict of another rank is looked for."""
+
+GO = "go"
+
+
+class Store(Protocol):
+    """The little a key-value store must do; values are text."""
+
+    def set_once(self, key: str, value: str) -> str:
+        """Set `key` unless it is set, and return its value now; atomic."""
+
+    def get(self, key: str) -> str:
+        """Return the value of `key`, which must be set."""
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all `keys` are set."""
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait until all `keys` are set, at most `seconds`; return whether they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """What one rank tells the others about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    log_file: str = ""
+    torch: str = ""
+    phalanx: str = ""
+
+    def to_json(self) -> str:
+        """Return the announcement as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Announcement:
+        """Read `to_json` back."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        log = f", log {self.log_file}" if self.log_file else ""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid}{log})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What is known beforehand about a rank that has not come."""
+
+    rank: int
+    endpoint: str = ""
+    log_file: str = ""
+
+    @property
+    def name(self) -> str:
+        """The endpoint where known, as Fleet lists it, else the rank."""
+        return self.endpoint or f"rank {self.rank}"
+
+
+def meet(
+    store: Store,
+    me: Announcement,
+    expected: Sequence[Expected],
+    *,
+    timeout_s: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    probe: Callable[[str], str],
+) -> list[Announcement]:
+    """Announce this rank and wait for all others.
+
+    Collective: every rank of `expected` calls it with the same list.
+
+    Args:
+        store: Store of this run; keys of earlier runs must not be visible in it.
+        me: This rank.
+        expected: Every rank of the job by number.
+        timeout_s: Seconds to wait.
+        clock: Seconds that only grow.
+        say: Prints one line for the user.
+        probe: Says in words whether `host:port` answers.
+
+    Returns:
+        All announcements in rank order.
+
+    Raises:
+        ConfigError: If two processes claim one rank, or versions differ between ranks.
+        PeerLostError: If ranks did not come in time; names them.
+    """
+    keys = {e.rank: f"here/{e.rank}" for e in expected}
+    if (holder := store.set_once(keys[me.rank], me.to_json())) != me.to_json():
+        message = _twice(Announcement.from_json(holder), me)
+        # After a "go" the others have left; only the one that came too much can be told.
+        raise ConfigError(message) if _is_go(store) else _fail(store, "config", message)
+    if not _wait(store, list(keys.values()), expected, timeout_s, clock, say):
+        missing = [e for e in expected if not store.has([keys[e.rank]])]
+        if missing:
+            raise _fail(store, "lost", _missing(missing, len(expected), timeout_s, probe))
+    if (verdict := store.set_once("verdict", GO)) != GO:
+        raise _obey(verdict)
+    everyone = [Announcement.from_json(store.get(keys[e.rank])) for e in expected]
+    check_versions(everyone)
+    return everyone
+
+
+def _wait(
+    store: Store,
+    keys: Sequence[str],
+    expected: Iterable[Expected],
+    timeout_s: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+) -> bool:
+    start = clock()
+    next_line = start + SAY_EVERY_S
+    while not store.wait(keys, max(0.01, min(SLICE_S, start + timeout_s - clock()))):
+        if store.has(["verdict"]):
+            return False if store.has(keys) else _raise(_obey(store.get("verdict")))
+        now = clock()
+        if now - start >= timeout_s:
+            return False
+        if now >= next_line:
+            next_line = now + SAY_EVERY_S
+            absent = [e.name for e, key in zip(expected, keys, strict=True) if not store.has([key])]
+            say("server not ready, wait 3 sec to retry...")
+            say(f"not ready endpoints:{absent}")
+    return True
+
+
+def _raise(error: Exception) -> bool:
+    raise error
+
+
+def _fail(store: Store, kind: str, message: str) -> Exception:
+    return _obey(store.set_once("verdict", json.dumps({"kind": kind, "message": message})))
+
+
+def _is_go(store: Store) -> bool:
+    return store.has(["verdict"]) and store.get("verdict") == GO
+
+
+def _obey(verdict: str) -> Exception:
+    if verdict == GO:
+        return PeerLostError("This rank came after the others had started without it; the job must be started anew.")
+    found = json.loads(verdict)
+    return (ConfigError if found["kind"] == "config" else PeerLostError)(found["message"])
+
+
+def _twice(holder: Announcement, me: Announcement) -> str:
+    return (
+        f"Two processes say they are rank {me.rank}: host {holder.host} pid {holder.pid} and "
+        f"host {me.host} pid {me.pid}. "
+        "Give each process its own RANK, or, after a killed run, use a new store (file, port or job id)."
+    )
+
+
+def _missing(missing: Sequence[Expected], total: int, timeout_s: float, probe: Callable[[str], str]) -> str:
+    parts = []
+    for e in missing:
+        facts = [probe(e.endpoint)] if e.endpoint else []
+        facts += [f"log {e.log_file}"] if e.log_file else []
+        parts.append(f"rank {e.rank}" + (f" ({', '.join(facts)})" if facts else ""))
+    return (
+        f"Waited {timeout_s:g} s for {total} ranks; {len(missing)} did not come: {'; '.join(parts)}. "
+        "Look into their logs for why they did not start, or raise PHALANX_RENDEZVOUS_TIMEOUT_S if they are slow."
+    )
+
+
+def check_versions(everyone: Sequence[Announcement]) -> None:
+    """Check that all ranks run the same torch release and the same Phalanx.
+
+    Raises:
+        ConfigError: If they do not; lists which ranks have what.
+    """
+    for what in ("torch", "phalanx"):
+        found: dict[str, list[int]] = {}
+        for a in everyone:
+            found.setdefault(getattr(a, what), []).append(a.rank)
+        if len(found) > 1:
+            who = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in found.items())
+            raise ConfigError(f"All ranks need the same {what}, found {who}. Install one version everywhere.")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0, 1, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

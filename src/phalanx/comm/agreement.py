@@ -1,0 +1,172 @@
+"""Compare a value across ranks through the store, so that a disagreement is an error on all ranks, not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.cluster.rendezvous import name_ranks
+from phalanx.comm import process_group
+from phalanx.comm.process_group import Meeting
+from phalanx.errors import ConfigError, PeerLostError
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds to wait for the slowest rank: it may still be reading data or building a model."""
+
+_SHOWN_CHARACTERS = 120
+
+
+def agree(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Check that all ranks hold the same value.
+
+    Collective: every rank calls it in the same order. Free with one process. Values travel as JSON, and only when they
+    differ; else a digest does.
+
+    Args:
+        name: What the value is, for the message ("plan", "batch size").
+        value: JSON-able value.
+        timeout_s: Seconds to wait for the slowest rank.
+
+    Raises:
+        ConfigError: If values differ, on all ranks alike; names the first difference and who has what.
+        PeerLostError: If a rank did not come in time; names it.
+    """
+    text = _to_json(name, value)
+    meeting = _meeting()
+    if meeting is None:
+        return
+    call = _next_call(meeting)
+    digests = _exchange(meeting, f"{call}/digest", f"{name} {hashlib.sha256(text.encode()).hexdigest()}", timeout_s)
+    names = [d.rpartition(" ")[0] for d in digests]
+    if len(set(names)) > 1:
+        raise ConfigError(
+            f"Ranks are at different points of the script: {_who_has(names)}. "
+            "Every rank must make the same calls in the same order; look for an `if rank == ...` around one of them."
+        )
+    if len(set(digests)) > 1:
+        values = [json.loads(v) for v in _exchange(meeting, f"{call}/value", text, timeout_s)]
+        raise ConfigError(_difference(name, values))
+
+
+def share(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+    """Return rank 0's value on every rank.
+
+    Collective: every rank calls it in the same order. Other ranks' values are not looked at.
+
+    Args:
+        name: What the value is, for messages.
+        value: JSON-able value on rank 0; ignored elsewhere.
+        timeout_s: Seconds to wait for rank 0.
+
+    Raises:
+        PeerLostError: If rank 0 did not come in time.
+    """
+    meeting = _meeting()
+    if meeting is None:
+        return json.loads(_to_json(name, value))
+    key = f"{_next_call(meeting)}/share"
+    if meeting.role.rank == 0:
+        meeting.store.set(key, _to_json(name, value))
+    _await(meeting, [0], [key], timeout_s)
+    return json.loads(meeting.store.get(key))
+
+
+def barrier(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Wait until every rank is here.
+
+    Collective over the workers. Free with one process.
+
+    Raises:
+        PeerLostError: If a rank did not come in time; names it.
+    """
+    meeting = _meeting()
+    if meeting is not None:
+        _exchange(meeting, f"{_next_call(meeting)}/barrier", "here", timeout_s)
+
+
+def _meeting() -> Meeting | None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return process_group.meeting()
+
+
+def _next_call(meeting: Meeting) -> str:
+    meeting.calls += 1
+    return f"call/{meeting.calls}"
+
+
+def _to_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True)
+    except TypeError as error:
+        raise ConfigError(f"{name} must be made of JSON values to be compared across ranks: {error}.") from None
+
+
+def _exchange(meeting: Meeting, key: str, mine: str, timeout_s: float) -> list[str]:
+    role, store = meeting.role, meeting.store
+    store.set(f"{key}/{role.rank}", mine)
+    keys = [f"{key}/{r}" for r in range(role.world_size)]
+    _await(meeting, range(role.world_size), keys, timeout_s)
+    return [store.get(k) for k in keys]
+
+
+def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], timeout_s: float) -> None:
+    start = time.monotonic()
+    if meeting.store.wait(keys, timeout_s):
+        return
+    absent = [r for r, key in zip(ranks, keys, strict=True) if not meeting.store.has([key])]
+    if absent:
+        raise PeerLostError(
+            f"{process_group.describe_rank(meeting.role.rank)} waited {time.monotonic() - start:.0f} s for "
+            f"{'; '.join(process_group.describe_rank(r) for r in absent)}, which did not come. "
+            "It has ended or hangs: its log says where."
+        )
+
+
+def _who_has(values: Sequence[Any]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        shown = value if isinstance(value, str) else json.dumps(value)
+        groups.setdefault(shown, []).append(rank)
+    short = (k if len(k) <= _SHOWN_CHARACTERS else k[:_SHOWN_CHARACTERS] + "..." for k in groups)
+    return "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in zip(short, groups.values(), strict=True))
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    path, found = first_difference(values)
+    where = f"{name}{path}" if path else name
+    return f"{where} must be the same on all ranks, found {_who_has(found)}. Start every rank with the same settings."
+
+
+def first_difference(values: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return the path of the first place where JSON values differ, and what each of them holds there.
+
+    Args:
+        values: One JSON value per rank, not all equal.
+
+    Returns:
+        A path such as `.step.accumulate` or `[2]`, empty for the whole value; and the values there by rank, None where
+        a key is missing.
+    """
+    leaves = [dict(_leaves(v, "")) for v in values]
+    for path in dict.fromkeys(p for leaf in leaves for p in leaf):
+        found = [leaf.get(path) for leaf in leaves]
+        if any(f != found[0] for f in found):
+            return path, found
+    return "", list(values)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key in value:
+            yield from _leaves(value[key], f"{path}.{key}")
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value

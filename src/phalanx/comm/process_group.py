@@ -1,0 +1,245 @@
+"""Make and end the torch process group of a Role."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from phalanx import __version__
+from phalanx.cluster import network
+from phalanx.cluster.rendezvous import Announcement, Expected, meet
+from phalanx.cluster.role import Role
+from phalanx.comm.store import JobStore, addresses_of, open_store, probe
+from phalanx.errors import ConfigError, RoleError
+
+logger = logging.getLogger("phalanx.comm")
+
+DEFAULT_TIMEOUT_S = 60.0
+"""Seconds to wait for the other ranks unless PHALANX_RENDEZVOUS_TIMEOUT_S or the call says otherwise."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What this process knows of the ranks it met."""
+
+    role: Role
+    store: JobStore
+    peers: list[Announcement]
+    """All ranks in order; empty when the script made the group itself."""
+
+    calls: int = 0
+    """Collective calls over the store so far; numbers their keys."""
+
+
+_meeting: Meeting | None = None
+_starts = 0
+
+
+def pick_device(role: Role) -> torch.device:
+    """Return the device this process computes on and make it torch's current one.
+
+    A worker takes the visible card of its local rank, or the only visible one (launchers may show each rank its own);
+    servers and machines without cards compute on the CPU.
+
+    Raises:
+        ConfigError: If several cards are visible, but fewer than ranks on this host.
+    """
+    if role.kind == "server" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if 1 < count <= role.local_rank:
+        raise ConfigError(
+            f"Local rank {role.local_rank} needs a card of its own, but this host shows {count}. "
+            f"Start at most {count} ranks here, or set CUDA_VISIBLE_DEVICES per rank."
+        )
+    device = torch.device("cuda", role.local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start(role: Role, *, backend: str | None = None, timeout_s: float | None = None) -> bool:
+    """Meet the other workers and make the default process group.
+
+    Collective over the workers; servers and jobs of one process have no group.
+
+    Args:
+        role: Who this process is.
+        backend: torch backend name; `gloo`, or `cpu:gloo,cuda:nccl` where a card is used, when omitted.
+        timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT_S or 60 when omitted.
+
+    Returns:
+        Whether a group was made; False for a job of one, for a server, and when the script made its own group.
+
+    Raises:
+        ConfigError: If the script's group does not fit the role, or versions differ between ranks.
+        PeerLostError: If a rank or the store did not come in time; names them.
+    """
+    global _meeting, _starts
+    _log_card()
+    if dist.is_initialized():
+        _adopt(role)
+        return False
+    if role.world_size == 1 or not role.is_worker:
+        return False
+    timeout_s = rendezvous_timeout_s() if timeout_s is None else timeout_s
+    prefix = f"phalanx/{role.attempt}/{_starts}"
+    _choose_interface(role)
+    store = open_store(role, prefix, timeout_s)
+    peers = meet(
+        store, _announcement(role), _expected(role),
+        timeout_s=timeout_s, clock=time.monotonic, say=logger.warning, probe=probe,
+    )  # fmt: skip
+    _starts += 1
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    _make_group(role, store, backend)
+    _meeting = Meeting(role, store, peers)
+    log_group(backend, role.world_size, role.local_rank, ring=0)
+    return True
+
+
+def stop() -> None:
+    """End the process group made by `start`. Safe to call when there is none."""
+    global _meeting
+    _meeting = None
+    if not dist.is_initialized():
+        return
+    # Objects in reference cycles (reducers, modules) may hold works of the group, which must not outlive it.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def meeting() -> Meeting:
+    """Return what `start` learned of the other ranks; for a group the script made, only its store.
+
+    Raises:
+        ConfigError: If this process has no group.
+    """
+    if _meeting is None:
+        raise ConfigError("This process has met no other ranks. Call phalanx.init() first.")
+    return _meeting
+
+
+def describe_rank(rank: int) -> str:
+    """Return `rank 1 (host h, pid p, log f)`, as far as it is known."""
+    if _meeting is not None and rank < len(_meeting.peers):
+        return str(_meeting.peers[rank])
+    return f"rank {rank}"
+
+
+def rendezvous_timeout_s() -> float:
+    """Return the seconds to wait for other ranks, from PHALANX_RENDEZVOUS_TIMEOUT_S or the default.
+
+    Raises:
+        RoleError: If the variable is not a positive number.
+    """
+    text = os.environ.get("PHALANX_RENDEZVOUS_TIMEOUT_S", "").strip()
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise RoleError(
+            f"PHALANX_RENDEZVOUS_TIMEOUT_S must be a positive number of seconds, found {text!r}. Correct it."
+        )
+    return seconds
+
+
+def log_group(backend: str, size: int, local_rank: int, ring: int) -> None:
+    """Log the line that says a group of ranks stands."""
+    card = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    name = "nccl" if card >= 0 and "nccl" in backend else "gloo" if "gloo" in backend else backend
+    logger.info("init %s context nranks: %d local rank: %d gpu id: %d ring id: %d", name, size, local_rank, card, ring)
+
+
+def _log_card() -> None:
+    if not torch.cuda.is_available():
+        logger.debug("CUDA available: False, torch %s", torch.__version__)
+        return
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    logger.info(
+        "CUDA available: True, device: %s, compute capability: %d.%d, CUDA runtime: %s, cuDNN: %s",
+        card.name, card.major, card.minor, torch.version.cuda,
+        torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+    )  # fmt: skip
+
+
+def _adopt(role: Role) -> None:
+    global _meeting
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (role.rank, role.world_size):
+        raise ConfigError(
+            f"The script made a process group in which this is rank {rank} of {size}, but the environment says rank "
+            f"{role.rank} of {role.world_size} (launcher: {role.launcher}). Remove the script's init_process_group, or "
+            "give it the environment's rank and world size."
+        )
+    store = dist.distributed_c10d._get_default_store()
+    _meeting = Meeting(role, JobStore(store, "the script's store", f"phalanx/{role.attempt}/adopted"), [])
+
+
+def _announcement(role: Role) -> Announcement:
+    return Announcement(
+        rank=role.rank, host=socket.gethostname(), pid=os.getpid(), log_file=_log_file(role, role.rank),
+        torch=torch.__version__, phalanx=__version__,
+    )  # fmt: skip
+
+
+def _expected(role: Role) -> list[Expected]:
+    listed = role.worker_endpoints
+    return [
+        Expected(rank=r, endpoint=listed[r] if r < len(listed) else "", log_file=_log_file(role, r))
+        for r in range(role.world_size)
+    ]
+
+
+def _log_file(role: Role, rank: int) -> str:
+    if rank == role.rank and (own := os.environ.get("PHALANX_LOG_FILE")):
+        return own
+    return str(Path(role.log_dir) / f"workerlog.{rank}") if role.log_dir else ""
+
+
+def _make_group(role: Role, store: JobStore, backend: str) -> None:
+    torch_store = PrefixStore("group", store.torch_store)
+    dist.init_process_group(backend, store=torch_store, rank=role.rank, world_size=role.world_size)
+
+
+def _choose_interface(role: Role) -> None:
+    """Bind gloo to the interface on the way to the master, unless the user chose one.
+
+    Left alone gloo binds what the host's own name resolves to, often 127.0.1.1, which no other host can reach.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not role.master_addr:
+        return
+    addresses = addresses_of(role.master_addr)
+    if not addresses:
+        return  # Waiting for the store says what is wrong with the name.
+    if role.node_count > 1 and network.is_loopback(addresses[0]):
+        interface = _interface_off_this_host(role, addresses[0])
+    else:
+        interface = network.interface_towards(addresses[0], network.system_routes())
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _interface_off_this_host(role: Role, resolved: str) -> str | None:
+    """Rank 0's own name may mean loopback on its own host; the route to another host tells the interface."""
+    others = [a for e in role.worker_endpoints for a in addresses_of(e.rpartition(":")[0])]
+    for address in others:
+        if not network.is_loopback(address):
+            return network.interface_towards(address, network.system_routes())
+    if role.node_rank == 0 and (default := network.interface_towards("192.0.2.1", network.system_routes())):
+        return default  # An address for documentation: no host has it, so it is routed as any far host is.
+    raise RoleError(
+        f"MASTER_ADDR={role.master_addr} resolves to {resolved} here, which only this host can reach, but the "
+        f"job has {role.node_count} hosts. Set MASTER_ADDR to the first host's address, or correct /etc/hosts."
+    )
