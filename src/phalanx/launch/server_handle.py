@@ -16,7 +16,7 @@ _BOOT = "import sys; sys.path.append({root!r}); from phalanx.launch.fork_server 
 
 
 class ServerHandle:
-    """A running fork server.
+    """A running fork server; one per process, which must have no other children.
 
     Closing it, or the death of this process, ends the server and everything it started.
     """
@@ -36,6 +36,10 @@ class ServerHandle:
                 file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
                 setpgroup=0,
             )
+        from phalanx.launch import processes
+
+        # Should the server itself be killed, what its children left behind comes to us.
+        processes.adopt_orphans()
 
     def configure(self, environment: dict[str, str]) -> None:
         """Fix the environment in which torch is loaded, and let the server load it."""
@@ -76,3 +80,6 @@ class ServerHandle:
             # It may be in the middle of importing torch, and there is nothing to clean up.
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+        from phalanx.launch import processes
+
+        processes.kill_descendants()

@@ -1,0 +1,114 @@
+"""Every mistake in the command gets one clear answer before anything starts."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from launching import BIN, launch
+
+pytestmark = pytest.mark.dist
+
+PS = (str(BIN / "python"), "-m", "phalanx.distributed.launch_ps")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print('started')")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0,1", "train.py"], r"--gpus 0,1 needs CUDA, but .*On CPU .*-n 2"),
+        (["missing.py"], r"'missing\.py' does not exist"),
+        (["."], r"'\.' is a directory\. Give the Python file to run"),
+        (["-n", "0", "train.py"], r"'0' is no number of processes\. Give a whole number, at least 1"),
+        (["--nproc_per_node", "two", "train.py"], r"'two' is no number of processes"),
+        (["--nproc_per_node=-1", "train.py"], r"'-1' is no number of processes"),
+        (["--nproc_per_nod", "2", "train.py"], r"No such option.*Did you mean '--nproc_per_node'"),
+        (["--no_such_flag=1", "train.py"], r"No such option '--no_such_flag'"),
+        (["--http_port", "70000", "train.py"], r"'70000' is no port"),
+        (["--ips", "10.255.255.1", "train.py"], r"None of the hosts 10\.255\.255\.1 is this host"),
+        (["--ips", "300.1.1.1", "train.py"], r"'300\.1\.1\.1' is no address and no host name"),
+        (["--ips", "127.0.0.1,127.0.0.2", "train.py"], r"Add --node_rank \(0 or 1\)"),
+        (["-n", "2", "--server_num", "1", "train.py"], r"both were given"),
+        (["--server_num", "1", "train.py"], r"--worker_num is missing"),
+        (["--log_format", "xml", "train.py"], r"'xml' is not one of 'default', 'bar', 'json'"),
+        ([], r"Missing argument 'TRAINING_SCRIPT'"),
+        (["--cluster_node_ips", "1.2.3.4", "train.py"], r"--cluster_node_ips is now called --ips"),
+        (["--selected-gpus=0", "train.py"], r"--selected_gpus is now called --gpus"),
+        (["--node_ip=1.2.3.4", "train.py"], r"--node_ip was removed: "),
+        (["--use_paddlecloud", "train.py"], r"--use_paddlecloud was removed: "),
+        (["--started_port", "6170", "train.py"], r"--started_port was removed: .*--http_port"),
+        (["--log_level", "INFO", "train.py"], r"--log_level was removed: "),
+        (["--print_config", "train.py"], r"--print_config was removed: "),
+    ],
+)
+def test_a_wrong_command_is_refused(folder: Path, arguments: list[str], message: str) -> None:
+    done = launch(folder, *arguments)
+    assert done.code == 2
+    assert re.search(message, " ".join(done.err.split())), done.err
+    assert "Traceback" not in done.err
+    assert "started" not in done.out
+    assert not (folder / "log").exists()
+
+
+def test_launch_ps_is_for_parameter_servers(folder: Path) -> None:
+    done = launch(folder, "train.py", program=PS)
+    assert done.code == 2
+    assert "Add e.g. --server_num 1 --worker_num 2." in done.err
+
+
+def test_a_port_in_use_is_named_with_its_owner(folder: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        done = launch(folder, "--http_port", str(port), "train.py")
+    assert done.code == 2
+    assert re.search(
+        rf"--http_port {port} on 127\.0\.0\.1 is in use by pid \d+ \(.*pytest.*\)\. End that process", done.err
+    )
+
+
+def test_a_fixed_port_is_the_one_the_ranks_are_told(folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (folder / "port.py").write_text("import os; print('port', os.environ['MASTER_PORT'])")
+    assert f"port {port}\n" in launch(folder, "--master_port", str(port), "port.py").out
+
+
+def test_a_log_folder_that_cannot_be_written_is_named(folder: Path) -> None:
+    done = launch(folder, "--log_dir", "train.py/log", "train.py")
+    assert done.code == 2
+    assert "--log_dir train.py/log cannot be written to (Not a directory)" in done.err
+
+
+def test_torch_of_another_version_is_refused(folder: Path) -> None:
+    fake = folder / "site" / "torch-1.13.1.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.1\n")
+    done = launch(folder, "train.py", environment={"PYTHONPATH": str(folder / "site")})
+    assert done.code == 2
+    assert re.search(r"Phalanx needs torch >=\d.*found 1\.13\.1", done.err)
+    assert "Traceback" not in done.err
+
+
+def test_help_reads_well(folder: Path) -> None:
+    done = launch(folder, "--help")
+    assert done.code == 0
+    assert "phalanx run -n 2 train.py" in done.out
+    assert "--nproc_per_node" in done.out
+    assert "--selected_gpus" not in done.out
+
+
+def test_an_unknown_command_gets_the_nearest_name(folder: Path) -> None:
+    done = launch(folder, "rum", program=(str(BIN / "phalanx"),))
+    assert done.code == 2
+    assert "There is no command 'rum'. Did you mean 'run'?" in done.err

@@ -1,0 +1,240 @@
+"""Real deaths under the launcher: who is named, how soon everything is down, and that nothing is left.
+
+Limits are generous for two busy cores: the promise is 3 s from the death to the end of the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import Launch, launch
+
+pytestmark = pytest.mark.fault
+
+DOWN_S = 3.0
+
+TRAIN = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+
+def mark():
+    with open("died", "w") as file:
+        file.write(repr(time.time()))
+
+if what == "killed in init" and rank == 1:
+    mark()
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.init_process_group("gloo")
+x = torch.ones(1)
+for step in range(1000):
+    print("step", step, flush=True)
+    dist.all_reduce(x)
+    if rank == 1 and step == 3:
+        mark()
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "raises":
+            raise ValueError("the data of rank 1 is bad")
+        if what == "leaves":
+            sys.exit(0)
+        if what == "exits 3":
+            os._exit(3)
+"""
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+# A grandchild in a session of its own, out of reach of the rank's process group.
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+with open(f"up.{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
+time.sleep(300)
+"""
+
+
+def fail(folder: Path, what: str) -> tuple[Launch, float]:
+    """Run TRAIN with one fault; returns the launch and the seconds from the fault to the launcher's end."""
+    (folder / "train.py").write_text(TRAIN)
+    done = launch(folder, "-n", "2", "train.py", what)
+    return done, time.time() - float((folder / "died").read_text())
+
+
+def report_of(done: Launch) -> list[str]:
+    """Lines of the framed report, which must be the last thing on the screen."""
+    lines = done.out.rstrip("\n").split("\n")
+    assert lines[-1] == "=" * 88, done.out
+    start = max(i for i, line in enumerate(lines[:-1]) if re.fullmatch(r"=+ .* =+", line))
+    return lines[start:]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "how"),
+    [
+        ("killed", 137, r"rank 1 ended by signal 9 \(SIGKILL\): .*out-of-memory killer"),
+        ("killed in init", 137, r"rank 1 ended by signal 9 \(SIGKILL\)"),
+        ("segfault", 139, r"rank 1 ended by signal 11 \(SIGSEGV\)"),
+        ("raises", 1, r"rank 1 raised ValueError: the data of rank 1 is bad"),
+        ("leaves", 1, r"rank 1 ended early with exit code 0"),
+        ("exits 3", 3, r"rank 1 ended with exit code 3"),
+    ],
+)
+def test_the_rank_that_died_first_is_named_and_all_is_down_in_time(
+    tmp_path: Path, what: str, code: int, how: str
+) -> None:
+    done, seconds = fail(tmp_path, what)
+    assert done.code == code
+    assert seconds < DOWN_S
+    lines = report_of(done)
+    assert "rank 1 failed first" in lines[0]
+    assert re.match(how, lines[1])
+    assert lines[-2] == "log file: log/workerlog.1"
+    if what == "raises":
+        assert lines[-4] == "ValueError: the data of rank 1 is bad"
+        assert any('train.py", line' in line for line in lines)
+        assert "entry.py" not in "".join(lines)
+    if what == "segfault":
+        assert "Fatal Python error: Segmentation fault" in "".join(lines)
+
+
+def wait_until_up(running: Launch, ranks: int) -> None:
+    for rank in range(ranks):
+        running.wait_for(running.cwd / f"up.{rank}")
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path) -> Launch:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    running = Launch(("-n", "2", "stubborn.py"), tmp_path)
+    wait_until_up(running, 2)
+    # Launcher, fork server, store, two ranks, two grandchildren each.
+    assert len(running.alive()) == 9
+    return running
+
+
+def test_killing_the_launcher_leaves_no_process(stubborn: Launch) -> None:
+    stubborn.process.kill()
+    stubborn.wait()
+    assert stubborn.gone_within(DOWN_S) < DOWN_S
+
+
+def test_killing_the_fork_server_ends_the_job(stubborn: Launch) -> None:
+    os.kill(_fork_server(stubborn), signal.SIGKILL)
+    stubborn.wait()
+    assert stubborn.code == 1
+    assert "The fork server ended by itself" in stubborn.err
+    assert stubborn.gone_within(DOWN_S) < DOWN_S
+
+
+def _fork_server(running: Launch) -> int:
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    return int(children[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_the_job_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "polite.py").write_text(
+        "import os, signal, sys, time\n"
+        "def stop(number, frame):\n"
+        "    open(f'saved.{os.environ[\"RANK\"]}', 'w').write(str(number))\n"
+        "    sys.exit(0)\n"
+        "for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(s, stop)\n"
+        "open(f'up.{os.environ[\"RANK\"]}', 'w').write('x')\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    running = Launch(("-n", "2", "polite.py"), tmp_path)
+    wait_until_up(running, 2)
+    running.process.send_signal(number)
+    running.wait(10)
+    assert running.code == 128 + number
+    assert running.out.endswith(f"stopped by {number.name}; every process of the job has ended\n")
+    assert {(tmp_path / f"saved.{rank}").read_text() for rank in range(2)} == {str(int(number))}
+    running.gone_within(0.5)
+
+
+def test_a_second_stop_signal_cuts_the_grace_short(stubborn: Launch) -> None:
+    started = time.monotonic()
+    stubborn.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert stubborn.process.poll() is None
+    stubborn.process.send_signal(signal.SIGINT)
+    stubborn.wait(10)
+    assert time.monotonic() - started < DOWN_S
+    assert stubborn.code == 130
+    stubborn.gone_within(0.5)
+
+
+def test_sighup_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("open('up.0', 'w').write('x'); open('gate').read(); print('through')")
+    os.mkfifo(tmp_path / "gate")
+    running = Launch(("short.py",), tmp_path, program=("nohup", *_run_program()))
+    wait_until_up(running, 1)
+    running.process.send_signal(signal.SIGHUP)
+    (tmp_path / "gate").write_text("go")
+    running.wait(10)
+    assert running.code == 0
+    assert "through" in running.out
+
+
+def _run_program() -> tuple[str, ...]:
+    from launching import RUN
+
+    return RUN
+
+
+RESTART = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+attempt = int(os.environ["PHALANX_ATTEMPT"])
+assert attempt == int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+print("attempt", attempt, "sum", x.item(), flush=True)
+if attempt < int(sys.argv[1]) and dist.get_rank() == 1:
+    raise RuntimeError(f"attempt {attempt} fails")
+dist.all_reduce(x)
+"""
+
+
+def test_a_failed_job_is_restarted_whole(tmp_path: Path) -> None:
+    (tmp_path / "restart.py").write_text(RESTART)
+    done = launch(tmp_path, "-n", "2", "--max_restarts", "2", "restart.py", "1")
+    assert done.code == 0, done.out
+    assert re.search(
+        r"WARNING .*rank 1 raised RuntimeError: attempt 0 fails. Restarting the whole job, restart 1 of 2; "
+        r"logs of the failed attempt are in log/attempt-0",
+        done.out,
+    )
+    assert "attempt 0 sum 2.0" in done.log("attempt-0/workerlog.1")
+    assert done.log("workerlog.1") == "attempt 1 sum 2.0\n"
+    assert "failed first" not in done.out
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
+    (tmp_path / "restart.py").write_text(RESTART)
+    done = launch(tmp_path, "-n", "2", "--max-restarts", "1", "restart.py", "5")
+    assert done.code == 1
+    assert "attempt 1 fails" in report_of(done)[1]
+
+
+def test_an_out_of_reach_grandchild_ends_with_a_good_job_too(tmp_path: Path) -> None:
+    (tmp_path / "leak.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
+    )
+    assert launch(tmp_path, "leak.py").code == 0
