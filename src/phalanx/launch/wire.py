@@ -38,10 +38,12 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     Raises:
         BlockingIOError: If the socket does not block and nothing is there.
     """
+    space = socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize)
     try:
-        data, ancillary, _, _ = end.recvmsg(_LARGEST, socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize))
+        data, ancillary, _, _ = end.recvmsg(_LARGEST, space)
     except ConnectionResetError:
-        return None
+        # The other end left without reading all we sent. That is reported first, once; what it sent comes after.
+        data, ancillary, _, _ = end.recvmsg(_LARGEST, space)
     if not data:
         return None
     fds = array.array("i")

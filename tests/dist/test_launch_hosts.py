@@ -1,0 +1,203 @@
+"""Two launchers on two addresses of this host form one job."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import Launch, launch
+
+pytestmark = pytest.mark.dist
+
+MEET = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+x = torch.full((2,), float(rank + 1))
+dist.all_reduce(x)
+print("rank", rank, "attempt", os.environ["PHALANX_ATTEMPT"], "sum", x[0].item(), "of", os.environ["WORLD_SIZE"],
+      os.environ["PADDLE_TRAINER_ENDPOINTS"], os.environ["PADDLE_CURRENT_ENDPOINT"], "node", os.environ["GROUP_RANK"],
+      "local", os.environ["LOCAL_RANK"], os.environ["PHALANX_JOB_ID"], flush=True)
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+if what == "raise" and rank == 1 or what == "raise once" and rank == 1 and os.environ["PHALANX_ATTEMPT"] == "0":
+    raise ValueError("rank 1 has bad data")
+if what == "sleep":
+    open(f"up.{rank}", "w").write("x")
+    time.sleep(100)
+dist.all_reduce(x)
+"""
+
+
+def free_port() -> str:
+    """A port for launchers that must agree on one beforehand. Taken only if someone binds it within a second."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "meet.py").write_text(MEET)
+    return tmp_path
+
+
+def node(folder: Path, rank: int, port: str, *arguments: str) -> Launch:
+    hosts = ("--ips", "127.0.0.1,127.0.0.2", "--node_rank", str(rank), "--http_port", port)
+    return Launch((*hosts, "--log_dir", f"log{rank}", *arguments), folder)
+
+
+def both(folder: Path, *arguments: str, counts: tuple[str, str] = ("1", "1")) -> list[Launch]:
+    port = free_port()
+    running = [node(folder, rank, port, "-n", counts[rank], *arguments) for rank in range(2)]
+    for one in running:
+        one.wait()
+    for one in running:
+        one.gone_within(0.5)
+    return running
+
+
+def test_two_hosts_train_as_one_job(folder: Path) -> None:
+    first, second = both(folder, "meet.py", counts=("1", "2"))
+    assert (first.code, second.code) == (0, 0), first.out + second.out
+    texts = [(folder / log).read_text().split() for log in ("log0/workerlog.0", "log1/workerlog.1", "log1/workerlog.2")]
+    assert [t[5] for t in texts] == ["6.0"] * 3
+    assert len({t[8] for t in texts}) == 1
+    endpoints = texts[0][8].split(",")
+    assert [t[9] for t in texts] == endpoints
+    assert [e.split(":")[0] for e in endpoints] == ["127.0.0.1", "127.0.0.2", "127.0.0.2"]
+    assert [(t[11], t[13]) for t in texts] == [("0", "0"), ("1", "0"), ("1", "1")]
+    assert len({t[14] for t in texts}) == 1
+    assert "Run collective mode. gpu arguments:['--ips'], cuda count:0" in first.out
+
+
+def test_a_failure_is_told_on_every_host_with_rank_host_and_log(folder: Path) -> None:
+    running = both(folder, "meet.py", "raise")
+    for one in running:
+        assert one.code == 1
+        assert "rank 1 failed first" in one.out
+        assert "rank 1 raised ValueError: rank 1 has bad data" in one.out
+        assert f"on {socket.gethostname()}, pid" in one.out
+        assert "log file: log1/workerlog.1" in one.out
+        assert one.out.rstrip().endswith("=" * 88)
+
+
+def test_a_restart_restarts_every_host(folder: Path) -> None:
+    running = both(folder, "--max_restarts", "1", "meet.py", "raise once")
+    assert [one.code for one in running] == [0, 0], running[0].out + running[1].out
+    assert "attempt 1 sum 3.0" in (folder / "log0" / "workerlog.0").read_text()
+    assert "attempt 0 sum 3.0" in (folder / "log1" / "attempt-0" / "workerlog.1").read_text()
+
+
+def test_a_host_that_comes_late_is_named_meanwhile(folder: Path) -> None:
+    port = free_port()
+    second = node(folder, 1, port, "-n", "1", "meet.py")
+    # The first host starts only once the second has said that it is missing.
+    said = []
+    assert second.process.stdout is not None
+    while not said or "not ready endpoints" not in said[-1]:
+        said.append(second.process.stdout.readline())
+        assert said[-1], "".join(said)
+    first = node(folder, 0, port, "-n", "1", "meet.py").wait()
+    second.wait()
+    assert (first.code, second.code) == (0, 0)
+    text = "".join(said)
+    assert "server not ready, wait 3 sec to retry..." in text
+    assert f"not ready endpoints:['127.0.0.1:{port}'] (Connection refused)" in text
+
+
+def test_a_host_that_never_comes_ends_the_wait_with_an_error(folder: Path) -> None:
+    port = free_port()
+    first = node(folder, 0, port, "--timeout", "4", "-n", "1", "meet.py")
+    second = Launch(
+        ("--ips", "127.0.0.3,127.0.0.2", "--node_rank", "1", "--http_port", port, "--timeout", "1", "meet.py"), folder
+    )
+    assert second.wait().code == 1
+    assert f"The first host did not answer at 127.0.0.3:{port} within 1 s (Connection refused)" in second.err
+    assert first.wait().code == 1
+    assert "not ready endpoints:['127.0.0.2'] (not started yet)" in first.out
+    assert "1 of 2 hosts did not come within 4 s: 127.0.0.2. Start the job there too" in first.err
+    first.gone_within(0.5)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killing_one_launcher_ends_the_job_on_the_other_host(folder: Path, victim: int) -> None:
+    port = free_port()
+    running = [node(folder, rank, port, "-n", "1", "meet.py", "sleep") for rank in range(2)]
+    for rank in range(2):
+        running[rank].wait_for(folder / f"up.{rank}")
+    killed = time.monotonic()
+    running[victim].process.kill()
+    other = running[1 - victim]
+    other.wait(30)
+    # Sleeping ranks have no connection that breaks: only the silence of the other launcher tells.
+    assert time.monotonic() - killed < (3.0 if victim == 0 else 14.0)
+    assert other.code == 1
+    assert re.search(rf"The launcher on 127\.0\.0\.{victim + 1} \(node {victim}\) is gone", other.err)
+    running[victim].wait()
+    for one in running:
+        one.gone_within(1.0)
+
+
+def test_two_launchers_with_one_place_are_told(folder: Path) -> None:
+    port = free_port()
+    hosts = ("--nnodes", "3", "--master_addr", "127.0.0.1", "--http_port", port)
+    first = Launch((*hosts, "--node_rank", "0", "--log_dir", "log0", "meet.py"), folder)
+    second = Launch((*hosts, "--node_rank", "1", "--log_dir", "log1", "meet.py"), folder)
+    third = Launch((*hosts, "--node_rank", "1", "--log_dir", "log2", "meet.py"), folder)
+    ended = None
+    deadline = time.monotonic() + 30
+    while ended is None and time.monotonic() < deadline:
+        ended = next((one for one in (second, third) if one.process.poll() is not None), None)
+        time.sleep(0.02)
+    assert ended is not None
+    assert "Two launchers say they are node 1. Give every host its own --node_rank." in ended.wait().err
+    # The first host last: its store goes with it.
+    for one in (third, second, first):
+        if one is not ended:
+            one.process.send_signal(signal.SIGTERM)
+            assert one.wait().code == 143
+
+
+def test_listed_servers_and_workers_over_two_launchers(folder: Path) -> None:
+    (folder / "roles.py").write_text(
+        "import os, signal, sys\n"
+        "role = os.environ['TRAINING_ROLE']\n"
+        "print(role, os.environ['PHALANX_RANK'], os.environ['PADDLE_CURRENT_ENDPOINT'],\n"
+        "      os.environ['PADDLE_PSERVERS_IP_PORT_LIST'], os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
+        "if role == 'PSERVER': signal.pause()\n"
+    )
+    ports = [free_port() for _ in range(3)]
+    servers, workers = f"127.0.0.1:{ports[0]}", f"127.0.0.2:{ports[1]},127.0.0.1:{ports[2]}"
+    lists = ("--servers", servers, "--workers", workers, "--http_port", free_port())
+    running = [
+        Launch((*lists, "--node_rank", str(rank), "--log_dir", f"log{rank}", "roles.py"), folder) for rank in range(2)
+    ]
+    assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
+    assert (folder / "log0" / "serverlog.0").read_text() == f"PSERVER 0 {servers} {servers} {workers}\n"
+    assert (folder / "log1" / "workerlog.0").read_text() == f"TRAINER 0 {workers.split(',')[0]} {servers} {workers}\n"
+    assert (folder / "log0" / "workerlog.1").read_text() == f"TRAINER 1 {workers.split(',')[1]} {servers} {workers}\n"
+    for one in running:
+        one.gone_within(0.5)
+
+
+def test_the_meeting_port_in_use_names_its_owner(folder: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        done = node(folder, 0, port, "meet.py").wait()
+    assert done.code == 2
+    assert re.search(rf"--http_port {port} on 127\.0\.0\.1 is in use by pid \d+ \(", done.err)
+
+
+def test_a_counted_job_of_one_host_needs_no_address(folder: Path) -> None:
+    assert launch(folder, "--nnodes", "1", "--master_addr", "127.0.0.1", "-n", "2", "meet.py").code == 0
