@@ -192,16 +192,20 @@ def _rank_main(
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # torch's compiler warns about torch's own code.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
     try:
         reply: dict[str, Any] = {"value": fn(*args)}
-        pickle.dumps(reply)
+        message = pickle.dumps(reply)
         _leave()
     except BaseException as error:  # noqa: BLE001 -- whatever ended the rank is the test's to see
         traceback.print_exc()
         reply = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        message = pickle.dumps(reply)
     sys.stdout.flush()
     sys.stderr.flush()
-    pipe.send(reply)
+    # By value: multiprocessing would hand tensors over through files that this rank takes with it.
+    pipe.send_bytes(message)
     pipe.close()
     # Leaving through the interpreter's shutdown would race with gloo's threads.
     os._exit(1 if "type" in reply else 0)
@@ -244,7 +248,7 @@ def _collect(ranks: list[_Rank], deadline: float, expect_failure: bool) -> None:
 def _receive(rank: _Rank) -> None:
     rank.is_done = True
     try:
-        reply = rank.pipe.recv()
+        reply = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         rank.outcome.error_type, rank.outcome.message = "Killed", "died without a word"
         return

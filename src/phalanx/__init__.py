@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
-    from phalanx.train.metrics import accuracy
+    from phalanx.train.metrics import accuracy, correct_at, global_mean
     from phalanx.train.step import train_step
 
 __version__ = "0.1.0.dev0"
@@ -33,7 +33,9 @@ _HOMES = {
     "apply": "phalanx.parallel.apply",
     "current": "phalanx.comm.context",
     "distribute": "phalanx.parallel.distribute",
+    "correct_at": "phalanx.train.metrics",
     "evaluate": "phalanx.train.evaluate",
+    "global_mean": "phalanx.train.metrics",
     "init": "phalanx.comm.context",
     "no_sync": "phalanx.parallel.distribute",
     "report": "phalanx.train.events",
@@ -48,7 +50,10 @@ __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}.{did_you_mean(name, __all__)}")
+        from phalanx.old_names import replacement
+
+        hint = replacement(name) or did_you_mean(name, __all__)
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}. {hint}")
     if name not in _TORCH_FREE:
         from phalanx.versions import require_torch
 

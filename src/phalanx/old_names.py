@@ -29,7 +29,6 @@ REPLACED: dict[str, str] = {
     "to_tensor": "torch.as_tensor",
     "clear_gradients": "optimizer.zero_grad()",
     "clear_grad": "optimizer.zero_grad()",
-    "prepare_context": "phalanx.distributed.init_parallel_env()",
 }
 """Old word -> what to write; `px` is `import phalanx as px`."""
 

@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from phalanx.errors import did_you_mean
+from phalanx.old_names import replacement
 
 _HOMES = {
     "DataParallel": "phalanx.parallel.distribute",
@@ -30,9 +31,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"phalanx.distributed.{name}")
     if name not in _HOMES:
-        raise AttributeError(
-            f"module 'phalanx.distributed' has no attribute {name!r}.{did_you_mean(name, __all__)}"
-        )
+        hint = replacement(name) or did_you_mean(name, __all__)
+        raise AttributeError(f"module 'phalanx.distributed' has no attribute {name!r}. {hint}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

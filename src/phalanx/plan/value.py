@@ -1,8 +1,7 @@
 """The Plan: where each parameter lives, how it is updated, where and how each module is computed.
 
 A Plan is frozen and serialisable. A strategy, a search and a hand-edited file all make one; `apply`, `explain`,
-`simulate` and
-checkpoints all read one. It knows nothing of torch, devices or processes.
+`simulate` and checkpoints all read one. It knows nothing of torch, devices or processes.
 
 *Axis* is an axis of the mesh of ranks, *dim* a dimension of a tensor. Patterns are shell globs on plain names
 (`state_dict` names for parameters, `named_modules` names for modules); the last matching rule wins.

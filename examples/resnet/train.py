@@ -1,0 +1,99 @@
+"""Train a ResNet on images; the same file for one process and for many, eager and compiled.
+
+python examples/resnet/train.py
+phalanx run -n 2 examples/resnet/train.py --graph
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.nn.functional as F
+
+import phalanx as px
+from images import SOURCES, open_images
+from model import ResNet
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=SOURCES, default="digits", help="which images to train on")
+    parser.add_argument("--data-dir", default=None, help="folder of the files, for every source but digits")
+    parser.add_argument("--layers", type=int, default=18, choices=(18, 34, 50, 101, 152))
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser.add_argument("--class-dim", type=int, default=None, help="classes of the model; the data's when omitted")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=None, help="stop after this many optimizer steps")
+    parser.add_argument("--global-batch", type=int, default=64, help="rows of one optimizer step, over all ranks")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--l2-decay", type=float, default=1e-4)
+    parser.add_argument("--warmup-steps", type=int, default=20, help="steps over which the learning rate rises")
+    parser.add_argument("--graph", action="store_true", help="compile the forward pass, the loss and the update")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--smoke", action="store_true", help="a narrow model for a few steps")
+    args = parser.parse_args()
+    if args.smoke:
+        args.width, args.epochs, args.steps = 8, 1, args.steps or 6
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.manual_seed(args.seed)
+    context = px.init()
+    is_first = context.rank == 0
+    if is_first:
+        print("Start collective training example:")
+        print(", ".join(f"{name}={value}" for name, value in vars(args).items()))
+        print(f"Run on {context.device}.")
+
+    images = open_images(args.data, args.data_dir, args.class_dim)
+    model = ResNet(class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.l2_decay)
+
+    strategy = px.DistributedStrategy(graph=args.graph, warmup_steps=args.warmup_steps)
+    model, optimizer, loader = px.distribute(
+        model, optimizer, images.train, global_batch=args.global_batch, strategy=strategy, seed=args.seed, shuffle=True
+    )
+    step = px.train_step(model, F.cross_entropy, optimizer, fetch={"output": lambda output, _: output})
+
+    if is_first:
+        print("Start training:")
+    started, rows, steps, loss = time.perf_counter(), 0, 0, float("nan")
+    for epoch in range(args.epochs):
+        model.train()
+        for batch_id, (image, label) in enumerate(loader):
+            out = step(image, label)
+            loss = px.global_mean(out.loss)
+            px.report(step=steps, loss=loss, epoch=epoch)
+            rows += context.batch.global_rows
+            steps += 1
+            if batch_id % 5 == 0:
+                acc1, acc5 = px.accuracy(out.output, label, k=1), px.accuracy(out.output, label, k=5)
+                if is_first:
+                    print(f"[Epoch {epoch}, batch {batch_id}] loss: {loss:.5f}, acc1: {acc1:.5f}, acc5: {acc5:.5f}")
+            if steps == args.steps:
+                break
+        if steps == args.steps:
+            break
+    seconds = time.perf_counter() - started
+
+    scores = px.evaluate(model, images.test, {"acc1": px.correct_at(1), "acc5": px.correct_at(5)}, batch_size=128)
+    if is_first:
+        print(step.summary())
+        result = {
+            "loss": round(float(loss), 6),
+            "test_acc1": round(scores["acc1"], 4),
+            "test_acc5": round(scores["acc5"], 4),
+            "samples_per_s": round(rows / seconds, 1),
+            "world_size": context.world_size,
+            "steps": steps,
+            "compile_s": round(step.compile_s, 2),
+        }
+        print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Fleet's verbs over the one engine: every function here only translates.
+
+from phalanx import fleet
+fleet.init(is_collective=True)
+optimizer = fleet.distributed_optimizer(optimizer)
+model = fleet.distributed_model(model)
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import phalanx.comm.context as context_of
+from phalanx.cluster.role import Role
+from phalanx.cluster.settings import warn_dead
+from phalanx.comm.context import Context
+from phalanx.errors import ConfigError, RoleError, did_you_mean
+from phalanx.old_names import replacement
+from phalanx.parallel import distribute as engine
+from phalanx.strategy import DistributedStrategy, check_strategy
+
+__all__ = [
+    "DistributedStrategy",
+    "barrier_worker",
+    "distributed_model",
+    "distributed_optimizer",
+    "get_rank",
+    "get_world_size",
+    "init",
+    "init_parallel_env",
+    "is_first_worker",
+    "is_server",
+    "is_worker",
+    "local_rank",
+    "prepare_context",
+    "server_endpoints",
+    "server_num",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+]
+
+_NEEDS_SERVER = frozenset(
+    (
+        "init_server",
+        "init_worker",
+        "metrics",
+        "run_server",
+        "save_inference_model",
+        "save_persistables",
+        "shrink",
+        "stop_worker",
+    )
+)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+def init(
+    role_maker: Role | None = None, is_collective: bool = False, strategy: DistributedStrategy | None = None
+) -> Context:
+    """Find out who this process is and meet the other ranks.
+
+    Collective: every process of the job calls it. `python train.py` without a launcher is a job of one.
+
+    Args:
+        role_maker: Who this process is; read from the environment when omitted.
+        is_collective: Whether the script has no use for parameter servers.
+        strategy: Settings for the models distributed later.
+
+    Raises:
+        RoleError: If the environment is contradictory, or has servers where the script says collective.
+        StrategyTypeError: If the strategy is not a `DistributedStrategy`.
+        PeerLostError: If a rank did not come in time; names it.
+    """
+    if role_maker is not None and not isinstance(role_maker, Role):
+        raise RoleError(
+            f"role_maker must be a phalanx.cluster.Role, found {type(role_maker).__name__}. "
+            "Leave it out: the role is read from the launcher's environment."
+        )
+    strategy = check_strategy(strategy) if strategy is not None else None
+    warn_dead()
+    role = role_maker or Role.detect()
+    if is_collective and role.server_endpoints:
+        raise RoleError(
+            f"fleet.init(is_collective=True), but the job was launched with {len(role.server_endpoints)} servers. "
+            "Launch without --server_num/--servers, or call fleet.init(is_collective=False)."
+        )
+    engine.use_strategy(strategy)
+    return context_of.init(role)
+
+
+def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy | None = None) -> OptimizerT:
+    """Bind an optimizer to the job; returns the same torch Optimizer. Before or after `distributed_model`."""
+    engine.use_strategy(strategy)
+    return engine.add_optimizer(optimizer)
+
+
+def distributed_model(model: ModelT) -> ModelT:
+    """Distribute a model under the strategy; returns the same module, its `state_dict` keys unchanged. Collective."""
+    return engine.add_model(model, expects_optimizer=True)
+
+
+def worker_num() -> int:
+    """Return the number of workers."""
+    return _role().worker_num
+
+
+def worker_index() -> int:
+    """Return this worker's index.
+
+    Raises:
+        ConfigError: On a server.
+    """
+    role = _role()
+    if role.kind == "server":
+        raise ConfigError(f"worker_index() was called on server {role.rank}. Ask fleet.is_worker() first.")
+    return role.rank
+
+
+def is_first_worker() -> bool:
+    """Return whether this process is worker 0."""
+    return _role().kind == "worker" and _role().rank == 0
+
+
+def is_worker() -> bool:
+    """Return whether this process trains."""
+    return _role().kind != "server"
+
+
+def is_server() -> bool:
+    """Return whether this process is a parameter server."""
+    return _role().kind == "server"
+
+
+def server_num() -> int:
+    """Return the number of parameter servers."""
+    return len(_role().server_endpoints)
+
+
+def local_rank() -> int:
+    """Return this process's rank on its host."""
+    return _role().local_rank
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """Return the workers' `host:port` list, or it joined with commas."""
+    return _listed(_role().worker_endpoints, to_string)
+
+
+def server_endpoints(to_string: bool = False) -> list[str] | str:
+    """Return the servers' `host:port` list, or it joined with commas."""
+    return _listed(_role().server_endpoints, to_string)
+
+
+def barrier_worker() -> None:
+    """Wait until every worker has called this. Collective over the workers."""
+    if context_of.current().is_distributed:
+        dist.barrier()
+
+
+def init_parallel_env() -> Context:
+    """Meet the other ranks; the basic API's name for `init` without settings. Collective."""
+    return init(is_collective=True)
+
+
+prepare_context = init_parallel_env
+
+
+def get_rank() -> int:
+    """Return this worker's rank; 0 before `init` and without a launcher."""
+    return context_of.current().rank if context_of.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return the number of workers; 1 before `init` and without a launcher."""
+    return context_of.current().world_size if context_of.is_initialized() else 1
+
+
+def _role() -> Role:
+    return context_of.current().role
+
+
+def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
+    return ",".join(endpoints) if to_string else list(endpoints)
+
+
+def __getattr__(name: str) -> Any:
+    old = replacement(name)
+    if old:
+        raise AttributeError(f"fleet.{name}: {old}")
+    if name in _NEEDS_SERVER:
+        raise AttributeError(f"fleet.{name} belongs to the parameter server, which this version does not have yet.")
+    raise AttributeError(f"fleet has no '{name}'.{did_you_mean(name, __all__)}")

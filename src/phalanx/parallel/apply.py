@@ -1,0 +1,172 @@
+"""Make a model and an optimizer train the way a Plan says.
+
+One stated order: check the Plan against model, mesh and version; compare it over the ranks; broadcast; data parallel;
+compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import phalanx.comm.context as context_of
+from phalanx.comm.agreement import agree
+from phalanx.comm.context import Context
+from phalanx.errors import PlanError
+from phalanx.parallel.data_parallel import Reducer
+from phalanx.parallel.describe import is_module_held, shape_of
+from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.shape import ModelShape
+from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, Plan, Schedule
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was made of one model."""
+
+    plan: Plan
+    shape: ModelShape
+    reducer: Reducer | None
+    """None with one rank."""
+
+
+_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """Return what `apply` made of this module, or None."""
+    return _applied.get(model)
+
+
+def apply(plan: Plan, model: nn.Module) -> nn.Module:
+    """Prepare a module, in place, to train the way a Plan says.
+
+    Collective: every rank calls it with its copy of the module; rank 0's parameters and buffers reach all others.
+
+    Args:
+        plan: The Plan; equal on all ranks.
+        model: A plain module, on any device; it is moved to this rank's.
+
+    Returns:
+        The same module.
+
+    Raises:
+        PlanError: If the Plan does not fit the model or the ranks, or says something this version does not do.
+        ConfigError: If ranks disagree about Plan or model; names which and in what.
+    """
+    context = context_of.init()
+    if model in _applied:
+        raise PlanError("this model is distributed already; call distributed_model or distribute once per model.")
+    shape = shape_of(model)
+    _check(plan, model, shape, context)
+    agree("model", {p.name: [None if p.is_distributed else list(p.shape), p.dtype] for p in shape.params})
+    agree("plan", plan.model_dump(mode="json", exclude={"because"}))
+    model.to(context.device)
+    reducer = None
+    if context.is_distributed:
+        if plan.step.broadcast:
+            broadcast_from_first_rank(model)
+        reducer = _data_parallel(plan, model, shape, context)
+    if plan.step.compiled:
+        # In place, so that the module and its state_dict keys stay as they were.
+        model.compile()
+    _applied[model] = Applied(plan, shape, reducer)
+    return model
+
+
+@torch.no_grad()
+def broadcast_from_first_rank(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, one broadcast per dtype. Shards held by a layer stay.
+
+    Collective.
+    """
+    logger.info("first broadcast start")
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_module_held(tensor) and tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for tensors in by_dtype.values():
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+    logger.info("first broadcast done")
+
+
+def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> Reducer:
+    buckets = [[p.name for p in bucket] for bucket in all_reduce_buckets(plan, shape)]
+    rules = (plan.rule_for(p.name).update for p in shape.trainable)
+    reduce = next((update.reduce for update in rules if isinstance(update, AllReduce)), "mean")
+    scale = 1.0 / context.world_size if reduce == "mean" else 1.0
+    for name, param in model.named_parameters():
+        if plan.rule_for(name).managed == "module" and param.requires_grad:
+            # Its layer's collectives already add up the gradients of all ranks' losses.
+            param.register_hook(lambda gradient: gradient * scale)
+    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", *_counts(buckets))
+    return Reducer(model, buckets, context, reduce=reduce, sync_buffers=plan.step.sync_buffers)
+
+
+def _counts(buckets: list[list[str]]) -> tuple[int, int, int]:
+    gradients = sum(map(len, buckets))
+    return gradients, gradients, len(buckets)
+
+
+def _check(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> None:
+    if plan.model_digest is not None and plan.model_digest != shape.digest():
+        raise PlanError(
+            f"this Plan was made for another model (digest {plan.model_digest}, this model's is {shape.digest()}): "
+            "parameter names, shapes or dtypes differ. Make a new Plan, or remove model_digest from the file."
+        )
+    if plan.world_size != context.world_size:
+        mesh = " x ".join(f"{axis.name}={axis.size}" for axis in plan.mesh) or "none"
+        raise PlanError(
+            f"the Plan's mesh ({mesh}) needs {plan.world_size} ranks, but {context.world_size} were launched. "
+            f"Launch with -n {plan.world_size}, or change the mesh."
+        )
+    beyond = _first_beyond_this_version(plan, shape)
+    if beyond:
+        raise PlanError(
+            f"this version cannot apply {beyond}. It applies all-reduced, frozen and module-held parameters."
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise PlanError(
+                f"module {name!r} makes sparse gradients, which an all-reduce of buckets cannot carry. Build it with "
+                f"sparse=False."
+            )
+
+
+def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
+    for param in shape.params:
+        rule = plan.rule_for(param.name)
+        if not isinstance(rule.place, OnRanks) or any(p.kind != "replicate" for p in rule.place.layout.values()):
+            return f"params[{rule.match}].place = {rule.place.kind}"
+        plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
+            bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce
+        )
+        if not plain and not isinstance(rule.update, Frozen):
+            return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
+    for module in plan.modules:
+        if module != ModuleRule(match=module.match):
+            return f"modules[{module.match}]"
+    step = plan.step
+    asked = {
+        "ops": bool(plan.ops),
+        "tables": bool(plan.tables),
+        "servers": plan.servers > 0,
+        "schedule": plan.schedule != Schedule(),
+        "step.accumulate": step.accumulate != 1,
+        "step.sink": step.sink != 1,
+        "step.scaler": step.scaler is not None,
+        "step.sync_bn": step.sync_bn,
+        "step.batch_axes": set(step.batch_axes) != {axis.name for axis in plan.mesh if axis.size > 1}
+        and plan.world_size > 1,
+    }
+    return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)

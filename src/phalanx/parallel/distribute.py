@@ -1,0 +1,273 @@
+"""Take what the user made, make a Plan, apply it: `px.distribute`, and the two calls behind Fleet's verbs."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import phalanx.comm.context as context_of
+from phalanx.data.loader import ShardedLoader
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.old_names import replacement
+from phalanx.parallel.apply import applied_to, apply
+from phalanx.parallel.describe import shape_of
+from phalanx.parallel.learning_rate import apply_factor, factor_for
+from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy, check_strategy
+
+logger = logging.getLogger("phalanx.parallel")
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
+
+    strategy: DistributedStrategy | None = None
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    loader: ShardedLoader | None = None
+    has_warned: bool = False
+
+
+_assembly = Assembly()
+
+
+def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """Set the strategy of this process, or return the one in use when None; the default one if there is none.
+
+    Raises:
+        StrategyError: If a model was distributed under a different strategy already.
+    """
+    if strategy is not None:
+        strategy = check_strategy(strategy)
+        if _assembly.strategy not in (None, strategy) and _assembly.models:
+            raise StrategyError(
+                "a model was distributed under another strategy already. Give the strategy once, to init or to the "
+                "first call."
+            )
+        _assembly.strategy = strategy
+    return _assembly.strategy or DistributedStrategy()
+
+
+def distribute(
+    model: ModelT,
+    optimizer: OptimizerT | None = None,
+    data: Any = None,
+    *,
+    global_batch: int | None = None,
+    strategy: DistributedStrategy | None = None,
+    plan: Plan | None = None,
+    **loader_options: Any,
+) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
+    """Make a model, its optimizer and its data train on all ranks.
+
+    Collective: every rank calls it. Works with one process and no launcher too. Model, optimizer and data may be made
+    before or after `phalanx.init()`, which this calls if nobody did.
+
+    Args:
+        model: A plain module; changed in place, keys and class stay.
+        optimizer: A torch optimizer over the model's parameters.
+        data: A torch `Dataset` or `DataLoader`, a tuple of tensors, an `IterableDataset` or a generator function.
+        global_batch: Rows of one optimizer step over all ranks. A `DataLoader`'s own batch size is per rank.
+        strategy: Settings; the defaults when omitted.
+        plan: A Plan to apply instead of the one the strategy makes.
+        **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
+
+    Returns:
+        The same model, the same optimizer, and the loader to iterate over.
+
+    Raises:
+        ConfigError: If something cannot work; the same error on all ranks, before training starts.
+    """
+    context_of.init()
+    if plan is not None and strategy is not None:
+        raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
+    strategy = use_strategy(strategy)
+    loader = None
+    if data is not None:
+        loader = (
+            data
+            if isinstance(data, ShardedLoader)
+            else ShardedLoader(data, global_batch=global_batch, **loader_options)
+        )
+        _assembly.loader = loader
+    elif global_batch is not None or loader_options:
+        raise ConfigError(f"global_batch and loader options need data. Found none; options: {sorted(loader_options)}")
+    add_model(model, plan)
+    if optimizer is not None:
+        add_optimizer(optimizer)
+    _announce(optimizer, loader)
+    return model, optimizer, loader
+
+
+def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: bool = False) -> ModelT:
+    """Distribute a model under the strategy in use, or under a Plan. Collective; returns the same module.
+
+    Args:
+        model: A plain module.
+        plan: A Plan to apply instead of the one the strategy makes.
+        expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module to distribute, found {type(model).__name__}.")
+    context = context_of.init()
+    if plan is None:
+        plan = plan_from_strategy(use_strategy(None), shape_of(model), context.world_size)
+    apply(plan, model)
+    _assembly.models.add(model)
+    if not plan.step.compiled:
+        model.register_forward_hook(_ForwardWatch(expects_optimizer))
+    return model
+
+
+def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Bind an optimizer to this job and return the same object.
+
+    Adds learning-rate scaling if the strategy asks for it, checks before each step, and errors for old spellings.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
+    if optimizer in _assembly.optimizers:
+        raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
+    context, loader = context_of.init(), _assembly.loader
+    factor = factor_for(
+        use_strategy(None),
+        context.world_size,
+        loader.global_batch if loader else None,
+        _steps_per_epoch(loader),
+    )
+    if factor is not None:
+        apply_factor(optimizer, factor)
+        logger.info("learning rate x%g after %d warm-up steps", factor.scale, factor.warmup_steps)
+    _assembly.optimizers.add(optimizer)
+    optimizer.register_step_pre_hook(_before_step)
+    for word in ("minimize", "clear_grad", "clear_gradients"):
+        setattr(optimizer, word, partial(_refuse_word, word))
+    return optimizer
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on this rank inside the block; the first backward after it reduces the sum.
+
+    Args:
+        model: A distributed model.
+
+    Raises:
+        ConfigError: If the model is not distributed.
+    """
+    applied = applied_to(model)
+    if applied is None:
+        raise ConfigError("no_sync needs a distributed model. Call distribute or distributed_model first.")
+    if applied.reducer is None:
+        yield
+        return
+    with applied.reducer.no_sync():
+        yield
+
+
+def DataParallel(model: ModelT) -> ModelT:  # noqa: N802 (the basic API's spelling)
+    """Distribute a model the basic way: gradients are averaged over all ranks. Returns the same module.
+
+    `model.scale_loss` and `model.apply_collective_grads` of older scripts are there and do nothing.
+    """
+    add_model(model)
+    # Module-level functions, so that the model can still be pickled and copied.
+    model.scale_loss = _scale_loss  # type: ignore[assignment]
+    model.apply_collective_grads = _apply_collective_grads  # type: ignore[assignment]
+    return model
+
+
+def _scale_loss(loss: Tensor) -> Tensor:
+    logger.warning("scale_loss is not needed: gradients are averaged over the ranks. Remove the call.")
+    return loss
+
+
+def _apply_collective_grads() -> None:
+    logger.warning("apply_collective_grads is not needed: gradients are reduced during backward. Remove the call.")
+
+
+def _refuse_word(word: str, *_: Any, **__: Any) -> None:
+    raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not context_of.current().is_distributed or _assembly.has_warned:
+        return
+    if not _assembly.models:
+        _assembly.has_warned = True
+        logger.warning(
+            "the optimizer is distributed but no model is: gradients are not averaged. Call "
+            "fleet.distributed_model(model) too."
+        )
+    for model in _assembly.models:
+        applied = applied_to(model)
+        if applied is not None and applied.reducer is not None and applied.reducer.is_reducing:
+            raise ConfigError("the last backward pass raised an error, so the gradients are incomplete. End the job.")
+
+
+class _ForwardWatch:
+    """Warns once about loops nobody means: evaluation that keeps graphs, training without a distributed optimizer."""
+
+    PATIENCE = 3
+    """Forward passes before a warning; the first may be a probe."""
+
+    def __init__(self, expects_optimizer: bool) -> None:
+        self.expects_optimizer = expects_optimizer
+        self.evaluations = 0
+        self.training_steps = 0
+
+    def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if model.training:
+            self.training_steps += 1
+            if self.training_steps == self.PATIENCE and self.expects_optimizer and not _assembly.optimizers:
+                logger.warning(
+                    "the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too."
+                )
+            return
+        self.evaluations += 1
+        if self.evaluations == self.PATIENCE:
+            logger.warning(
+                "the model is in eval() mode but still builds a graph for backward, which keeps memory. "
+                "Wrap evaluation in torch.no_grad(), or use phalanx.evaluate."
+            )
+
+
+def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:
+    try:
+        return len(loader) if loader is not None else None
+    except TypeError:  # a stream has no length
+        return None
+
+
+def _announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
+    context = context_of.current()
+    if context.rank:
+        return
+    if loader is not None:
+        logger.info(
+            "global batch %s = %s per rank x %d; %s steps per epoch",
+            loader.global_batch,
+            loader.per_rank_batch,
+            context.world_size,
+            _steps_per_epoch(loader) or "an unknown number of",
+        )
+    if optimizer is not None:
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+        logger.info("learning rate %s", ", ".join(f"{rate:g}" for rate in rates))

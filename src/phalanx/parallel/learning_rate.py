@@ -1,0 +1,84 @@
+"""Scale the learning rate with the global batch, and warm it up (Goyal et al., arXiv:1706.02677, section 2.2).
+
+The user's own scheduler is left alone: the factor is applied around each optimizer step and taken off again, so
+`param_group["lr"]` always shows the user's value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from phalanx.strategy import DistributedStrategy
+
+WARMUP_EPOCHS = 5
+WARMUP_STEPS_WITHOUT_LOADER = 500
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateFactor:
+    """Multiplier of the user's learning rate at each optimizer step."""
+
+    scale: float
+    """Multiplier once warm."""
+
+    warmup_steps: int
+
+    def at(self, step: int) -> float:
+        """Return the multiplier of step `step`, counted from 0.
+
+        A scaled rate rises from 1 to `scale`; an unscaled one from 1/`warmup_steps` to 1.
+        """
+        if step >= self.warmup_steps:
+            return self.scale
+        done = (step + 1) / self.warmup_steps
+        return done if self.scale == 1.0 else 1.0 + (self.scale - 1.0) * done
+
+
+def factor_for(
+    strategy: DistributedStrategy, world_size: int, global_batch: int | None, steps_per_epoch: int | None
+) -> LearningRateFactor | None:
+    """Return the factor a strategy asks for, or None when the rate stays as it is.
+
+    Args:
+        strategy: The settings.
+        world_size: Number of ranks.
+        global_batch: Rows of a global batch, if the loader is known.
+        steps_per_epoch: Steps of one epoch, if the loader is known.
+    """
+    scale = 1.0
+    if strategy.scale_lr != "none":
+        base = strategy.base_batch
+        grown = global_batch / base if base and global_batch else float(world_size)
+        scale = grown if strategy.scale_lr == "linear" else math.sqrt(grown)
+    warmup = strategy.warmup_steps
+    if warmup is None:
+        long_enough = steps_per_epoch * WARMUP_EPOCHS if steps_per_epoch else WARMUP_STEPS_WITHOUT_LOADER
+        warmup = long_enough if scale > 1.0 else 0
+    return None if scale == 1.0 and warmup == 0 else LearningRateFactor(scale, warmup)
+
+
+def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
+    """Multiply the learning rate during every `optimizer.step()` by the factor of that step."""
+    state: dict[str, Any] = {"step": 0, "saved": []}
+
+    # The hooks stay outside the compiled update: they change what its graph takes as inputs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        multiplier = factor.at(state["step"])
+        state["saved"] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * multiplier
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, state["saved"], strict=True):
+            group["lr"] = lr
+        state["step"] += 1
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)

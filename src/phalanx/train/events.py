@@ -1,0 +1,75 @@
+"""The run's event stream: one JSON object a line, one file per rank, read by `phalanx ps` and the console."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, TextIO
+
+import torch
+
+from phalanx.errors import ConfigError
+
+EVENTS_VARIABLE = "PHALANX_EVENTS_FILE"
+MIN_INTERVAL_S = 0.2
+"""Reports closer together than this are counted, not written, so that reporting costs nothing per step."""
+
+
+class EventStream:
+    """Appends events to one file; does nothing when there is no file to append to."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file: TextIO | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115 (lives as long as the process)
+        self._last_time = 0.0
+        self._step = -1
+
+    def report(self, step: int | None = None, **values: float | int | str | torch.Tensor) -> bool:
+        """Append one event; return whether it was written (False when too soon after the last, or nowhere to write)."""
+        self._step = self._step + 1 if step is None else step
+        now = time.time()
+        if self._file is None or now - self._last_time < MIN_INTERVAL_S:
+            return False
+        self._last_time = now
+        event = {
+            "time": round(now, 3),
+            "step": self._step,
+            **{name: _plain(name, v) for name, v in values.items()},
+        }
+        self._file.write(json.dumps(event) + "\n")
+        return True
+
+
+_stream: EventStream | None = None
+
+
+def report(step: int | None = None, **values: float | int | str | torch.Tensor) -> bool:
+    """Tell whoever watches this run (`phalanx ps`, the console) where it is.
+
+    Not collective; each rank writes its own file, at most five times a second. Without a launcher there is no file and
+    nothing happens.
+
+    Args:
+        step: Optimizer step, counted from 0; one more than at the last report when omitted.
+        **values: Numbers, words or one-element tensors, such as `loss=loss`.
+
+    Returns:
+        Whether the event was written.
+
+    Raises:
+        ConfigError: If a value is neither.
+    """
+    global _stream
+    if _stream is None:
+        _stream = EventStream(os.environ.get(EVENTS_VARIABLE))
+    return _stream.report(step, **values)
+
+
+def _plain(name: str, value: Any) -> float | int | str:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"report({name}=...) takes one number, found a tensor of shape {tuple(value.shape)}.")
+        value = value.item()
+    if not isinstance(value, (int, float, str)):
+        raise ConfigError(f"report({name}=...) takes a number or a word, found {type(value).__name__}.")
+    return value

@@ -1,0 +1,200 @@
+"""`px.train_step`: forward, loss, backward and update as one call, eager or compiled.
+
+Compiled, the forward pass, the loss and the named fetches are one graph (`torch.compile`); its backward is the graph's
+own, and the gradients leave it into the data-parallel buckets. The optimizer's update is a second graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.parallel.apply import applied_to
+
+logger = logging.getLogger("phalanx.train")
+
+LossFunction = Callable[[Any, Any], Tensor]
+Fetch = Callable[[Any, Any], Tensor]
+
+
+class StepOutput(Mapping[str, Tensor]):
+    """What one step returns: `loss` and every named fetch, detached, by key or by attribute."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._values:
+            raise KeyError(f"the step fetches {sorted(self._values)}, not {name!r}.{did_you_mean(name, self._values)}")
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        shown = (f"{k}={v.tolist() if v.numel() == 1 else tuple(v.shape)}" for k, v in self.items())
+        return f"StepOutput({', '.join(shown)})"
+
+
+class TrainStep:
+    """One optimizer step as one call; made by `train_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: Optimizer,
+        fetch: Mapping[str, Fetch],
+        compiled: bool,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._fetch = dict(fetch)
+        self.compiled = compiled
+        self.compile_s = 0.0
+        """Seconds of the steps in which something was compiled."""
+
+        self.train_s = 0.0
+        """Seconds of all other steps."""
+
+        self.steps = 0
+        self._forward_graphs = _GraphCounter()
+        self._update_graphs = _GraphCounter()
+        self._forward = self._compute
+        self._update = optimizer.step
+        if compiled:
+            self._forward = torch.compile(self._compute, backend=self._forward_graphs)
+            self._update = torch.compile(optimizer.step, backend=self._update_graphs)
+            # A float would be a constant of the graph, and every new value of a schedule a recompilation.
+            for group in optimizer.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"])
+
+    @property
+    def forward_graphs(self) -> int:
+        """Graphs compiled for forward and loss: 1, and 1 more when a batch of another size came."""
+        return self._forward_graphs.count
+
+    @property
+    def update_graphs(self) -> int:
+        """Graphs compiled for the optimizer."""
+        return self._update_graphs.count
+
+    def __call__(self, *batch: Any) -> StepOutput:
+        """Run one step on one batch.
+
+        Collective: every rank calls it with its own batch.
+
+        Args:
+            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0.
+
+        Returns:
+            The loss and the fetches of this rank's batch.
+        """
+        inputs, target = self._unpack(batch)
+        started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
+        self._optimizer.zero_grad(set_to_none=True)
+        loss, fetched = self._forward(inputs, target)
+        loss.backward()
+        self._update()
+        self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs)
+        return StepOutput({"loss": loss.detach(), **{name: value.detach() for name, value in fetched.items()}})
+
+    def summary(self) -> str:
+        """Return one line that keeps compile time and training time apart."""
+        steady = f"training {self.train_s:.1f} s in {self.steps} steps"
+        if not self.compiled:
+            return steady
+        hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+        graphs = f"{self.forward_graphs} forward and {self.update_graphs} optimizer graphs, {hits} from the cache"
+        return f"compiling {self.compile_s:.1f} s ({graphs}), {steady}"
+
+    def _compute(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        output = self._model(inputs)
+        with torch.no_grad():
+            fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
+        return self._loss_fn(output, target), fetched
+
+    def _unpack(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+        if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+            batch = tuple(batch[0])
+        if len(batch) != 2:
+            raise ConfigError(
+                f"step takes (inputs, target), found {len(batch)} values. Bundle several inputs in one tuple."
+            )
+        device = next(self._model.parameters()).device
+        inputs, target = (_to_device(part, device) for part in batch)
+        return inputs, target
+
+    def _account(self, seconds: float, has_compiled: bool) -> None:
+        self.steps += 1
+        if has_compiled:
+            self.compile_s += seconds
+        else:
+            self.train_s += seconds
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: Optimizer,
+    *,
+    fetch: Mapping[str, Fetch] | None = None,
+    compiled: bool | None = None,
+) -> TrainStep:
+    """Make one optimizer step a single call.
+
+    Args:
+        model: A distributed model, or a plain one.
+        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch.
+        optimizer: The optimizer over the model's parameters.
+        fetch: Named values to return with the loss, each `f(output, target)`.
+        compiled: Whether to compile; what the model's Plan says when omitted.
+
+    Returns:
+        A callable; `out = step(inputs, target)`, then `out.loss` or `out["acc1"]`.
+    """
+    applied = applied_to(model)
+    if compiled is None:
+        compiled = applied is not None and applied.plan.step.compiled
+    if "loss" in (fetch or {}):
+        raise ConfigError("'loss' is always fetched; give the fetch another name.")
+    return TrainStep(model, loss_fn, optimizer, fetch or {}, compiled)
+
+
+class _GraphCounter:
+    """The default compiler, counting the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._inner = torch._dynamo.lookup_backend("inductor")
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return self._inner(graph, inputs)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to_device(part, device) for part in value)
+    return value

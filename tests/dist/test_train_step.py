@@ -1,0 +1,93 @@
+"""One step as one call: eager and compiled give the same losses, few graphs, named fetches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+import phalanx as px
+from phalanx.errors import ConfigError
+
+pytestmark = pytest.mark.dist
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def correct(output, target):
+    return (output.argmax(1) == target).sum()
+
+
+def train(graph: bool):
+    px.init()
+    strategy = px.DistributedStrategy(graph=graph, warmup_steps=3)
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(4 * 64 + 34, 1, 8, 8, generator=generator), torch.randint(5, (4 * 64 + 34,), generator=generator)
+    )
+    model, optimizer, loader = px.distribute(model, optimizer, data, global_batch=64, strategy=strategy, shuffle=False)
+    step = px.train_step(model, F.cross_entropy, optimizer, fetch={"correct": correct})
+    losses = []
+    for _ in range(2):
+        for image, label in loader:
+            out = step(image, label)
+            losses.append(out.loss.item())
+            assert out["correct"] == out.correct
+            assert set(out) == {"loss", "correct"}
+    return losses, step.forward_graphs, step.update_graphs, step.compile_s, step.summary()
+
+
+@pytest.fixture(scope="module")
+def eager_and_compiled(tmp_path_factory):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))}
+    return [run_ranks(train, 2, graph, timeout_s=240, env=cache) for graph in (False, True, True)]
+
+
+def test_compiled_losses_equal_eager_ones(eager_and_compiled):
+    eager, compiled, _ = eager_and_compiled
+    for a, b in zip(eager, compiled, strict=True):
+        assert a[0] == pytest.approx(b[0], abs=1e-4)
+
+
+def test_the_short_last_batch_costs_at_most_one_more_graph(eager_and_compiled):
+    for _, forward_graphs, update_graphs, _, _ in eager_and_compiled[1]:
+        assert forward_graphs == 2
+        assert update_graphs <= 2  # the second, because momentum buffers exist from the second step on
+
+
+def test_compile_time_is_kept_apart_and_the_second_run_reuses_the_cache(eager_and_compiled):
+    eager, cold, warm = (results[0] for results in eager_and_compiled)
+    assert eager[3] == 0.0
+    assert cold[3] > 0.0
+    assert " 0 from the cache" not in warm[4]
+    assert "compiling" in warm[4]
+
+
+def wrong_uses():
+    px.init()
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    with pytest.raises(ConfigError, match="found 3 values"):
+        step(1, 2, 3)
+    with pytest.raises(ConfigError, match="'loss' is always fetched"):
+        px.train_step(model, F.cross_entropy, optimizer, fetch={"loss": correct})
+    out = step((torch.randn(2, 1, 8, 8), torch.tensor([0, 1])))
+    with pytest.raises(KeyError, match="Did you mean 'loss'"):
+        out["los"]
+    with pytest.raises(AttributeError, match="fetches"):
+        _ = out.accuracy
+    px.distribute(model, optimizer)
+    for word in ("minimize", "clear_grad"):
+        with pytest.raises(ConfigError, match="Write instead"):
+            getattr(optimizer, word)()
+    return True
+
+
+def test_wrong_uses_are_explained():
+    assert run_ranks(wrong_uses, 1) == [True]
