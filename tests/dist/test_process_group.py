@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -169,3 +171,8 @@ def _twice() -> float:
     assert not caught
     assert not dist.is_initialized()
     return x.item()
+
+
+def test_reading_a_role_does_not_import_torch():
+    code = "import sys; from phalanx.cluster import Role; Role.detect(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

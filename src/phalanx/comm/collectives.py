@@ -1,0 +1,291 @@
+"""Collectives that carry gradients.
+
+Convention for every backward here: the loss is the sum over ranks of what each rank calls its loss. So the gradient of
+a value that reached several ranks is the sum of their gradients, and a job whose loss is the *mean* over ranks divides
+by the number of ranks once, itself.
+
+    forward          backward
+    all_reduce sum   all_reduce sum
+    all_reduce mean  all_reduce mean
+    all_gather       reduce_scatter sum
+    reduce_scatter   all_gather
+    broadcast        reduce sum to the source
+    all_to_all       all_to_all the other way
+
+All are collective over the group: every rank of it calls them in the same order with the same dtype and number of dims.
+With one process, or a group of one, they cost nothing. Backward passes are made of the same functions, so they may be
+differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm import transfers
+from phalanx.comm.groups import Group, require_member, size_of
+from phalanx.errors import ConfigError
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: str, group: Group) -> Tensor:
+        ctx.op, ctx.group = op, group
+        return transfers.all_reduce(x, op, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_AllReduce, grads[0], ctx.op, ctx.group), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        return torch.cat(transfers.all_gather(x, dim, sizes, group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_ReduceScatter, grads[0], ctx.dim, ctx.sizes, "sum", ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], op: str, group: Group) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.op, ctx.group = dim, sizes, op, group
+        return transfers.reduce_scatter(x, dim, sizes, op, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0] / len(ctx.sizes) if ctx.op == "mean" else grads[0]
+        return _apply(_AllGather, grad, ctx.dim, ctx.sizes, ctx.group), None, None, None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:
+        ctx.src, ctx.group = src, group
+        return transfers.broadcast(x, src, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_ReduceTo, grads[0], ctx.src, ctx.group), None, None
+
+
+class _ReduceTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: int, group: Group) -> Tensor:
+        ctx.dst, ctx.group = dst, group
+        total = transfers.all_reduce(x, "sum", group)
+        return total if dist.get_rank(group) == dst else torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_Broadcast, grads[0], ctx.dst, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: transfers.Exchange, group: Group) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return transfers.all_to_all(x, plan, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_AllToAll, grads[0], ctx.plan.reversed(), ctx.group), None, None
+
+
+def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None) -> Tensor:
+    """Combine a tensor over the ranks; every rank gets the result.
+
+    Collective over `group`. Gradient: the same reduction of the ranks' gradients.
+
+    Args:
+        x: Tensor, same shape and dtype on all ranks. Not modified.
+        op: `sum`, `mean`, or `max` / `min`, which carry no gradient.
+        group: Ranks that take part; all when omitted.
+
+    Returns:
+        Shape and dtype of `x`.
+
+    Raises:
+        ConfigError: For an unknown op, `mean` of integers, a gradient through `max` or `min`, or a rank outside
+            `group`.
+        PeerLostError: If a rank was lost.
+    """
+    if op not in ("sum", "mean", "max", "min"):
+        raise ConfigError(f"all_reduce knows op 'sum', 'mean', 'max' and 'min', found {op!r}. Use one of them.")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ConfigError(
+            f"all_reduce cannot take the mean of {x.dtype}: use op='sum' and divide, or convert to float."
+        )
+    if op in ("max", "min"):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(f"all_reduce with op={op!r} carries no gradient, but x requires one. Pass x.detach().")
+        return x if _is_alone(group, "all_reduce") else transfers.all_reduce(x, op, group)
+    return x if _is_alone(group, "all_reduce") else _apply(_AllReduce, x, op, group)
+
+
+def all_gather(
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, same_shapes: bool = False, group: Group = None
+) -> Tensor:
+    """Concatenate the ranks' tensors along one dim; every rank gets the whole.
+
+    Collective over `group`. Gradient: the sum over ranks of the gradients of this rank's part.
+
+    Args:
+        x: This rank's part; parts may differ in size along `dim` only. Not modified.
+        dim: Dim to concatenate along.
+        sizes: Size along `dim` of every rank's part, when known; else ranks first tell each other.
+        same_shapes: Promise that all parts have the shape of `x`; saves telling.
+        group: Ranks that take part, in rank order; all when omitted.
+
+    Returns:
+        Shape of `x`, with the sum of the sizes at `dim`.
+
+    Raises:
+        ConfigError: If shapes differ elsewhere than along `dim`, on all ranks alike; or for a rank outside `group`.
+        PeerLostError: If a rank was lost.
+    """
+    dim = _dim(x, dim, "all_gather")
+    if _is_alone(group, "all_gather"):
+        return x
+    return _apply(_AllGather, x, dim, transfers.part_sizes(x, dim, sizes, same_shapes, group), group)
+
+
+def all_gather_list(
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, same_shapes: bool = False, group: Group = None
+) -> list[Tensor]:
+    """Return every rank's tensor, in rank order; like `all_gather`, but as a list.
+
+    Collective over `group`; arguments, gradient and errors as in `all_gather`. `dim` is where parts may differ.
+    """
+    dim = _dim(x, dim, "all_gather_list")
+    if _is_alone(group, "all_gather_list"):
+        return [x]
+    known = transfers.part_sizes(x, dim, sizes, same_shapes, group)
+    return list(torch.split(_apply(_AllGather, x, dim, known, group), known, dim))
+
+
+def reduce_scatter(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> Tensor:
+    """Combine a tensor over the ranks and keep this rank's slice along one dim.
+
+    Collective over `group`. Gradient: the gradients of all slices, concatenated (divided by the ranks for `mean`).
+
+    Args:
+        x: Tensor, same shape and dtype on all ranks. Not modified.
+        dim: Dim to slice along.
+        op: `sum` or `mean`.
+        sizes: Size of every rank's slice, the same list on all ranks; an even cut when omitted.
+        group: Ranks that take part; all when omitted.
+
+    Returns:
+        Shape of `x`, with this rank's size at `dim`.
+
+    Raises:
+        ConfigError: If `sizes` do not add up, or an even cut does not divide; or for a rank outside `group`.
+        PeerLostError: If a rank was lost.
+    """
+    if op not in ("sum", "mean"):
+        raise ConfigError(f"reduce_scatter knows op 'sum' and 'mean', found {op!r}. Use one of them.")
+    dim = _dim(x, dim, "reduce_scatter")
+    is_alone = _is_alone(group, "reduce_scatter")
+    slices = _cut(x.shape[dim], sizes, 1 if is_alone else size_of(group), "reduce_scatter")
+    return x if is_alone else _apply(_ReduceScatter, x, dim, slices, op, group)
+
+
+def broadcast(x: Tensor, src: int = 0, *, group: Group = None) -> Tensor:
+    """Return the tensor of one rank on every rank.
+
+    Collective over `group`. Gradient: the source gets the sum of all ranks' gradients, the others zero.
+
+    Args:
+        x: Tensor, same shape and dtype on all ranks. Not modified.
+        src: Rank within the group whose values are taken.
+        group: Ranks that take part; all when omitted.
+
+    Raises:
+        ConfigError: If `src` is not a rank of the group, or this rank is outside it.
+        PeerLostError: If a rank was lost.
+    """
+    is_alone = _is_alone(group, "broadcast")
+    size = 1 if is_alone else size_of(group)
+    if not 0 <= src < size:
+        raise ConfigError(f"broadcast from rank {src} needs a group of more than {src} ranks, found {size}.")
+    return x if is_alone else _apply(_Broadcast, x, src, group)
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int = 0,
+    concat_dim: int | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> Tensor:
+    """Send slice r of this rank's tensor to rank r, and concatenate what the ranks sent here.
+
+    Collective over `group`. Gradient: every slice's gradient travels back to where the slice came from.
+
+    Args:
+        x: Tensor; ranks may differ in shape as long as what arrives fits together. Not modified.
+        split_dim: Dim that is cut into one slice per rank.
+        concat_dim: Dim along which arrived slices are joined, in rank order; `split_dim` when omitted.
+        sizes: Size of the slice for each rank, each rank its own list; an even cut when omitted.
+        group: Ranks that take part; all when omitted.
+
+    Raises:
+        ConfigError: If `sizes` do not add up, an even cut does not divide, or the slices that arrive do not fit, on all
+            ranks alike.
+        PeerLostError: If a rank was lost.
+    """
+    split_dim = _dim(x, split_dim, "all_to_all")
+    concat_dim = split_dim if concat_dim is None else _dim(x, concat_dim, "all_to_all")
+    is_alone = _is_alone(group, "all_to_all")
+    slices = _cut(x.shape[split_dim], sizes, 1 if is_alone else size_of(group), "all_to_all")
+    if is_alone:
+        return x
+    return _apply(_AllToAll, x, transfers.plan_exchange(x, split_dim, concat_dim, slices, group), group)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _is_alone(group: Group, verb: str) -> bool:
+    if not dist.is_initialized():
+        return True
+    require_member(group, verb)
+    return size_of(group) == 1
+
+
+def _dim(x: Tensor, dim: int, verb: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ConfigError(f"{verb} along dim {dim} needs a tensor with that dim, found shape {tuple(x.shape)}.")
+    return dim % x.dim()
+
+
+def _cut(length: int, sizes: Sequence[int] | None, parts: int, verb: str) -> list[int]:
+    if sizes is None:
+        if length % parts:
+            raise ConfigError(f"{verb} cannot cut {length} evenly for {parts} ranks. Give sizes=[...], one per rank.")
+        return [length // parts] * parts
+    if len(sizes) != parts or sum(sizes) != length or min(sizes) < 0:
+        raise ConfigError(
+            f"{verb} needs {parts} sizes, none negative, that add up to {length}, found {list(sizes)}. Correct sizes."
+        )
+    return list(sizes)

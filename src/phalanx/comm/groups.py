@@ -1,0 +1,103 @@
+"""Groups of some of the ranks, made once each."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from phalanx.comm import process_group
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.comm")
+
+Group: TypeAlias = dist.ProcessGroup | None
+"""Ranks that take part in a collective; None means all."""
+
+_LOOP_AFTER = 3
+"""Requests for one group after which they look like a loop."""
+
+
+class _Made:
+    """The groups of the present default group, by their ranks."""
+
+    def __init__(self) -> None:
+        self.default: object = None
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.requests: dict[tuple[int, ...], int] = {}
+
+    def follow(self, default: object) -> None:
+        """Forget groups of a default group that has ended."""
+        if self.default is not default:
+            self.default = default
+            self.groups.clear()
+            self.requests.clear()
+
+
+_made = _Made()
+
+
+def new_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
+    """Return the group of these ranks, made at the first request and kept.
+
+    Collective over *all* ranks of the job, members or not, in the same order. Only members may use it: a collective of
+    ours on a rank outside raises instead of quietly leaving the tensor as it is.
+
+    Args:
+        ranks: Global ranks, in any order; ranks inside the group are numbered in ascending order.
+        backend: torch backend; that of the job when omitted.
+
+    Returns:
+        The group, or None in a job of one process.
+
+    Raises:
+        ConfigError: If a rank does not exist or is named twice.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    key = tuple(sorted(ranks))
+    if not key or len(set(key)) != len(key) or not 0 <= key[0] <= key[-1] < size:
+        raise ConfigError(
+            f"new_group needs different ranks between 0 and {size - 1}, found {list(ranks)}. Correct them."
+        )
+    if not dist.is_initialized():
+        return None
+    _made.follow(dist.group.WORLD)
+    _warn_in_a_loop(key)
+    if key not in _made.groups:
+        _made.groups[key] = dist.new_group(list(key), backend=backend)
+        if dist.get_rank() in key:
+            ring = len(_made.groups)
+            process_group.log_group(backend or dist.get_backend(), len(key), key.index(dist.get_rank()), ring)
+    return _made.groups[key]
+
+
+def _warn_in_a_loop(key: tuple[int, ...]) -> None:
+    _made.requests[key] = _made.requests.get(key, 0) + 1
+    if _made.requests[key] == _LOOP_AFTER:
+        warnings.warn(
+            f"new_group({list(key)}) was asked for {_LOOP_AFTER} times; the one group is reused. "
+            "Make it once, before the loop.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def size_of(group: Group) -> int:
+    """Return the number of ranks in a group."""
+    return dist.get_world_size(group)
+
+
+def require_member(group: Group, verb: str) -> None:
+    """Raise unless this rank is in the group.
+
+    Raises:
+        ConfigError: If it is not; a collective would do nothing here and leave a wrong value behind.
+    """
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigError(
+            f"{verb} was called on rank {dist.get_rank()}, which is not in the group. "
+            "Call it on the group's ranks only: `if rank in ranks:`."
+        )

@@ -1,0 +1,198 @@
+"""The moves behind the collectives, without gradients: shapes told and checked, bytes sent, losses of peers named."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.groups import Group
+from phalanx.errors import ConfigError, PeerLostError
+
+MAX_DIMS = 8
+"""Dims of a tensor whose shape ranks can tell each other."""
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out|timeout|connect(ion)? fail"
+    r"|socket (error|closed)|remote process exited|unable to (write|read)",
+    re.IGNORECASE,
+)
+
+
+@contextlib.contextmanager
+def peers_named(verb: str, group: Group) -> Iterator[None]:
+    """Turn a backend's words for a lost connection into a `PeerLostError` that says where in the job it happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerLostError) or not _LOST.search(str(error)):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise PeerLostError(
+            f"{verb} on rank {dist.get_rank(group)} of {dist.get_world_size(group)} lost another rank ({first_line}). "
+            "The rank that ended first says why in its log."
+        ) from error
+
+
+def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
+    """Return the reduction of `x` over the group."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    with peers_named("all_reduce", group):
+        dist.all_reduce(total, op=_REDUCE[op], group=group)
+    return total.div_(dist.get_world_size(group)) if op == "mean" else total
+
+
+def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
+    """Return the group's rank `src`'s `x`."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    with peers_named("broadcast", group):
+        dist.broadcast(out, group=group, group_src=src)
+    return out
+
+
+def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Return all ranks' parts; parts shorter than the longest travel padded."""
+    longest = max(sizes)
+    padded = _padded(x.detach(), dim, longest).contiguous()
+    parts = [torch.empty_like(padded) for _ in sizes]
+    with peers_named("all_gather", group):
+        dist.all_gather(parts, padded, group=group)
+    return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], op: str, group: Group) -> Tensor:
+    """Return this rank's slice of the reduction.
+
+    Slices travel to their owner, which adds them in rank order: no rank sends more than it must, uneven slices cost no
+    padding, and the sum does not depend on how fast ranks are.
+    """
+    mine = sizes[dist.get_rank(group)]
+    shape = list(x.shape)
+    shape[dim] = mine
+    arrived = _swap([s.contiguous() for s in torch.split(x.detach(), list(sizes), dim)], [shape] * len(sizes), group)
+    total = arrived[0].clone()
+    for part in arrived[1:]:
+        total += part
+    return total / len(sizes) if op == "mean" else total
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who sends what to whom in one all_to_all, as this rank sees it."""
+
+    split_dim: int
+    concat_dim: int
+    sent: tuple[tuple[int, ...], ...]
+    """Shape of the slice for each rank."""
+
+    received: tuple[tuple[int, ...], ...]
+    """Shape of the slice from each rank."""
+
+    def reversed(self) -> Exchange:
+        """The exchange that undoes this one."""
+        return Exchange(self.concat_dim, self.split_dim, self.received, self.sent)
+
+
+def plan_exchange(x: Tensor, split_dim: int, concat_dim: int, slices: Sequence[int], group: Group) -> Exchange:
+    """Return the exchange in which every rank cuts its tensor by its own `slices`; ranks tell each other theirs."""
+    size, rank = len(slices), dist.get_rank(group)
+    told = _tell(list(_shape_vector(x, "all_to_all")) + list(slices), x.device, group)
+    shapes = [tuple(t[1 : 1 + t[0]]) for t in told]
+    cuts = [t[1 + MAX_DIMS :] for t in told]
+
+    def sent(origin: int, target: int) -> tuple[int, ...]:
+        shape = list(shapes[origin])
+        shape[split_dim] = cuts[origin][target]
+        return tuple(shape)
+
+    if len({len(s) for s in shapes}) > 1:
+        raise _misfit("all_to_all", shapes, concat_dim)
+    for target in range(size):
+        arriving = [sent(origin, target) for origin in range(size)]
+        if len({_without(s, concat_dim) for s in arriving}) > 1:
+            raise _misfit(f"all_to_all to rank {target}", arriving, concat_dim)
+    return Exchange(
+        split_dim,
+        concat_dim,
+        tuple(sent(rank, r) for r in range(size)),
+        tuple(sent(r, rank) for r in range(size)),
+    )
+
+
+def all_to_all(x: Tensor, plan: Exchange, group: Group) -> Tensor:
+    """Carry out an exchange."""
+    cuts = [shape[plan.split_dim] for shape in plan.sent]
+    slices = [s.contiguous() for s in torch.split(x.detach(), cuts, plan.split_dim)]
+    return torch.cat(_swap(slices, plan.received, group), plan.concat_dim)
+
+
+def _swap(slices: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+    """Send one contiguous slice to each rank and return what arrived, in the given shapes."""
+    flat = torch.cat([s.reshape(-1) for s in slices])
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    out = flat.new_empty(sum(counts))
+    with peers_named("all_to_all", group):
+        dist.all_to_all_single(out, flat, counts, [s.numel() for s in slices], group=group)
+    return [part.view(tuple(shape)) for part, shape in zip(torch.split(out, counts), shapes, strict=True)]
+
+
+def part_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, same_shapes: bool, group: Group) -> list[int]:
+    """Return every rank's size along `dim`: as given, as promised, or as the ranks tell each other.
+
+    Raises:
+        ConfigError: If `sizes` contradict `x`, or shapes differ elsewhere.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if same_shapes:
+        return [x.shape[dim]] * size
+    if sizes is not None:
+        if len(sizes) != size or sizes[rank] != x.shape[dim]:
+            raise ConfigError(
+                f"all_gather on rank {rank} of {size} holds {x.shape[dim]} along dim {dim}, found sizes={list(sizes)}. "
+                "Give one size per rank, this rank's own among them."
+            )
+        return list(sizes)
+    shapes = [tuple(t[1 : 1 + t[0]]) for t in _tell(list(_shape_vector(x, "all_gather")), x.device, group)]
+    if len({_without(s, dim) for s in shapes}) > 1:
+        raise _misfit("all_gather", shapes, dim)
+    return [shape[dim] for shape in shapes]
+
+
+def _shape_vector(x: Tensor, verb: str) -> tuple[int, ...]:
+    if x.dim() > MAX_DIMS:
+        raise ConfigError(f"{verb} takes tensors of up to {MAX_DIMS} dims, found shape {tuple(x.shape)}. Flatten some.")
+    return (x.dim(), *x.shape, *[0] * (MAX_DIMS - x.dim()))
+
+
+def _tell(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with peers_named("all_gather of shapes", group):
+        dist.all_gather(everyone, mine, group=group)
+    return [[int(n) for n in t.tolist()] for t in everyone]
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (len(shape), *shape[:dim], *shape[dim + 1 :])
+
+
+def _misfit(verb: str, shapes: Sequence[Sequence[int]], dim: int) -> ConfigError:
+    listed = ", ".join(f"rank {r} {tuple(s)}" for r, s in enumerate(shapes))
+    return ConfigError(
+        f"{verb} joins tensors that may differ along dim {dim} only, found {listed}. Make the rest equal."
+    )

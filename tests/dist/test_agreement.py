@@ -1,0 +1,100 @@
+"""Ranks that differ find out before they train, all with the same words."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import phalanx as px
+from phalanx import comm
+from phalanx.comm import agreement
+from phalanx.errors import ConfigError, PeerLostError
+from ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def _agree_on_equal_values() -> int:
+    px.init()
+    for _ in range(3):
+        agreement.agree("plan", {"b": [1, 2], "a": None})
+    agreement.barrier()
+    return px.comm.share("seed", px.current().rank + 5)
+
+
+def test_equal_values_pass_and_rank_0s_value_reaches_all():
+    assert run_ranks(_agree_on_equal_values, 3) == [5, 5, 5]
+
+
+def _agree_on_different_values() -> list[str]:
+    rank = px.init().rank
+    values = [
+        ("plan", {"step": {"accumulate": 4 if rank == 2 else 2}, "axes": ["data"]}),
+        ("batch size", 32 + rank % 2),
+        ("model", {"w": [3, 3]} if rank else {"w": [3, 3], "extra": [1]}),
+    ]
+    messages = []
+    for name, value in values:
+        with pytest.raises(ConfigError) as caught:
+            agreement.agree(name, value)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_difference_is_the_same_error_on_every_rank_and_names_key_and_ranks():
+    told = run_ranks(_agree_on_different_values, 3)
+    assert told[0] == told[1] == told[2]
+    plan, batch, model = told[0]
+    assert "plan.step.accumulate must be the same on all ranks, found 2 on ranks 0, 1; 4 on rank 2." in plan
+    assert "batch size must be the same on all ranks, found 32 on ranks 0, 2; 33 on rank 1." in batch
+    assert "model.extra[0] must be the same on all ranks, found 1 on rank 0; null on ranks 1, 2." in model
+
+
+def _at_different_points() -> str:
+    rank = px.init().rank
+    with pytest.raises(ConfigError) as caught:
+        agreement.agree("model" if rank else "optimizer", 1)
+    return str(caught.value)
+
+
+def test_ranks_at_different_calls_are_told_so():
+    told = run_ranks(_at_different_points, 2)
+    assert told[0] == told[1]
+    assert "Ranks are at different points of the script: optimizer on rank 0; model on rank 1." in told[0]
+
+
+def _wait_for_a_dead_rank() -> str:
+    if px.init().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        agreement.agree("plan", 1, timeout_s=1.0)
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_named_with_host_pid_and_log():
+    survivor, _ = run_ranks(_wait_for_a_dead_rank, 2, expect_failure=True)
+    assert "waited 1 s for rank 1 (host " in survivor.value
+    assert "workerlog.1), which did not come" in survivor.value
+
+
+def _share_without_rank_0() -> str:
+    if px.init().rank == 0:
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        comm.share("seed", None, timeout_s=0.5)
+    return str(caught.value)
+
+
+def test_a_share_that_rank_0_never_makes_names_rank_0():
+    _, other = run_ranks(_share_without_rank_0, 2)
+    assert "rank 0 (host " in other
+
+
+def test_with_one_process_agreement_is_free_and_still_wants_json():
+    agreement.agree("plan", {"a": 1})
+    agreement.barrier()
+    assert agreement.share("seed", {"a": (1, 2)}) == {"a": [1, 2]}
+    with pytest.raises(ConfigError, match="plan must be made of JSON values"):
+        agreement.agree("plan", object())
