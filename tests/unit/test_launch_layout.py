@@ -98,12 +98,21 @@ def test_the_interface_the_user_chose_stays() -> None:
     assert "GLOO_SOCKET_IFNAME" not in variables
 
 
-def test_each_rank_sees_its_own_cards() -> None:
+def test_each_rank_is_told_its_own_cards_and_finds_the_first_at_its_local_rank() -> None:
     layout = arrange(TWO_NODES, 0, {}, "/logs")
-    found = [
-        environment.build(p, layout, facts(cards=(("0",), ("1",))), {})["CUDA_VISIBLE_DEVICES"] for p in layout.local
-    ]
-    assert found == ["0", "1"]
+    dealt = facts(cards=(("0", "1"), ("2", "3")))
+    found = [environment.build(p, layout, dealt, {}) for p in layout.local]
+    assert [v["FLAGS_selected_gpus"] for v in found] == ["0,1", "2,3"]
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["0,2,1,3"] * 2
+
+
+def test_parameter_server_workers_see_only_their_own_cards() -> None:
+    layout = parameter_servers()
+    dealt = facts(mode="ps", cards=(("0",), ("1",)))
+    found = [environment.build(p, layout, dealt, {}) for p in layout.local]
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["", "0", "1"]
+    assert [v.get("XPU_VISIBLE_DEVICES") for v in found] == [None, "0", "1"]
+    assert dict(environment.shown(layout.local[2], "ps", found[2]))["FLAGS_selected_xpus"] == "1"
 
 
 def parameter_servers() -> Layout:

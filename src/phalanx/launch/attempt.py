@@ -38,6 +38,9 @@ STOP_GRACE_S = 5.0
 NODE_SETTLE_S = 1.0
 """How long to wait for other hosts to say what failed there."""
 
+LINGER_S = 20
+"""How long workers may go on after another ended well before that is mentioned."""
+
 LAST_LINES = 20
 
 _OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
@@ -76,6 +79,7 @@ class Attempt:
     _failed_at: float | None = None
     _elsewhere: list[Ending] = field(default_factory=list)
     _told: bool = False
+    _noted: bool = False
 
     @property
     def store_id(self) -> str:
@@ -141,7 +145,10 @@ class Attempt:
             failed = self._failed_at is not None
         self._end_all(STOP_GRACE_S if stopped_by else FAILURE_GRACE_S, stopped_by or signal.SIGTERM)
         if failed:
+            self._tell([e for e in self._endings if e.failed or e.code == 0])
             self._hear_others()
+        elif stopped_by:
+            self._tell([self._own_ending(stopped_by)])
         self.console.finish(failed=failed)
         return Outcome(endings=self._endings + self._elsewhere, failed=failed, stopped_by=stopped_by)
 
@@ -171,6 +178,20 @@ class Attempt:
             for key, _ in ready.select(timeout_s):
                 key.data()
         self.console.poll()
+        self._note_lingering()
+
+    def _note_lingering(self) -> None:
+        """Say once that some workers ended well long ago while others go on: often they wait for one another."""
+        if self._noted or self._stopping or self._failed_at is not None:
+            return
+        ended = [e for e in self._endings if e.role == "worker" and time.time() - e.time > LINGER_S]
+        alive = [p.title for p in self._alive.values() if p.role == "worker"]
+        if ended and alive:
+            self._noted = True
+            names = ", ".join(e.title for e in ended)
+            logger.warning(
+                "%s ended with exit code 0 over %d s ago, while %s still run(s)", names, LINGER_S, ", ".join(alive)
+            )
 
     def _server_event(self) -> None:
         event = self.server.receive()
@@ -239,15 +260,30 @@ class Attempt:
         while self._alive:
             self._turn(POLL_S)
 
+    def _tell(self, endings: list[Ending]) -> None:
+        """Tell the other hosts that the attempt is over here, and why."""
+        if self.link is not None:
+            self.link.fail(self.facts.attempt, [ending.to_json() for ending in endings])
+
     def _hear_others(self) -> None:
-        """Tell the other hosts what failed here, and hear what failed there."""
-        if self.link is None:
-            return
-        mine = [e.to_json() for e in self._endings if e.failed or e.code == 0]
-        self.link.fail(self.facts.attempt, mine)
+        """Give the other hosts time to say what failed there."""
         deadline = time.monotonic() + NODE_SETTLE_S
-        while time.monotonic() < deadline:
+        while self.link is not None and time.monotonic() < deadline:
             self._turn(POLL_S)
+
+    def _own_ending(self, number: int) -> Ending:
+        """What to tell the other hosts when someone stops this launcher."""
+        node = self.layout.node_rank
+        return Ending(
+            title=f"the launcher of node {node}",
+            role="launcher",
+            rank=node,
+            host=self.layout.hostnames[node],
+            pid=os.getpid(),
+            code=-number,
+            time=time.time(),
+            log_file=self.facts.log_dir,
+        )
 
 
 def _read_record(path: str) -> dict[str, Any]:

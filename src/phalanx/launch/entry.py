@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib.machinery
 import json
+import logging
 import os
 import random
 import re
@@ -24,6 +25,8 @@ from typing import Any, NoReturn
 
 from phalanx.errors import PeerLostError
 from phalanx.launch import log_format
+
+logger = logging.getLogger("phalanx.launch")
 
 _PEER_WORDS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|heartbeat"
@@ -220,6 +223,7 @@ def _finish(code: int, failed: bool) -> int:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         if not failed and code == 0:
+            _check_card(sys.modules.get("torch"))
             _leave_process_group()
             gc.collect()
     except SystemExit as stop:
@@ -228,6 +232,26 @@ def _finish(code: int, failed: bool) -> int:
         traceback.print_exc()
         code = code or 1
     return code
+
+
+def _check_card(torch: Any) -> None:
+    """Warn when the script computed on a card that the launcher gave to another rank.
+
+    Looked at in the end rather than caught in the act: torch itself is left alone.
+    """
+    selected = os.environ.get("FLAGS_selected_gpus", "").split(",")  # noqa: SIM112 -- Fleet's spelling
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if selected == [""] or torch is None or not torch.cuda.is_initialized():
+        return
+    index = torch.cuda.current_device()
+    used = visible[index] if index < len(visible) else str(index)
+    if used not in selected:
+        logger.warning(
+            "This rank computed on card %s, but the launcher gave it %s. Choose cards with --gpus, not with "
+            "set_device.",
+            used,
+            ",".join(selected),
+        )
 
 
 def _leave_process_group() -> None:

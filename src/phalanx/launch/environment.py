@@ -129,17 +129,30 @@ def _fleet(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping
         }
         if process.role != "worker":
             variables |= {"POD_IP": host, "PADDLE_PORT": port}
-    if process.role == "worker" and facts.cards:
-        cards = ",".join(facts.cards[process.local_rank])
-        variables |= {
-            "CUDA_VISIBLE_DEVICES": cards,
-            "XPU_VISIBLE_DEVICES": cards,
-            "FLAGS_selected_gpus": cards,
-            "FLAGS_selected_xpus": cards,
-        }
-    elif facts.cards:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    return variables
+    return variables | _cards(process, facts)
+
+
+def _cards(process: Process, facts: JobFacts) -> dict[str, str | None]:
+    """Say which cards are this worker's.
+
+    In collective mode every rank sees all cards of the job, its own at the index of its local rank: that is where
+    scripts written for torchrun look. Parameter-server workers see only their own; servers and heter workers none.
+    """
+    if not facts.cards:
+        return {}
+    if process.role != "worker":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    own = facts.cards[process.local_rank]
+    seen = own
+    if facts.mode == "collective":
+        seen = tuple(cards[0] for cards in facts.cards) + tuple(card for cards in facts.cards for card in cards[1:])
+    visible, selected = ",".join(seen), ",".join(own)
+    return {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "XPU_VISIBLE_DEVICES": visible,
+        "FLAGS_selected_gpus": selected,
+        "FLAGS_selected_xpus": selected,
+    }
 
 
 _SHOWN = {

@@ -25,7 +25,7 @@ POLL_S = 0.1
 """How often the store is asked for news."""
 
 BEAT_S = 0.5
-LOST_AFTER_S = 10.0
+LOST_AFTER_S = 6.0
 """Silence after which a host counts as lost. Far above scheduling delays of a busy host: a failure inside it
 is told at once, and one of its network breaks the ranks' own connections first."""
 

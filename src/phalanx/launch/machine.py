@@ -106,25 +106,3 @@ def address_towards(peer: str) -> str:
                 f"No route from this host to {peer} ({error.strerror}). Check the address and the network."
             ) from None
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that carries `address`, or None.
-
-    Addresses of 127.0.0.0/8 all live on the loopback interface, listed or not.
-    """
-    if address.startswith("127."):
-        return "lo"
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name[:15].encode())
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # The interface has no IPv4 address.
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

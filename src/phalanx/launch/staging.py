@@ -7,7 +7,8 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from phalanx.launch import machine, ports
+from phalanx.cluster import network
+from phalanx.launch import ports
 from phalanx.launch.environment import JobFacts
 from phalanx.launch.layout import Layout, Offer, Process
 from phalanx.launch.logs import shown
@@ -94,7 +95,7 @@ def facts(
         max_restarts=options.max_restarts,
         timeout_s=options.timeout_s,
         gloo_path=gloo_path,
-        interface=machine.interface_of(machine.address_towards(layout.master[0])),
+        interface=network.interface_towards(layout.master[0], network.system_routes()),
         is_multi_host=request.nodes.many,
         cards=request.cards,
     )

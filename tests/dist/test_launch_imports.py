@@ -1,0 +1,43 @@
+"""Old import lines lead to the same objects, and starting is cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "first", ["from phalanx.distributed import fleet as a", "import phalanx.distributed.fleet as a"]
+)
+def test_both_import_lines_give_the_same_module(first: str) -> None:
+    code = f"{first}\nimport phalanx.distributed.fleet as b, phalanx.fleet as c\nprint(a is b is c)"
+    assert python(code) == "True"
+
+
+def test_the_basic_verbs_are_found_under_the_old_name() -> None:
+    code = "import phalanx.distributed as old, phalanx.parallel.distribute as new\n"
+    code += "print(old.DataParallel is new.DataParallel)"
+    assert python(code) == "True"
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    code = "import phalanx.distributed as d\ntry: d.DataParalel\nexcept AttributeError as e: print(e)"
+    assert "Did you mean 'DataParallel'?" in python(code)
+
+
+def test_the_launcher_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys, phalanx.launch.flags, phalanx.launch.job, phalanx.cli.group\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
+    )
+    assert python(code) == "[]"
