@@ -99,9 +99,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _check(n: int, start: int, count: int, step: int) -> None:
     if not 1 <= n <= MAX_ROWS:
-        raise ConfigError(
-            f"Asked to shuffle {n} rows; a shuffle holds 1 to 2**62. Give a dataset of that size."
-        )
+        raise ConfigError(f"Asked to shuffle {n} rows; a shuffle holds 1 to 2**62. Give a dataset of that size.")
     if count < 0 or step < 1 or start < 0 or (count > 0 and start + (count - 1) * step >= n):
         raise ConfigError(
             f"Asked for {count} positions from {start} in steps of {step}, but the epoch has positions "

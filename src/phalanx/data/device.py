@@ -1,0 +1,28 @@
+"""Where a batch goes: onto the device this process computes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from phalanx.comm import context
+
+
+def to_device(batch: Any) -> Any:
+    """Return `batch` with its tensors on the Context's device; on the CPU it is returned as it is."""
+    if not context.is_initialized() or context.current().device.type == "cpu":
+        return batch
+    return _moved(batch, context.current().device)
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    if isinstance(part, dict):
+        return {key: _moved(value, device) for key, value in part.items()}
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_moved(value, device) for value in part))
+    if isinstance(part, list | tuple):
+        return type(part)(_moved(value, device) for value in part)
+    return part

@@ -1,0 +1,159 @@
+"""The batches of one rank in one epoch, as indices into a dataset."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from phalanx.comm.context import BatchShare
+from phalanx.data.ranks import gather_integers
+from phalanx.data.seeding import seeded
+from phalanx.data.shards import EpochPlan
+from phalanx.data.shuffle import mixed_seed, shuffled
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of how many parts of every global batch this process loads."""
+
+    index: int
+    count: int
+    is_checked: bool = True
+    """Whether the other parts belong to ranks that can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One batch to load."""
+
+    indices: Sequence[int]
+    share: BatchShare
+    position: int
+    """Position of the epoch, over all ranks, once this batch is done."""
+
+    seed: int
+    """Where the random numbers of loading it start; another one for each batch, rank and epoch."""
+
+
+class Order(Protocol):
+    """Says which rows each batch of an epoch holds."""
+
+    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
+        """Return the cut of an epoch into global batches, from position `first` on."""
+
+    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
+        """Yield this shard's batches of `epoch`, from position `first` on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """Rows in order, shuffled, or as a sampler lists them; cut into global batches here."""
+
+    rows: int
+    """Rows of the dataset, or of the sampler when there is one."""
+
+    global_batch: Callable[[int], int]
+    """Rows of a global batch for a given number of shards."""
+
+    seed: int
+    shuffle: bool = False
+    drop_last: bool = False
+    sampler: Any = None
+
+    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
+        """See `Order`."""
+        return EpochPlan(self.rows, self.global_batch(shard_count), self.drop_last, first)
+
+    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
+        """See `Order`. With a sampler it is collective at the first batch."""
+        plan = self.plan(shard.count, first)
+        pick = self._picker(epoch, shard)
+        for step in range(plan.steps):
+            part = plan.rank_batch(step, shard.index, shard.count)
+            yield Work(
+                pick(part.start, part.count),
+                BatchShare(part.rows, part.global_rows),
+                plan.position_after(step),
+                mixed_seed(self.seed, epoch, step, shard.index),
+            )
+
+    def _picker(self, epoch: int, shard: Shard) -> Callable[[int, int], Sequence[int]]:
+        if self.sampler is not None:
+            listed = list_sampler(self.sampler, mixed_seed(self.seed, epoch), shard)
+            return lambda start, count: listed[start : start + count]
+        if not self.shuffle:
+            return lambda start, count: range(start, start + count)
+        seed = mixed_seed(self.seed, epoch)
+        return lambda start, count: shuffled(self.rows, seed, start, count).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOrder:
+    """Batches a batch sampler cuts: a global batch is one of them for every shard."""
+
+    batch_sampler: Any
+    seed: int
+
+    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
+        """See `Order`; positions count batches."""
+        return EpochPlan(len(self.batch_sampler), shard_count, False, first)
+
+    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
+        """See `Order`. Collective at the first batch."""
+        batches = list_sampler(self.batch_sampler, mixed_seed(self.seed, epoch), shard)
+        plan = self.plan(shard.count, first)
+        for step in range(plan.steps):
+            part = plan.rank_batch(step, shard.index, shard.count)
+            start = plan.first + step * plan.global_batch
+            global_rows = sum(len(batch) for batch in batches[start : plan.position_after(step)])
+            indices = list(batches[part.start])
+            yield Work(
+                indices,
+                BatchShare(len(indices) if part.rows else 0, global_rows),
+                plan.position_after(step),
+                mixed_seed(self.seed, epoch, step, shard.index),
+            )
+
+
+def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
+    """Return what `sampler` yields, drawn from the same random numbers on every rank.
+
+    Collective when `shard.is_checked`: the ranks compare what they listed.
+
+    Raises:
+        ConfigError: On every rank, if the ranks listed different things, or not as many as the sampler's
+        length.
+    """
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    with seeded(seed):
+        listed = list(sampler)
+    digest = zlib.crc32(repr(listed).encode())
+    wrong_length = isinstance(sampler, Sized) and len(sampler) != len(listed)
+    answers = gather_integers([digest, wrong_length]) if shard.is_checked else [[digest, wrong_length]]
+    name = type(sampler).__name__
+    if any(answer[1] for answer in answers):
+        raise ConfigError(
+            f"{name} says its length is {len(sampler)} but listed {len(listed)} entries. "
+            "Make __len__ return what __iter__ yields."
+        )
+    if len({answer[0] for answer in answers}) > 1:
+        raise ConfigError(
+            f"{name} lists different rows on different ranks, so they cannot be shared out. "
+            "Let it draw from torch, numpy or random (seeded here alike on every rank), or drop the sampler."
+        )
+    return listed
+
+
+def contiguous(indices: Sequence[int]) -> slice | torch.Tensor:
+    """Return an index for tensors: a slice for a run of rows (no copy), an int64 tensor otherwise."""
+    if isinstance(indices, range) and indices.step == 1:
+        return slice(indices.start, indices.stop)
+    return torch.from_numpy(np.asarray(indices, dtype=np.int64))

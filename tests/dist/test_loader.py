@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+import phalanx
+from phalanx.data import ShardedLoader
+from ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Draws(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return [np.random.rand(), torch.rand(()).item()]
+
+
+class SplitByWorker(IterableDataset[int]):
+    """Splits itself over the workers of its process, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(first, 23, step))
+
+
+class OwnPart(IterableDataset[int]):
+    """Yields this rank's rows only; rank 1 has fewer."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self.end = ends[phalanx.current().rank]
+        self.rank = phalanx.current().rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.rank, 100 * self.rank + self.end))
+
+
+class RankDependent(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([phalanx.current().rank, 0, 1])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def _counted(loader: ShardedLoader) -> list[tuple[list[int], int]]:
+    seen = []
+    for batch in loader:
+        share = phalanx.current().batch
+        assert share is not None
+        seen.append((batch.tolist()[: share.rows], share.global_rows))
+    return seen
+
+
+def _rows_with_a_loader_made_before_init(num_workers: int, persistent: bool) -> list[Any]:
+    loader = ShardedLoader(Numbers(), global_batch=8, num_workers=num_workers, persistent_workers=persistent)
+    phalanx.init()
+    return [_counted(loader) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (1, True)])
+def test_ranks_share_the_batches_of_one_process(num_workers: int, persistent: bool) -> None:
+    alone = ShardedLoader(Numbers(), global_batch=8)
+    ranks = run_ranks(_rows_with_a_loader_made_before_init, 2, num_workers, persistent)
+    for epoch in range(2):
+        expected = [batch.tolist() for batch in alone]
+        together = [a[0] + b[0] for a, b in zip(ranks[0][epoch], ranks[1][epoch], strict=True)]
+        assert together == expected
+
+
+def _stream_rows(num_workers: int) -> list[Any]:
+    phalanx.init()
+    return _counted(ShardedLoader(SplitByWorker(), global_batch=6, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_is_read_once_by_all_ranks_and_workers_together(num_workers: int) -> None:
+    ranks = run_ranks(_stream_rows, 3, num_workers)
+    together = [[row for part in step for row in part[0]] for step in zip(*ranks, strict=True)]
+    assert together == [list(range(start, min(start + 6, 23))) for start in range(0, 23, 6)]
+
+
+def _own_rows(ends: list[int]) -> list[Any]:
+    phalanx.init()
+    return _counted(ShardedLoader(OwnPart(ends), batch_size=4, stream="own"))
+
+
+def test_streams_of_unequal_length_end_together() -> None:
+    long, short = run_ranks(_own_rows, 2, [10, 3])
+    assert long == [([0, 1, 2, 3], 7), ([4, 5, 6, 7], 4), ([8, 9], 2)]
+    assert short == [([100, 101, 102], 7), ([], 4), ([], 2)]
+
+
+def test_a_rank_without_any_row_is_an_error_on_every_rank() -> None:
+    for outcome in run_ranks(_own_rows, 2, [5, 0], expect_failure=True):
+        assert outcome.error_type == "DataError"
+        assert "the stream of rank 1 is empty" in outcome.message
+
+
+def _differing_streams() -> None:
+    rank = phalanx.init().rank
+    list(ShardedLoader(lambda: range(5 - rank), batch_size=2))
+
+
+def test_streams_that_differ_are_an_error_on_every_rank() -> None:
+    for outcome in run_ranks(_differing_streams, 2, expect_failure=True):
+        assert outcome.error_type == "DataError"
+        assert "The ranks read different streams: at batch 1 they found [1, 0] rows" in outcome.message
+
+
+def _duplicated_streams() -> None:
+    phalanx.init()
+    list(ShardedLoader(lambda: iter(range(8)), batch_size=2, stream="own"))
+
+
+def test_ranks_that_read_the_same_rows_are_told() -> None:
+    for outcome in run_ranks(_duplicated_streams, 2, expect_failure=True):
+        assert outcome.error_type == "DataError"
+        assert "ranks 0 and 1 began with the same batch" in outcome.message
+
+
+def _differing_samplers() -> None:
+    phalanx.init()
+    list(ShardedLoader(DataLoader(Numbers(), sampler=RankDependent())))
+
+
+def test_samplers_that_differ_are_an_error_on_every_rank() -> None:
+    for outcome in run_ranks(_differing_samplers, 2, expect_failure=True):
+        assert outcome.error_type == "ConfigError"
+        assert "RankDependent lists different rows on different ranks" in outcome.message
+
+
+def _random_rows(num_workers: int) -> list[float]:
+    phalanx.init()
+    loader = ShardedLoader(Draws(), global_batch=8, num_workers=num_workers)
+    return [x for _ in range(2) for batch in loader for column in batch for x in column.tolist()]
+
+
+def test_no_two_batches_draw_the_same_random_numbers_whatever_loads_them() -> None:
+    in_process, in_workers = run_ranks(_random_rows, 2, 0), run_ranks(_random_rows, 2, 2)
+    assert in_process == in_workers
+    everything = in_process[0] + in_process[1]
+    # The 37 rows of the epoch leave 5 in its last batch, 3 and 2 a rank: nothing is padded.
+    assert len(set(everything)) == len(everything) == 2 * 2 * 37
