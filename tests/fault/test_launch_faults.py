@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import Launch, launch
+from launching import BIN, Launch, launch
 
 pytestmark = pytest.mark.fault
 
@@ -238,3 +238,28 @@ def test_an_out_of_reach_grandchild_ends_with_a_good_job_too(tmp_path: Path) -> 
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
     )
     assert launch(tmp_path, "leak.py").code == 0
+
+
+def test_a_rank_that_ended_well_long_before_the_others_is_mentioned(tmp_path: Path) -> None:
+    """Waiting itself is not a failure, but silence about it would look like a hang."""
+    from phalanx.launch import attempt
+
+    (tmp_path / "wait.py").write_text("import os\nif os.environ['RANK'] == '0': open('gate').read()\n")
+    (tmp_path / "soon.py").write_text(
+        "import sys, phalanx.launch.attempt as a\n"
+        "a.LINGER_S = 0.2\n"
+        "from phalanx.launch.command import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    assert attempt.LINGER_S >= 10
+    os.mkfifo(tmp_path / "gate")
+    program = (str(BIN / "python"), "soon.py")
+    running = Launch(("-n", "2", "wait.py"), tmp_path, program=program)
+    assert running.process.stdout is not None
+    said = ""
+    while "rank 1 ended with exit code 0 over 0 s ago, while rank 0 still run(s)" not in said:
+        line = running.process.stdout.readline()
+        assert line, said
+        said += line
+    (tmp_path / "gate").write_text("go")
+    assert running.wait().code == 0
