@@ -123,6 +123,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("CUDA_VISIBLE_DEVICES", "rw", "", "Cards a process may use", "进程可用的 GPU"),
         ("XPU_VISIBLE_DEVICES", "w", "", "Cards a process may use", "进程可用的 XPU"),
         ("XDG_RUNTIME_DIR", "r", "", "Where running jobs are listed", "登记运行中任务的目录"),
+        ("CXX", "r", "g++", "C++ compiler of compiled mode", "编译模式使用的 C++ 编译器"),
         ("LANG", "r", "", "Language of messages that exist in two", "双语消息的语言"),
     ),
     "dead": (

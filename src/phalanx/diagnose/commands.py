@@ -1,0 +1,70 @@
+"""The commands `phalanx env` and `phalanx doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cluster.settings import TABLE, markdown, shown_value
+
+
+@click.command()
+@click.option("--list", "list_all", is_flag=True, help="Show every variable, not only those that are set.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list on standard output.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the page docs/settings.md.")
+@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of meanings.")
+def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str) -> None:
+    """Show the environment variables that are read or written, and what they are set to.
+
+    Secrets are masked.
+    """
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+        return
+    values = {s.name: shown_value(s.name, os.environ[s.name]) for s in TABLE if s.name in os.environ}
+    chosen = [s for s in TABLE if list_all or as_json or s.name in values]
+    if as_json:
+        click.echo(
+            json.dumps([asdict(s) | {"value": values.get(s.name)} for s in chosen], ensure_ascii=False, indent=1)
+        )
+        return
+    if not chosen:
+        click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
+        return
+    table = Table("variable", "value", "family", "access", "default", "meaning", title="Settings", expand=False)
+    for s in chosen:
+        meaning = s.meaning_zh if lang == "zh" else s.meaning_en
+        table.add_row(s.name, values.get(s.name, ""), s.family, s.access, s.default, meaning)
+    _console().print(table)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def doctor(as_json: bool) -> None:
+    """Check this machine for what training needs; exit with 1 if something fails."""
+    from phalanx.diagnose.facts import examine
+
+    results = list(examine())
+    counts = Counter(r.state for r in results)
+    if as_json:
+        click.echo(json.dumps({"ok": not counts["failed"], "checks": [asdict(r) for r in results]}, indent=1))
+    else:
+        colours = {"ok": "green", "warning": "yellow", "failed": "red"}
+        table = Table("check", "state", "found", "what to do", title="phalanx doctor", expand=False)
+        for r in results:
+            table.add_row(r.name, f"[{colours[r.state]}]{r.state}[/]", r.found, r.advice)
+        _console().print(table)
+        click.echo(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
+    sys.exit(1 if counts["failed"] else 0)
+
+
+def _console() -> Console:
+    """A terminal's own width; wide enough for whole lines elsewhere, so that files and pipes keep every character."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
