@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -176,3 +177,25 @@ def _twice() -> float:
 def test_reading_a_role_does_not_import_torch():
     code = "import sys; from phalanx.cluster import Role; Role.detect(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_port_held_by_someone_else_is_named(unused_port: int):
+    env = FLEET_ONLY | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("::", unused_port))
+        other.listen()
+        first, _ = run_ranks(
+            _init_if_rank_0, 2, env=env, expect_failure=True, env_of_rank=lambda r: {"RANK": str(r), "WORLD_SIZE": "2"}
+        )
+    assert first.error_type == "ConfigError"
+    assert (
+        f"Rank 0 was to hold the job's store at 127.0.0.1:{unused_port}, but could not: the port is in use"
+        in first.message
+    )
+
+
+def _init_if_rank_0() -> None:
+    if os.environ["RANK"] == "0":
+        px.init()
