@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -82,14 +83,16 @@ def test_a_dead_rank_is_named_with_host_pid_and_log():
 def _share_without_rank_0() -> str:
     if px.init().rank == 0:
         return ""
+    agreement.SAY_EVERY_S = 0.2
     with pytest.raises(PeerLostError) as caught:
         comm.share("seed", None, timeout_s=0.5)
     return str(caught.value)
 
 
 def test_a_share_that_rank_0_never_makes_names_rank_0():
-    _, other = run_ranks(_share_without_rank_0, 2)
-    assert "rank 0 (host " in other
+    _, other = run_ranks(_share_without_rank_0, 2, expect_failure=True)
+    assert "rank 0 (host " in other.value
+    assert re.search(r"waiting for rank 0 \(host .*workerlog\.0\) since 0 s", other.output)
 
 
 def test_with_one_process_agreement_is_free_and_still_wants_json():

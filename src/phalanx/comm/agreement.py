@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +13,11 @@ from phalanx.cluster.rendezvous import name_ranks
 from phalanx.comm import process_group
 from phalanx.comm.process_group import Meeting
 from phalanx.errors import ConfigError, PeerLostError
+
+logger = logging.getLogger("phalanx.comm")
+
+SAY_EVERY_S = 5.0
+"""Seconds between two lines that say whom this rank waits for."""
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for the slowest rank: it may still be reading data or building a model."""
@@ -117,15 +123,17 @@ def _exchange(meeting: Meeting, key: str, mine: str, timeout_s: float) -> list[s
 
 def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], timeout_s: float) -> None:
     start = time.monotonic()
-    if meeting.store.wait(keys, timeout_s):
-        return
-    absent = [r for r, key in zip(ranks, keys, strict=True) if not meeting.store.has([key])]
-    if absent:
-        raise PeerLostError(
-            f"{process_group.describe_rank(meeting.role.rank)} waited {time.monotonic() - start:.0f} s for "
-            f"{'; '.join(process_group.describe_rank(r) for r in absent)}, which did not come. "
-            "It has ended or hangs: its log says where."
-        )
+    while not meeting.store.wait(keys, min(SAY_EVERY_S, max(0.0, start + timeout_s - time.monotonic()))):
+        absent = [r for r, key in zip(ranks, keys, strict=True) if not meeting.store.has([key])]
+        who = "; ".join(process_group.describe_rank(r) for r in absent)
+        waited_s = time.monotonic() - start
+        if absent and waited_s >= timeout_s:
+            raise PeerLostError(
+                f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {who}, which did not "
+                "come. It has ended or hangs: its log says where."
+            )
+        if absent:
+            logger.warning("waiting for %s since %.0f s", who, waited_s)
 
 
 def _who_has(values: Sequence[Any]) -> str:

@@ -22,6 +22,9 @@ logger = logging.getLogger("phalanx.comm")
 RETRY_S = 3.0
 """Seconds between two lines that say the store is not there yet."""
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
+"""Pause between two looks for a key, doubled from the first to the longest."""
+
 
 class JobStore:
     """A torch store as text keys and values under one prefix, with errors that name the store."""
@@ -48,14 +51,14 @@ class JobStore:
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until all `keys` are set, at most `seconds`; return whether they are."""
-        if self.has(keys):
-            return True
-        try:
-            self.torch_store.wait(list(keys), timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return self.has(keys)
-        except dist.DistNetworkError as error:
-            raise self._gone(error) from None
+        # Asking again and again, because torch's own wait writes two lines of warning for every wait that ends early.
+        deadline = time.monotonic() + seconds
+        pause_s = FIRST_PAUSE_S
+        while not self.has(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return True
 
     def _call(self, verb: str, *args: object) -> bytes:
