@@ -44,7 +44,7 @@ class ResNet(nn.Module):
         layers: 18, 34, 50, 101 or 152.
         width: Channels of the first stage; 64 in the paper.
         channels: Channels of the images.
-        small_images: Start with one 3x3 convolution instead of a 7x7 of stride 2 and a pool, for images up to 64 pixels.
+        small_images: Start with one 3x3 convolution instead of a 7x7 of stride 2 and a pool (up to 64 pixels).
         norm: `batch` or `group`.
     """
 

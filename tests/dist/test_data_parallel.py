@@ -94,7 +94,11 @@ def assert_equal_to_reference(results, case):
     for step, expected in enumerate(reference(norm, dtype, steps)):
         for history, _ in ranks:
             for name, gradient in history[step][1].items():
-                assert (gradient - expected[name]).norm() / expected[name].norm() <= TOLERANCE[dtype], (case, step, name)
+                assert (gradient - expected[name]).norm() / expected[name].norm() <= TOLERANCE[dtype], (
+                    case,
+                    step,
+                    name,
+                )
     for history, buffers in ranks[1:]:
         for name, gradient in history[-1][1].items():
             assert torch.equal(gradient, ranks[0][0][-1][1][name]), "ranks must agree bit by bit"

@@ -146,7 +146,7 @@ class Reducer:
             for gradient in bucket.gradients:
                 gradient.touched = False
         # Runs when this backward pass has accumulated its last gradient, in the thread that called backward.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _issue(self, bucket: _Bucket) -> None:

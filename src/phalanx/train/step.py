@@ -80,7 +80,7 @@ class TrainStep:
         self._forward_graphs = _GraphCounter()
         self._update_graphs = _GraphCounter()
         self._forward = self._compute
-        self._update = optimizer.step
+        self._update: Callable[[], Any] = optimizer.step
         if compiled:
             self._forward = torch.compile(self._compute, backend=self._forward_graphs)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
