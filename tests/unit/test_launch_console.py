@@ -57,6 +57,25 @@ def test_identical_lines_of_many_ranks_become_one() -> None:
     assert folder.due(10.5) == ["rank 1: WARNING: y"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("WARNING 2026-11-21 04:43:36,170 x.py:7] slow disk", "WARNING 2026-11-21 04:43:37,002 x.py:7] slow disk"),
+        ("W0506 11:36:35.667778  6697 x.cc:1] slow", "W0507 00:00:00.000001  12 x.cc:1] slow"),
+    ],
+)
+def test_lines_that_differ_only_in_time_and_process_are_the_same(first: str, second: str) -> None:
+    folder = Folder()
+    folder.add("rank 1", first, now=0.0)
+    folder.add("rank 2", second, now=0.0)
+    assert folder.due(1.0) == [f"rank 1, rank 2: {first} (x2)"]
+
+
+def test_torchs_own_rank_prefix_is_taken_off() -> None:
+    text = "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: ValueError: bad\n"
+    assert AlarmFilter().feed(text) == ["Traceback (most recent call last):\n  File 'a'\nValueError: bad"]
+
+
 def test_a_line_that_keeps_coming_is_counted() -> None:
     folder = Folder(hold_s=0.3, again_s=5.0)
     folder.add("rank 1", "WARNING: x", now=0.0)

@@ -12,6 +12,14 @@ _ALARM = re.compile(
     r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4} \d\d:\d\d|^\[[WEF]\d+|\w+Warning: "
     r"|^([A-Za-z_][\w.]*)?(Error|Exception|Interrupt)\b|^Fatal Python error|^terminate called"
 )
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+"""What torch puts before the lines of a traceback; we name the rank ourselves."""
+
+_VARYING = re.compile(
+    r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d([.,]\d+)?|\b\d\d:\d\d:\d\d([.,]\d+)?|^[WEF]\d{4}|(?<=\s)\d+(?= \S+:\d+\])"
+)
+"""Times, and the process ids of glog lines: what differs between ranks that say the same."""
+
 _TRACEBACK = "Traceback (most recent call last):"
 _LARGEST_BLOCK = 200
 
@@ -30,6 +38,7 @@ class AlarmFilter:
         return [alarm for line in lines if (alarm := self._line(line.rstrip("\r").rpartition("\r")[2]))]
 
     def _line(self, line: str) -> str | None:
+        line = _RANK_PREFIX.sub("", line)
         if line.startswith(_TRACEBACK):
             self._traceback = [line]
             return None
@@ -45,6 +54,7 @@ class AlarmFilter:
 @dataclass(slots=True)
 class _Held:
     since: float
+    text: str
     titles: list[str] = field(default_factory=list)
     count: int = 0
 
@@ -66,7 +76,7 @@ class Folder:
 
     def add(self, title: str, text: str, now: float) -> None:
         """Count one alarm of one process."""
-        held = self._held.setdefault(text, _Held(now))
+        held = self._held.setdefault(_VARYING.sub("", text), _Held(now, text))
         held.count += 1
         if title not in held.titles:
             held.titles.append(title)
@@ -74,27 +84,27 @@ class Folder:
     def due(self, now: float) -> list[str]:
         """Return the lines to show now."""
         lines = []
-        for text, held in list(self._held.items()):
+        for key, held in list(self._held.items()):
             ready = held.since + self._hold_s
-            if text in self._shown_at:
-                ready = max(ready, self._shown_at[text] + self._again_s)
+            if key in self._shown_at:
+                ready = max(ready, self._shown_at[key] + self._again_s)
             if now >= ready:
-                lines.append(self._pop(text, now))
+                lines.append(self._pop(key, now))
         return lines
 
     def drain(self, *, drop_tracebacks: bool) -> list[str]:
         """Return all that is held; a report that follows shows the traceback that matters by itself."""
-        kept = [text for text in self._held if not (drop_tracebacks and text.startswith(_TRACEBACK))]
-        lines = [self._pop(text, 0.0) for text in kept]
+        kept = [key for key in self._held if not (drop_tracebacks and key.startswith(_TRACEBACK))]
+        lines = [self._pop(key, 0.0) for key in kept]
         self._held.clear()
         return lines
 
-    def _pop(self, text: str, now: float) -> str:
-        held = self._held.pop(text)
-        self._shown_at[text] = now
+    def _pop(self, key: str, now: float) -> str:
+        held = self._held.pop(key)
+        self._shown_at[key] = now
         if len(self._shown_at) > 1000:
             del self._shown_at[next(iter(self._shown_at))]
-        return fold(held.titles, text, held.count)
+        return fold(held.titles, held.text, held.count)
 
 
 def fold(titles: list[str], text: str, count: int) -> str:
