@@ -114,6 +114,11 @@ class ShardedLoader:
         return self._source.dataset
 
     @property
+    def drops_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return self._drop_last
+
+    @property
     def seed(self) -> int:
         """Start of every order."""
         return self._seed
