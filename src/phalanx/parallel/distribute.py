@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from phalanx.old_names import replacement
 from phalanx.parallel.apply import applied_to, apply
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
+from phalanx.parallel.step_hooks import hook_steps
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -143,17 +143,18 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if optimizer in _assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = context_of.init(), _assembly.loader
+    strategy = use_strategy(None)
     factor = factor_for(
-        use_strategy(None),
+        strategy,
         context.world_size,
         loader.global_batch if loader else None,
         _steps_per_epoch(loader),
     )
     if factor is not None:
-        apply_factor(optimizer, factor)
+        apply_factor(optimizer, factor, compiled=strategy.graph)
         logger.info("learning rate x%g after %d warm-up steps", factor.scale, factor.warmup_steps)
     _assembly.optimizers.add(optimizer)
-    optimizer.register_step_pre_hook(_before_step)
+    hook_steps(optimizer, before=_before_step, compiled=strategy.graph)
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
@@ -204,8 +205,7 @@ def _refuse_word(word: str, *_: Any, **__: Any) -> None:
     raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_step(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(_optimizer: Optimizer) -> None:
     if not context_of.current().is_distributed or _assembly.has_warned:
         return
     if not _assembly.models:

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from phalanx.parallel.step_hooks import hook_steps
 from phalanx.strategy import DistributedStrategy
 
 WARMUP_EPOCHS = 5
@@ -62,23 +62,26 @@ def factor_for(
     return None if scale == 1.0 and warmup == 0 else LearningRateFactor(scale, warmup)
 
 
-def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
-    """Multiply the learning rate during every `optimizer.step()` by the factor of that step."""
-    state: dict[str, Any] = {"step": 0, "saved": []}
+def apply_factor(optimizer: Optimizer, factor: LearningRateFactor, *, compiled: bool = False) -> None:
+    """Multiply the learning rate during every `optimizer.step()` by the factor of that step.
 
-    # The hooks stay outside the compiled update: they change what its graph takes as inputs.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        multiplier = factor.at(state["step"])
-        state["saved"] = [group["lr"] for group in optimizer.param_groups]
+    Args:
+        optimizer: The optimizer; its `param_groups` show the user's own rates again after each step.
+        factor: The multiplier of each step.
+        compiled: Whether the update will be compiled.
+    """
+    step = 0
+    own: list[Any] = []
+
+    def multiply(optimizer: Optimizer) -> None:
+        own[:] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * multiplier
+            group["lr"] = group["lr"] * factor.at(step)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group, lr in zip(optimizer.param_groups, state["saved"], strict=True):
+    def restore(optimizer: Optimizer) -> None:
+        nonlocal step
+        step += 1
+        for group, lr in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = lr
-        state["step"] += 1
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    hook_steps(optimizer, before=multiply, after=restore, compiled=compiled)

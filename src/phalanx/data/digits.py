@@ -1,0 +1,55 @@
+"""The handwritten digits that scikit-learn ships: 1,797 real grey images of 8 x 8 pixels, 10 classes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from phalanx.data.shuffle import shuffled
+from phalanx.errors import ConfigError
+
+TEST_IMAGES = 360
+MEAN, STD = 4.884, 6.017
+"""Of all pixels of the set, whose values run from 0 to 16."""
+
+_SPLIT_SEED = 8
+
+
+class DigitsDataset(Dataset[tuple[Tensor, int]]):
+    """Digits as normalised float32 images of shape (channels, size, size) with an int label.
+
+    Args:
+        train: The 1,437 training images, or the 360 test images; the split never changes.
+        image_size: Side of the images; larger than 8 is enlarged bilinearly.
+        channels: 1, or 3 equal ones for models of colour images.
+
+    Raises:
+        ConfigError: If scikit-learn is not installed; says what to install.
+    """
+
+    class_dim = 10
+
+    def __init__(self, train: bool = True, *, image_size: int = 8, channels: int = 1) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise ConfigError(
+                'The digits come with scikit-learn, which is not installed. Run: pip install "phalanx[examples]"'
+            ) from None
+        bunch = load_digits()
+        images = torch.from_numpy(bunch.images).float().sub_(MEAN).div_(STD).unsqueeze(1)
+        labels = torch.from_numpy(bunch.target).long()
+        order = torch.from_numpy(shuffled(len(labels), _SPLIT_SEED, 0, len(labels)))
+        chosen = order[TEST_IMAGES:] if train else order[:TEST_IMAGES]
+        if image_size != 8:
+            images = F.interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
+        self.images = images[chosen].expand(-1, channels, -1, -1)
+        self.labels = labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
