@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 setup: $(STAMP)  ## make .venv and install phalanx into it
 
 quickstart: $(STAMP)  ## train a ResNet on real images with 2 processes
-	$(BIN)/phalanx run -n 2 examples/resnet/train.py --data digits --layers 18 --width 16 --epochs 3 --lr 0.05
+	$(BIN)/phalanx run -n 2 examples/resnet/train.py --data digits --layers 18 --width 16 --epochs 10 --lr 0.05 --global-batch 32
 
 test: $(STAMP)   ## the whole suite
 	$(BIN)/python -m pytest

@@ -10,10 +10,10 @@ import time
 
 import torch
 import torch.nn.functional as F
-
-import phalanx as px
 from images import SOURCES, open_images
 from model import ResNet
+
+import phalanx as px
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -22,6 +22,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data-dir", default=None, help="folder of the files, for every source but digits")
     parser.add_argument("--layers", type=int, default=18, choices=(18, 34, 50, 101, 152))
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser.add_argument(
+        "--norm", choices=("batch", "group"), default="batch", help="group: same result at any world size"
+    )
     parser.add_argument("--class-dim", type=int, default=None, help="classes of the model; the data's when omitted")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=None, help="stop after this many optimizer steps")
@@ -50,7 +53,9 @@ def main() -> None:
         print(f"Run on {context.device}.")
 
     images = open_images(args.data, args.data_dir, args.class_dim)
-    model = ResNet(class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64)
+    model = ResNet(
+        class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64, norm=args.norm
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.l2_decay)
 
     strategy = px.DistributedStrategy(graph=args.graph, warmup_steps=args.warmup_steps)

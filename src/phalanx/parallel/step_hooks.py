@@ -19,7 +19,7 @@ def hook_steps(
         optimizer: Any torch optimizer.
         before: Called before the update; an error it raises stops the step.
         after: Called after it.
-        compiled: Whether the update will be compiled. Hooks then stay outside its graph: they change what the graph takes
+        compiled: Whether the update will be compiled. The hooks then stay outside its graph: they change what it takes
             as inputs. Marking them so imports the compiler, which costs a second: not done without need.
     """
     if before is not None:

@@ -1,0 +1,356 @@
+"""Train a small convolutional network on MNIST with plain torch.distributed, gradients averaged by hand.
+
+python examples/mnist_ddp/train.py
+phalanx run -n 2 examples/mnist_ddp/train.py --data DIR
+torchrun --standalone --nproc_per_node 2 examples/mnist_ddp/train.py
+
+Nothing of Phalanx is imported: any launcher that sets RANK and WORLD_SIZE can start this file. The global
+batch stays the same on any number of ranks, so with --dropout 0 the losses do too.
+"""
+
+import argparse
+import datetime
+import gc
+import gzip
+import json
+import logging
+import math
+import os
+import struct
+import sys
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class InputError(Exception):
+    """A file, a variable or a flag is not what it should be; the message says what to do."""
+
+
+class DistributedDataParallel(nn.Module):
+    """Start every rank from rank 0's weights, and average the gradients when a backward pass ends.
+
+    All gradients of one dtype travel in one flat all-reduce. Every rank must run as many backward passes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.is_first_call = True
+        self.needs_average = False
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._queue_average)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.is_first_call:
+            self._broadcast_weights()
+            self.is_first_call = False
+        self.needs_average = True
+        output: torch.Tensor = self.module(*inputs)
+        return output
+
+    def _broadcast_weights(self) -> None:
+        logging.info("first broadcast start")
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        logging.info("first broadcast done")
+
+    def _queue_average(self, _: torch.Tensor) -> None:
+        # The first gradient of a pass asks the engine for one call after the last one.
+        if self.needs_average:
+            self.needs_average = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+
+    def _average_gradients(self) -> None:
+        buckets: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # unused here, maybe not elsewhere: the ranks' messages must match
+                    parameter.grad = torch.zeros_like(parameter)
+                buckets[parameter.dtype].append(parameter.grad)
+        for gradients in buckets.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d(dropout)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.dropout(x, self.dropout, training=self.training)
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+class Images(NamedTuple):
+    """Grey images as bytes, shape (n, 28, 28), and their digits, shape (n,)."""
+
+    pixels: torch.Tensor
+    labels: torch.Tensor
+
+    def batch(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some rows as the network wants them, with the mean and spread of MNIST taken out."""
+        return (self.pixels[rows].unsqueeze(1) / 255 - 0.1307) / 0.3081, self.labels[rows]
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Read an IDX file of bytes, plain or gz, whose items have `shape`; every header field is checked."""
+
+    def expect(offset: int, field: str, asked: int, found: int) -> None:
+        if found != asked:
+            words = f"{path}, offset {offset}: {field} should be {asked}, found {found}."
+            raise InputError(f"{words} Fetch the file again, or give --data the folder of MNIST's IDX files.")
+
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read ({error}). Fetch it again.") from error
+    dims = 1 + len(shape)
+    start = 4 + 4 * dims
+    if len(raw) < start:
+        expect(len(raw), "the length of the header", start, len(raw))
+    zeros, kind, found_dims, count, *found_shape = struct.unpack_from(f">HBB{dims}I", raw)
+    expect(0, "the first two bytes", 0, zeros)
+    expect(2, "the type of the values (8 is bytes)", 8, kind)
+    expect(3, "the number of dimensions", dims, found_dims)
+    expect(4, "the number of items (at least 1)", max(count, 1), count)
+    for offset, asked, found in zip((8, 12), shape, found_shape, strict=False):
+        expect(offset, "a side of the images", asked, found)
+    expect(start, f"the bytes of {count} items", count * math.prod(shape), len(raw) - start)
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(count, *shape)
+
+
+def read_mnist(folder: Path, part: str) -> Images:
+    """Read `train` or `t10k` from a folder with MNIST's file names, each plain or with .gz."""
+    paths = []
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        paths += [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()][:1]
+        if not paths or name not in paths[-1].name:
+            raise InputError(
+                f"--data {folder} holds neither {name} nor {name}.gz. Give the folder of MNIST's IDX files."
+            )
+    pixels, labels = read_idx(paths[0], (28, 28)), read_idx(paths[1], ())
+    if len(pixels) != len(labels):
+        raise InputError(f"{paths[1]}, offset 4: {len(labels)} labels, but {paths[0]} has {len(pixels)} images.")
+    if labels.max() > 9:
+        row = int(labels.argmax())
+        raise InputError(f"{paths[1]}, offset {8 + row}: label {labels[row]} of item {row} is not one of 0 to 9.")
+    return Images(torch.tensor(pixels), torch.tensor(labels, dtype=torch.long))
+
+
+def read_digits() -> tuple[Images, Images]:
+    """Return scikit-learn's 1797 digits, enlarged to MNIST's size; every fifth is kept for the test."""
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError("The default images come with scikit-learn: pip install it, or give --data DIR.") from error
+    small, labels = load_digits(return_X_y=True)
+    eight = torch.tensor(small * 255 / 16).round().to(torch.uint8).view(-1, 8, 8)
+    pixels = F.pad(eight.repeat_interleave(3, 1).repeat_interleave(3, 2), (2, 2, 2, 2))
+    digits, is_test = torch.tensor(labels), torch.arange(len(labels)) % 5 == 4
+    return Images(pixels[~is_test], digits[~is_test]), Images(pixels[is_test], digits[is_test])
+
+
+def read_data(folder: Path | None) -> tuple[Images, Images]:
+    if folder is None:
+        train, test = read_digits()
+        source = "scikit-learn's digits, 8x8 pixels enlarged 3 times and padded by 2 to 28x28"
+    else:
+        train, test = read_mnist(folder, "train"), read_mnist(folder, "t10k")
+        source = str(folder)
+    logging.info("data = %s (%d images to train on, %d to test)", source, len(train.labels), len(test.labels))
+    return train, test
+
+
+class GlobalBatches:
+    """This rank's rows of each global batch. What a global batch holds does not depend on the number of ranks."""
+
+    def __init__(self, count: int, global_batch: int, rank: int, world_size: int, seed: int) -> None:
+        self.count, self.global_batch, self.seed = count, global_batch, seed
+        self.rank, self.world_size = rank, world_size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(self.count / self.global_batch)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        for batch in order.split(self.global_batch):
+            yield batch.tensor_split(self.world_size)[self.rank], len(batch)  # 128 over 3 ranks: 43 + 43 + 42
+
+
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: GlobalBatches, images: Images, most: int | None
+) -> tuple[float, int, int]:
+    """Train on at most `most` batches. Returns their mean loss over all ranks, how many they were, and their rows."""
+    model.train()
+    total = torch.zeros((), dtype=torch.float64, device=images.labels.device)
+    steps = seen = 0
+    for rows, global_rows in islice(batches, most):
+        optimizer.zero_grad()
+        pixels, labels = images.batch(rows)
+        loss = F.nll_loss(model(pixels), labels, reduction="sum") / global_rows
+        # The wrapper divides the ranks' sum by their number. This rank's part of the mean over the global
+        # batch is times that number here, so each row weighs the same however the rows were split.
+        (loss * batches.world_size).backward()
+        optimizer.step()
+        total += loss.detach()
+        steps, seen = steps + 1, seen + global_rows
+    dist.all_reduce(total)
+    return total.item() / steps, steps, seen
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Images) -> float:
+    """Return the share of test images that are recognised; each rank looks at some, none twice."""
+    model.eval()
+    correct = torch.zeros((), dtype=torch.long, device=images.labels.device)
+    for start in range(1000 * dist.get_rank(), len(images.labels), 1000 * dist.get_world_size()):
+        pixels, labels = images.batch(slice(start, start + 1000))
+        correct += (model(pixels).argmax(1) == labels).sum()
+    dist.all_reduce(correct)
+    return correct.item() / len(images.labels)
+
+
+def run(args: argparse.Namespace, train: Images, test: Images, device: torch.device) -> dict[str, float]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed + rank)  # dropout differs between ranks; the weights are rank 0's
+    train, test = Images(*(part.to(device) for part in train)), Images(*(part.to(device) for part in test))
+    net = Net(args.dropout).to(device)
+    on_gpu = device.type == "cuda"
+    model = nn.parallel.DistributedDataParallel(net, [device]) if on_gpu else DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    batches = GlobalBatches(len(train.labels), args.global_batch, rank, world_size, args.seed)
+    logging.info("num_batches = %s", len(batches))
+
+    started, steps, seen, loss = time.perf_counter(), 0, 0, math.nan
+    for epoch in range(args.epochs):
+        if steps == args.steps:
+            break
+        batches.set_epoch(epoch)
+        left = None if args.steps is None else args.steps - steps
+        loss, more_steps, rows = train_epoch(model, optimizer, batches, train, left)
+        steps, seen = steps + more_steps, seen + rows
+        words = "Epoch %s Loss %.6f Global batch size %s on %s ranks"
+        logging.info(words, epoch, loss, args.global_batch, world_size)
+    seconds = time.perf_counter() - started
+    logging.info("%s training time= %s", "GPU" if on_gpu else "CPU", datetime.timedelta(seconds=seconds))
+    result = {"loss": loss, "test_acc": accuracy(net, test), "samples_per_s": round(seen / seconds, 1)}
+    return result | {"world_size": world_size, "steps": steps}
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Read who this process is; alone when nobody says."""
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise InputError(f"RANK={rank} is no rank of WORLD_SIZE={world_size}. Set both, or neither for one process.")
+    return int(rank), int(world_size)
+
+
+def choose_device(gpu: bool, rank: int) -> torch.device:
+    if not gpu:
+        return torch.device("cpu")
+    logging.info("======= CUDA INFO =======")
+    logging.info("CUDA available: %s", torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        logging.info("=========================")
+        logging.warning("--gpu was given, but torch finds no CUDA device: training on the CPU.")
+        return torch.device("cpu")
+    cards = torch.cuda.device_count()
+    card = int(os.environ.get("LOCAL_RANK", rank % cards))
+    if card >= cards:
+        raise InputError(f"Local rank {card} needs a card of its own, but this host shows {cards}. Start fewer.")
+    logging.info("CUDA device name: %s", torch.cuda.get_device_name(card))
+    logging.info("CUDA version: %s", torch.version.cuda)
+    logging.info("=========================")
+    torch.cuda.set_device(card)
+    return torch.device("cuda", card)
+
+
+def join_ranks(device: torch.device, rank: int, world_size: int) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" not in os.environ and world_size == 1:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size)
+
+
+def parse_arguments() -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if not text.isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"'{text}' should be a whole number, at least 1")
+        return int(text)
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST's IDX files; scikit-learn's digits if omitted")
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--steps", type=positive, help="stop after this many optimizer steps")
+    parser.add_argument("--global-batch", type=positive, default=128, help="rows of one step, over all ranks")
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--dropout", type=float, default=0.5, help="0 makes runs on different numbers of ranks equal")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--gpu", action="store_true", help="one card per rank, if CUDA is there")
+    parser.add_argument("--smoke", action="store_true", help="a few steps only")
+    args = parser.parse_args()
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout {args.dropout} should be at least 0 and less than 1")
+    if args.smoke:
+        args.steps = args.steps or 6
+    return args
+
+
+def main() -> None:
+    line = "%(levelname)s|%(asctime)s|%(pathname)s|%(lineno)d| %(message)s"
+    logging.basicConfig(format=line, datefmt="%Y-%m-%dT%H:%M:%S")
+    logging.getLogger().setLevel(logging.INFO)
+    args = parse_arguments()
+    try:
+        rank, world_size = rank_and_world_size()
+        # Before the ranks meet: bad input ends every rank the same way, and none waits for another.
+        train, test = read_data(args.data)
+        device = choose_device(args.gpu, rank)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    join_ranks(device, rank, world_size)
+    result = run(args, train, test, device)
+    # The model is in a cycle with its hooks. What it shared with the communication threads must be gone
+    # before they are, or the interpreter may abort while it shuts down.
+    gc.collect()
+    dist.destroy_process_group()
+    if rank == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
