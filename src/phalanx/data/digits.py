@@ -22,7 +22,7 @@ class DigitsDataset(Dataset[tuple[Tensor, int]]):
 
     Args:
         train: The 1,437 training images, or the 360 test images; the split never changes.
-        image_size: Side of the images; larger than 8 is enlarged bilinearly.
+        image_size: Side of the images; other than 8 they are scaled bilinearly.
         channels: 1, or 3 equal ones for models of colour images.
 
     Raises:
@@ -33,7 +33,7 @@ class DigitsDataset(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, train: bool = True, *, image_size: int = 8, channels: int = 1) -> None:
         try:
-            from sklearn.datasets import load_digits
+            from sklearn.datasets import load_digits  # type: ignore[import-untyped]
         except ImportError:
             raise ConfigError(
                 'The digits come with scikit-learn, which is not installed. Run: pip install "phalanx[examples]"'
