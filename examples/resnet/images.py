@@ -1,25 +1,47 @@
 """Open the images that the ResNet example trains on."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch.utils.data import Dataset
-
+from phalanx.data.cifar import Cifar10Dataset
 from phalanx.data.digits import DigitsDataset
+from phalanx.data.flowers import FlowersDataset
+from phalanx.data.idx import IdxDataset
+from phalanx.data.labels import check_labels
 
-SOURCES = ("digits",)
+SOURCES = ("digits", "mnist", "fashion-mnist", "cifar10", "flowers")
+FOLDERS = {
+    "mnist": "data/mnist",
+    "fashion-mnist": "/usr/share/datasets/fashion-mnist",  # where Debian's dataset-fashion-mnist puts it
+    "cifar10": "data/cifar10",
+    "flowers": "data/flowers",
+}
 
 
 @dataclass(frozen=True)
 class Images:
-    """A training and a test set of images of one size."""
+    """A training and a test set of colour images of one size."""
 
-    train: Dataset
-    test: Dataset
+    train: Any
+    test: Any
     class_dim: int
     size: int
 
 
 def open_images(name: str, folder: str | None, class_dim: int | None) -> Images:
-    """Return the images called `name`."""
-    train, test = DigitsDataset(True, channels=3), DigitsDataset(False, channels=3)
-    return Images(train, test, class_dim or 10, 8)
+    """Return the images called `name`, for a model of `class_dim` classes; of the data's own when it is None."""
+    folder = folder or FOLDERS.get(name, "")
+    if name == "digits":
+        train, test, size = DigitsDataset(True, channels=3), DigitsDataset(False, channels=3), 8
+    elif name == "cifar10":
+        train, test, size = Cifar10Dataset(folder), Cifar10Dataset(folder, train=False), 32
+    elif name == "flowers":
+        train, test, size = FlowersDataset(folder), FlowersDataset(folder, train=False), 224
+    else:
+        mean, std = (0.1307, 0.3081) if name == "mnist" else (0.2860, 0.3530)
+        train, test = (IdxDataset(folder, part, channels=3, mean=mean, std=std) for part in (True, False))
+        size = 28
+    class_dim = class_dim or train.class_dim
+    for part in (train, test):
+        check_labels(part, class_dim)
+    return Images(train, test, class_dim, size)

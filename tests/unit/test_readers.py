@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import savemat
 from torch.utils.data import Subset, TensorDataset
 
-from phalanx.data.cifar import RECORD_BYTES, CifarDataset
+from phalanx.data.cifar import RECORD_BYTES, Cifar10Dataset
 from phalanx.data.digits import TEST_IMAGES, DigitsDataset
 from phalanx.data.flowers import FlowersDataset
 from phalanx.data.idx import IdxDataset, read_idx
@@ -150,13 +150,13 @@ def test_cifar_is_read_from_its_five_files(tmp_path: Path) -> None:
     for number in range(1, 6):
         (folder / f"data_batch_{number}.bin").write_bytes(cifar_record(number, 51) + cifar_record(0, 255))
     (folder / "test_batch.bin").write_bytes(cifar_record(9, 0))
-    train = CifarDataset(tmp_path)
+    train = Cifar10Dataset(tmp_path)
     assert train.labels.tolist() == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0]
     image, label = train[2]
     assert (image.shape, image.dtype, label) == ((3, 32, 32), torch.float32, 2)
     assert image[0, 0, 0] == pytest.approx((0.2 - 0.4914) / 0.2470)
     assert image[1, 31, 31] == pytest.approx((0.0 - 0.4822) / 0.2435)
-    assert CifarDataset(folder, train=False)[0][1] == 9
+    assert Cifar10Dataset(folder, train=False)[0][1] == 9
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_cifar_is_read_from_its_five_files(tmp_path: Path) -> None:
 def test_a_corrupt_cifar_file_is_named_with_the_byte(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "test_batch.bin").write_bytes(content)
     with pytest.raises(DataError, match=rf"test_batch.bin: .*{message}"):
-        CifarDataset(tmp_path, train=False)
+        Cifar10Dataset(tmp_path, train=False)
 
 
 # -- flowers ---------------------------------------------------------------------------------------------------

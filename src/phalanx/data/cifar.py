@@ -54,7 +54,7 @@ def read_cifar(path: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return table[:, 1:].reshape(-1, 3, 32, 32), labels
 
 
-class CifarDataset(Dataset[tuple[Tensor, int]]):
+class Cifar10Dataset(Dataset[tuple[Tensor, int]]):
     """CIFAR-10 as normalised float32 images of shape (3, 32, 32) with an int label.
 
     Args:

@@ -38,8 +38,8 @@ def check_labels(data: Any, class_dim: int) -> None:
 def labels_of(data: Any) -> NDArray[Any]:
     """Return the labels `data` holds, shape (samples,); see `check_labels`."""
     if isinstance(data, Subset):
-        whole: NDArray[Any] = labels_of(data.dataset)
-        return whole[np.asarray(data.indices)]
+        chosen: NDArray[Any] = labels_of(data.dataset)[np.asarray(data.indices)]
+        return chosen
     if isinstance(data, TensorDataset):
         data = data.tensors[-1]
     found = data
