@@ -64,7 +64,7 @@ def test_fleets_variables_alone_form_a_group_by_files(tmp_path: Path):
 def test_a_store_file_left_by_a_killed_run_is_an_error_on_every_rank(tmp_path: Path):
     env = FLEET_ONLY | {"PADDLE_GLOO_RENDEZVOUS": "2", "PADDLE_GLOO_FS_PATH": str(tmp_path)}
     killed = run_ranks(_init_and_die, 2, env=env, expect_failure=True)
-    assert [o.error_type for o in killed] == ["Killed", "Killed"]
+    assert all(o.failed for o in killed)  # the slower one may see the other go before it dies itself
     for outcome in run_ranks(_sum_of_ranks, 2, env=env, expect_failure=True):
         assert outcome.error_type == "ConfigError"
         assert "Two processes say they are rank" in outcome.message
