@@ -13,7 +13,7 @@ from phalanx.errors import PhalanxError, did_you_mean
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import comm, data, fleet
     from phalanx.comm.context import Context, current, init, shutdown
-    from phalanx.parallel.apply import apply
+    from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
@@ -35,6 +35,7 @@ _HOMES = {
     "distribute": "phalanx.parallel.distribute",
     "correct_at": "phalanx.train.metrics",
     "evaluate": "phalanx.train.evaluate",
+    "explain": "phalanx.parallel.apply",
     "global_mean": "phalanx.train.metrics",
     "init": "phalanx.comm.context",
     "no_sync": "phalanx.parallel.distribute",

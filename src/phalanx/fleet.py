@@ -8,20 +8,21 @@ model = fleet.distributed_model(model)
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
-import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import phalanx.comm.context as context_of
 from phalanx.cluster.role import Role
 from phalanx.cluster.settings import warn_dead
 from phalanx.comm.context import Context
+from phalanx.comm.transfers import wait_for_all
 from phalanx.errors import ConfigError, RoleError, did_you_mean
 from phalanx.old_names import replacement
 from phalanx.parallel import distribute as engine
 from phalanx.strategy import DistributedStrategy, check_strategy
+
+if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
+    from torch import nn
+    from torch.optim import Optimizer
 
 __all__ = [
     "DistributedStrategy",
@@ -57,8 +58,8 @@ _NEEDS_SERVER = frozenset(
     )
 )
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ModelT = TypeVar("ModelT", bound="nn.Module")
+OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
 
 
 def init(
@@ -102,8 +103,11 @@ def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy |
 
 
 def distributed_model(model: ModelT) -> ModelT:
-    """Distribute a model under the strategy; returns the same module, its `state_dict` keys unchanged. Collective."""
-    return engine.add_model(model, expects_optimizer=True)
+    """Distribute a model under the strategy; returns the same module, its `state_dict` keys unchanged. Collective.
+
+    `scale_loss` and `apply_collective_grads` of older scripts are there and do nothing.
+    """
+    return engine.with_old_words(engine.add_model(model, expects_optimizer=True))
 
 
 def worker_num() -> int:
@@ -159,9 +163,17 @@ def server_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def barrier_worker() -> None:
-    """Wait until every worker has called this. Collective over the workers."""
+    """Wait until every worker has called this. Collective over the workers.
+
+    Raises:
+        RoleError: On a server.
+        PeerLostError: If a worker ended meanwhile.
+    """
+    role = _role()
+    if not role.is_worker:
+        raise RoleError(f"barrier_worker() was called on {role.kind} {role.rank}. Ask fleet.is_worker() first.")
     if context_of.current().is_distributed:
-        dist.barrier()
+        wait_for_all("barrier_worker")
 
 
 def init_parallel_env() -> Context:
@@ -173,17 +185,21 @@ prepare_context = init_parallel_env
 
 
 def get_rank() -> int:
-    """Return this worker's rank; 0 before `init` and without a launcher."""
-    return context_of.current().rank if context_of.is_initialized() else 0
+    """Return this worker's rank, as the launcher says, before `init` too; 0 without a launcher."""
+    return _role_early().rank
 
 
 def get_world_size() -> int:
-    """Return the number of workers; 1 before `init` and without a launcher."""
-    return context_of.current().world_size if context_of.is_initialized() else 1
+    """Return the number of workers, as the launcher says, before `init` too; 1 without a launcher."""
+    return _role_early().world_size
 
 
 def _role() -> Role:
     return context_of.current().role
+
+
+def _role_early() -> Role:
+    return _role() if context_of.is_initialized() else Role.detect()
 
 
 def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:

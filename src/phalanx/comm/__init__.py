@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import did_you_mean
+from phalanx.versions import require_torch
 
 if TYPE_CHECKING:
     from phalanx.comm.agreement import agree, barrier, share
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from phalanx.comm.groups import new_group
+
+# Everything that touches torch imports this package: an unfit torch is named here, not by a traceback from inside it.
+require_torch()
 
 _HOMES = {
     "agree": "agreement",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
 from phalanx.cluster.role import Role
 from phalanx.comm import process_group
@@ -68,7 +69,8 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     Collective: every rank must call it; a second call returns the same Context. With one process nothing is started.
 
     Args:
-        role: Who this process is; read from the environment when omitted.
+        role: Who this process is; when omitted read from the environment, or, where no launcher wrote one, from the
+            process group that the script made itself.
         backend: torch backend name; `gloo` on CPU and `cpu:gloo,cuda:nccl` with CUDA when omitted.
         timeout_s: Seconds to wait for the other ranks; 60 when omitted.
 
@@ -79,12 +81,21 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     global _current
     if _current is not None:
         return _current
-    role = role or Role.detect()
+    role = role or _detect()
     device = process_group.pick_device(role)
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
     _current = Context(role=role, device=device, owns_group=owns_group)
     atexit.register(shutdown)
     return _current
+
+
+def _detect() -> Role:
+    role = Role.detect()
+    if role.launcher != "none" or not dist.is_initialized():
+        return role
+    # Such a script starts its ranks itself, on this host (torch.multiprocessing.spawn).
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return replace(role, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
 
 
 def current() -> Context:

@@ -13,16 +13,17 @@ def to_device(batch: Any) -> Any:
     """Return `batch` with its tensors on the Context's device; on the CPU it is returned as it is."""
     if not context.is_initialized() or context.current().device.type == "cpu":
         return batch
-    return _moved(batch, context.current().device)
+    return moved(batch, context.current().device)
 
 
-def _moved(part: Any, device: torch.device) -> Any:
+def moved(part: Any, device: torch.device) -> Any:
+    """Return a batch, or a part of one, with its tensors on `device`."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
     if isinstance(part, dict):
-        return {key: _moved(value, device) for key, value in part.items()}
+        return {key: moved(value, device) for key, value in part.items()}
     if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*(_moved(value, device) for value in part))
+        return type(part)(*(moved(value, device) for value in part))
     if isinstance(part, list | tuple):
-        return type(part)(_moved(value, device) for value in part)
+        return type(part)(moved(value, device) for value in part)
     return part

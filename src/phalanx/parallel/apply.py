@@ -1,7 +1,7 @@
 """Make a model and an optimizer train the way a Plan says.
 
-One stated order: check the Plan against model, mesh and version; compare it over the ranks; broadcast; data parallel;
-compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain model.
+One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast; data
+parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain model.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_module_held, shape_of
+from phalanx.parallel.flat import stored
 from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.explain import Explanation
+from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, Plan, Schedule
 
@@ -38,11 +43,53 @@ class Applied:
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+_cared_for = WeakTensorKeyDictionary()
+"""Every parameter of a distributed model, by identity: its name, and whether it was trainable then."""
 
 
 def applied_to(model: nn.Module) -> Applied | None:
     """Return what `apply` made of this module, or None."""
     return _applied.get(model)
+
+
+def applied() -> list[Applied]:
+    """Return what `apply` made of every module that still lives."""
+    return list(_applied.values())
+
+
+def is_cared_for(param: Tensor) -> bool:
+    """Return whether a distributed model takes care of this parameter's gradient."""
+    return is_module_held(param) or _cared_for.get(param, ("", False))[1]
+
+
+def name_of(param: Tensor) -> str | None:
+    """Return the plain name of a parameter that is in a distributed model now, or was when it was distributed."""
+    for model in _applied:
+        for name, member in model.named_parameters():
+            if member is param:
+                return name
+    name, _ = _cared_for.get(param, (None, False))
+    return name  # type: ignore[no-any-return]
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Say what the Plan applied to a model does to it: what lives where, what travels, and why.
+
+    Not collective. `print` shows a table; `to_json()` gives the same for programs.
+
+    Args:
+        model: A distributed model.
+
+    Raises:
+        ConfigError: If the model is not distributed.
+    """
+    made = _applied.get(model)
+    if made is None:
+        raise ConfigError(
+            f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
+            "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
+        )
+    return explain_plan(made.plan, made.shape)
 
 
 def apply(plan: Plan, model: nn.Module) -> nn.Module:
@@ -59,15 +106,20 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
 
     Raises:
         PlanError: If the Plan does not fit the model or the ranks, or says something this version does not do.
-        ConfigError: If ranks disagree about Plan or model; names which and in what.
+        ConfigError: If the module cannot be distributed, or ranks disagree about Plan or model; names which and in
+            what.
     """
     context = context_of.init()
-    if model in _applied:
-        raise PlanError("this model is distributed already; call distributed_model or distribute once per model.")
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"expected a phalanx Plan, found {type(plan).__name__}. Read one from a file with phalanx.plan.load_plan."
+        )
+    check_model(model)
     shape = shape_of(model)
-    _check(plan, model, shape, context)
     agree("model", {p.name: [None if p.is_distributed else list(p.shape), p.dtype] for p in shape.params})
+    agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
+    _check(plan, model, shape, context)
     model.to(context.device)
     reducer = None
     if context.is_distributed:
@@ -78,7 +130,32 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
     _applied[model] = Applied(plan, shape, reducer)
+    for name, param in model.named_parameters():
+        _cared_for[param] = (name, param.requires_grad)
     return model
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise unless this is a module that can be distributed and was not yet.
+
+    Raises:
+        ConfigError: If it is no module, or a lazy layer has no parameters yet.
+        PlanError: If it, or one of its parameters, is distributed already.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module to distribute, found {type(model).__name__}.")
+    if model in _applied:
+        raise PlanError("this model is distributed already; call distributed_model or distribute once per model.")
+    for name, param in model.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet (a lazy layer). Run one forward pass before distributing."
+            )
+        if param in _cared_for:
+            raise PlanError(
+                f"parameter {name!r} is distributed already, as {_cared_for[param][0]!r} of another model. Distribute "
+                "one module that holds both."
+            )
 
 
 @torch.no_grad()
@@ -91,7 +168,7 @@ def broadcast_from_first_rank(model: nn.Module) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_module_held(tensor) and tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+            by_dtype.setdefault(tensor.dtype, []).append(stored(tensor.detach()))
     for tensors in by_dtype.values():
         flat = torch.cat([t.reshape(-1) for t in tensors])
         dist.broadcast(flat, src=0)

@@ -10,57 +10,31 @@ collective:
 * behind the last bucket of a dtype, the module's floating-point buffers of that dtype: batch-norm statistics are
   averaged, others are rank 0's. (Buffers of a dtype that no gradient has travel in a bucket of their own.)
 
+What is averaged is `param.grad` whole. A part of it that was reduced before is equal on all ranks, so its mean is
+itself; that makes accumulation exact with and without `no_sync`.
+
 After backward, each `param.grad` is a view into its bucket, valid until the next backward.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.autograd.function import BackwardCFunction
 
 from phalanx.comm.context import Context
-from phalanx.errors import PeerLostError
+from phalanx.errors import ConfigError, PeerLostError
+from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind
 
 logger = logging.getLogger("phalanx.parallel")
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """One parameter and its place in a bucket."""
-
-    name: str
-    param: nn.Parameter
-    view: Tensor
-    touched: bool = False
-    """Whether this backward pass has produced a gradient for it."""
-
-
-@dataclass(slots=True)
-class _Carried:
-    """A floating-point buffer of the model that rides in a bucket."""
-
-    buffer: Tensor
-    view: Tensor
-    averaged: bool
-    """Averaged by row weight (batch-norm statistics); otherwise rank 0's value."""
-
-
-@dataclass(slots=True)
-class _Bucket:
-    flat: Tensor
-    flags: Tensor
-    gradients: list[_Gradient]
-    carried: list[_Carried]
-    pending: int = 0
-    work: dist.Work | None = None
 
 
 class Reducer:
@@ -84,10 +58,13 @@ class Reducer:
         sync_buffers: bool = True,
     ) -> None:
         self._context = context
-        self._scale = 1.0 / context.world_size if reduce == "mean" else 1.0
+        self._gain = 1.0 if reduce == "mean" else float(context.world_size)
         self._syncing = True
         self._running = False
         self._next = 0
+        self._backwards: set[int] = set()
+        """Graph tasks of the engine in which gradients came: one, and one more per re-entrant checkpoint."""
+
         self.steps = 0
         self.collectives_issued = 0
         """All-reduces issued since the start."""
@@ -95,7 +72,7 @@ class Reducer:
         self.unused: tuple[str, ...] = ()
         """Parameters that no rank used in the first backward pass."""
 
-        self._buckets = _allocate(model, buckets, sync_buffers)
+        self._buckets = allocate(model, buckets, sync_buffers)
         for index, bucket in enumerate(self._buckets):
             for gradient in bucket.gradients:
                 gradient.param.register_hook(self._weight_rows)
@@ -118,20 +95,23 @@ class Reducer:
     def _weight_rows(self, gradient: Tensor) -> Tensor | None:
         # Applied to every incoming gradient, before accumulation, so uneven batches stay exact under accumulation too.
         share = self._context.batch
-        if share is None:
-            return None
-        factor = share.weight * self._context.world_size
+        factor = self._gain if share is None else self._gain * share.weight * self._context.world_size
         if factor == 1.0:
             return None
         return gradient * factor if factor else torch.zeros_like(gradient)
 
-    def _on_gradient(self, index: int, gradient: _Gradient, _: Tensor) -> None:
+    def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
         if not self._syncing:
             return
         if not self._running:
             self._begin()
         if gradient.touched:
-            return
+            raise ConfigError(
+                f"parameter {gradient.name!r} got a second gradient before the first was reduced. Either the backward "
+                "pass before raised an error: end the job. Or several re-entrant checkpoints use the parameter: pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        self._call_back()
         gradient.touched = True
         bucket = self._buckets[index]
         bucket.pending -= 1
@@ -141,28 +121,40 @@ class Reducer:
     def _begin(self) -> None:
         self._running = True
         self._next = 0
+        self._backwards.clear()
         for bucket in self._buckets:
             bucket.pending = len(bucket.gradients)
             for gradient in bucket.gradients:
                 gradient.touched = False
-        # Runs when this backward pass has accumulated its last gradient, in the thread that called backward.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _call_back(self) -> None:
+        """Have `_on_end` run when the present backward pass, or the re-entrant one inside it, has ended."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._backwards:
+            self._backwards.add(backward)
+            # Runs in the thread that called backward, once its last gradient has been accumulated.
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+
+    def _on_end(self) -> None:
+        is_complete = self._next == len(self._buckets)
+        if self._running and (is_complete or not _is_inside_backward(sys._getframe())):
+            self._finish()
 
     @torch.no_grad()
-    def _issue(self, bucket: _Bucket) -> None:
+    def _issue(self, bucket: Bucket) -> None:
+        scale = 1.0 / self._context.world_size
         for gradient in bucket.gradients:
             found = gradient.param.grad
             if found is None:
                 gradient.view.zero_()
                 continue
-            # A gradient left from an earlier, reduced backward is equal on all ranks: their mean is itself.
-            scale = self._scale if gradient.touched else 1.0 / self._context.world_size
+            require_same_kind(gradient)
             if found.data_ptr() == gradient.view.data_ptr():
                 gradient.view.mul_(scale)
             else:
                 torch.mul(found, scale, out=gradient.view)
         if bucket.pending:
-            bucket.flags.copy_(torch.tensor([g.touched for g in bucket.gradients]))
+            bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
         else:
             bucket.flags.fill_(1)
         self._load_buffers(bucket.carried)
@@ -173,13 +165,14 @@ class Reducer:
         self.collectives_issued += 1
         self._next += 1
 
-    def _load_buffers(self, carried: Sequence[_Carried]) -> None:
+    def _load_buffers(self, carried: Sequence[Carried]) -> None:
         share = self._context.batch
         weight = share.weight if share is not None else 1.0 / self._context.world_size
         for item in carried:
             factor = weight if item.averaged else float(self._context.rank == 0)
-            if factor:
-                torch.mul(item.buffer, factor, out=item.view)
+            buffer = item.found()
+            if factor and buffer is not None:
+                torch.mul(buffer, factor, out=item.view)
             else:
                 item.view.zero_()
 
@@ -198,7 +191,7 @@ class Reducer:
             names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
             logger.warning("no rank used these parameters in the first step; they keep grad=None: %s", names)
 
-    def _wait(self, bucket: _Bucket) -> None:
+    def _wait(self, bucket: Bucket) -> None:
         work, bucket.work = bucket.work, None
         assert work is not None
         try:
@@ -206,19 +199,20 @@ class Reducer:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _hand_back(self, bucket: _Bucket) -> list[str]:
+    def _hand_back(self, bucket: Bucket) -> list[str]:
         """Give every parameter its reduced gradient; return the names of those that nobody used."""
         used_somewhere = bucket.flags.tolist() if bucket.pending else None
         unused = []
         for position, gradient in enumerate(bucket.gradients):
             if used_somewhere is not None and not used_somewhere[position]:
                 unused.append(gradient.name)
-                if gradient.param.grad is None:
-                    continue
+                continue
             gradient.param.grad = gradient.view
         for item in bucket.carried:
-            # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
-            item.buffer.data.copy_(item.view)
+            buffer = item.found()
+            if buffer is not None:
+                # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
+                buffer.data.copy_(item.view)
         return unused
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
@@ -229,50 +223,11 @@ class Reducer:
         )
 
 
-def _allocate(model: nn.Module, buckets: Sequence[Sequence[str]], sync_buffers: bool) -> list[_Bucket]:
-    params = dict(model.named_parameters())
-    buffers = list(_synced_buffers(model)) if sync_buffers else []
-    last_of = {params[names[0]].dtype: index for index, names in enumerate(buckets)}
-    made = []
-    for index, names in enumerate(buckets):
-        members = [params[name] for name in names]
-        dtype = members[0].dtype
-        riding = [b for b in buffers if b[0].dtype == dtype] if last_of[dtype] == index else []
-        made.append(_allocate_bucket(names, members, riding))
-    homeless = dict.fromkeys(b.dtype for b, _ in buffers if b.dtype not in last_of)
-    return made + [_allocate_bucket((), (), [b for b in buffers if b[0].dtype == dtype]) for dtype in homeless]
-
-
-def _allocate_bucket(
-    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[tuple[Tensor, bool]]
-) -> _Bucket:
-    like = members[0] if members else riding[0][0]
-    sizes = [p.numel() for p in members] + [len(members)] + [b.numel() for b, _ in riding]
-    flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-    pieces = list(flat.split(sizes))
-    gradients = [
-        _Gradient(name, param, _view_like(piece, param))
-        for name, param, piece in zip(names, members, pieces, strict=False)
-    ]
-    carried = [
-        _Carried(buffer, piece.view(buffer.shape), averaged)
-        for (buffer, averaged), piece in zip(riding, pieces[len(members) + 1 :], strict=True)
-    ]
-    return _Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried)
-
-
-def _view_like(piece: Tensor, param: Tensor) -> Tensor:
-    # A gradient keeps its parameter's memory layout (channels-last convolutions), as autograd promises.
-    if param.is_contiguous() or not param.is_non_overlapping_and_dense():  # type: ignore[attr-defined]
-        return piece.view(param.shape)
-    return piece.as_strided(param.shape, param.stride(), piece.storage_offset())
-
-
-def _synced_buffers(model: nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """Yield each floating-point buffer once, and whether it is a batch-norm statistic."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for buffer in module.buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.numel() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer, isinstance(module, _NormBase)
+def _is_inside_backward(frame: FrameType | None) -> bool:
+    """Return whether a custom function's backward called this one: a re-entrant checkpoint walks its part that way."""
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if frame.f_code.co_name == "backward" and first and isinstance(frame.f_locals.get(first[0]), BackwardCFunction):
+            return True
+        frame = frame.f_back
+    return False

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 import phalanx.comm.context as context_of
+from phalanx.comm.agreement import agree
+from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
-from phalanx.errors import ConfigError, StrategyError
+from phalanx.errors import ConfigError, RoleError, StrategyError
 from phalanx.old_names import replacement
-from phalanx.parallel.apply import applied_to, apply
+from phalanx.parallel.apply import applied, applied_to, apply, check_model, is_cared_for, name_of
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step_hooks import hook_steps
@@ -36,8 +39,10 @@ class Assembly:
     """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
 
     strategy: DistributedStrategy | None = None
-    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    incomplete: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Models whose optimizer should come by a call of its own."""
+
     loader: ShardedLoader | None = None
     has_warned: bool = False
 
@@ -53,7 +58,7 @@ def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """
     if strategy is not None:
         strategy = check_strategy(strategy)
-        if _assembly.strategy not in (None, strategy) and _assembly.models:
+        if _assembly.strategy not in (None, strategy) and applied():
             raise StrategyError(
                 "a model was distributed under another strategy already. Give the strategy once, to init or to the "
                 "first call."
@@ -92,20 +97,13 @@ def distribute(
     Raises:
         ConfigError: If something cannot work; the same error on all ranks, before training starts.
     """
-    context_of.init()
+    _join("distribute")
     if plan is not None and strategy is not None:
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
-    strategy = use_strategy(strategy)
-    loader = None
-    if data is not None:
-        loader = (
-            data
-            if isinstance(data, ShardedLoader)
-            else ShardedLoader(data, global_batch=global_batch, **loader_options)
-        )
-        _assembly.loader = loader
-    elif global_batch is not None or loader_options:
-        raise ConfigError(f"global_batch and loader options need data. Found none; options: {sorted(loader_options)}")
+    use_strategy(strategy)
+    loader = _loader_of(data, global_batch, loader_options)
+    agree("data", _contract(loader))
+    _assembly.loader = loader or _assembly.loader
     add_model(model, plan)
     if optimizer is not None:
         add_optimizer(optimizer)
@@ -121,16 +119,25 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         plan: A Plan to apply instead of the one the strategy makes.
         expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module to distribute, found {type(model).__name__}.")
-    context = context_of.init()
+    context = _join("distributed_model")
     if plan is None:
-        plan = plan_from_strategy(use_strategy(None), shape_of(model), context.world_size)
+        check_model(model)
+        strategy = use_strategy(None)
+        agree("strategy", strategy.model_dump(mode="json"))
+        plan = plan_from_strategy(strategy, shape_of(model), context.world_size)
     apply(plan, model)
-    _assembly.models.add(model)
+    if expects_optimizer:
+        _assembly.incomplete.add(model)
     if not plan.step.compiled:
-        model.register_forward_hook(_ForwardWatch(expects_optimizer))
+        model.register_forward_hook(_ForwardWatch())
     return model
+
+
+def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Warn when a model came by `distributed_model`, but this optimizer, or any if None, by no such call."""
+    optimizers = _assembly.optimizers
+    if model in _assembly.incomplete and not (optimizers if optimizer is None else optimizer in optimizers):
+        logger.warning("the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too.")
 
 
 def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
@@ -142,19 +149,18 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
     if optimizer in _assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
-    context, loader = context_of.init(), _assembly.loader
-    strategy = use_strategy(None)
+    context, loader = _join("distributed_optimizer"), _assembly.loader
+    hook_steps(optimizer, before=_StepWatch())
     factor = factor_for(
-        strategy,
+        use_strategy(None),
         context.world_size,
         loader.global_batch if loader else None,
         _steps_per_epoch(loader),
     )
     if factor is not None:
-        apply_factor(optimizer, factor, compiled=strategy.graph)
+        apply_factor(optimizer, factor)
         logger.info("learning rate x%g after %d warm-up steps", factor.scale, factor.warmup_steps)
     _assembly.optimizers.add(optimizer)
-    hook_steps(optimizer, before=_before_step, compiled=strategy.graph)
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
@@ -185,10 +191,15 @@ def DataParallel(model: ModelT) -> ModelT:  # noqa: N802 (the basic API's spelli
 
     `model.scale_loss` and `model.apply_collective_grads` of older scripts are there and do nothing.
     """
-    add_model(model)
+    return with_old_words(add_model(model))
+
+
+def with_old_words(model: ModelT) -> ModelT:
+    """Give a module the calls that older scripts make around backward; they do nothing. The module's own stay."""
     # Module-level functions, so that the model can still be pickled and copied.
-    model.scale_loss = _scale_loss  # type: ignore[assignment]
-    model.apply_collective_grads = _apply_collective_grads  # type: ignore[assignment]
+    for word, function in (("scale_loss", _scale_loss), ("apply_collective_grads", _apply_collective_grads)):
+        if not hasattr(model, word):
+            setattr(model, word, function)
     return model
 
 
@@ -205,19 +216,45 @@ def _refuse_word(word: str, *_: Any, **__: Any) -> None:
     raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
 
 
-def _before_step(_optimizer: Optimizer) -> None:
-    if not context_of.current().is_distributed or _assembly.has_warned:
-        return
-    if not _assembly.models:
-        _assembly.has_warned = True
-        logger.warning(
-            "the optimizer is distributed but no model is: gradients are not averaged. Call "
-            "fleet.distributed_model(model) too."
-        )
-    for model in _assembly.models:
-        applied = applied_to(model)
-        if applied is not None and applied.reducer is not None and applied.reducer.is_reducing:
+class _StepWatch:
+    """Stops an optimizer step whose gradients are not those of all ranks."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int] | None = None
+        self._apart: list[Tensor] = []
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        if not context_of.current().is_distributed:
+            return
+        made = applied()
+        if any(a.reducer is not None and a.reducer.is_reducing for a in made):
             raise ConfigError("the last backward pass raised an error, so the gradients are incomplete. End the job.")
+        seen = len(made), sum(len(group["params"]) for group in optimizer.param_groups)
+        if seen != self._seen:
+            self._seen = seen
+            self._apart = [p for group in optimizer.param_groups for p in group["params"] if not is_cared_for(p)]
+        late = [p for p in self._apart if p.grad is not None]
+        if late and made:
+            raise ConfigError(_explain_apart(late))
+        if late and not _assembly.has_warned:
+            _assembly.has_warned = True
+            logger.warning(
+                "the optimizer is distributed but no model is: gradients are not averaged. Call "
+                "fleet.distributed_model(model) too."
+            )
+
+
+def _explain_apart(late: list[Tensor]) -> str:
+    name = name_of(late[0])
+    which = f"parameter {name!r}" if name else f"a parameter of shape {tuple(late[0].shape)}"
+    others = f" (and those of {len(late) - 1} others)" if len(late) > 1 else ""
+    why = (
+        "It was frozen, or another tensor stood in its place, when the model was distributed: set requires_grad and "
+        "load with assign=True before that"
+        if name
+        else "It belongs to no distributed model: distribute one module that holds all you train"
+    )
+    return f"the gradient of {which}{others} is not averaged over the ranks. {why}."
 
 
 class _ForwardWatch:
@@ -226,8 +263,7 @@ class _ForwardWatch:
     PATIENCE = 3
     """Forward passes before a warning; the first may be a probe."""
 
-    def __init__(self, expects_optimizer: bool) -> None:
-        self.expects_optimizer = expects_optimizer
+    def __init__(self) -> None:
         self.evaluations = 0
         self.training_steps = 0
 
@@ -236,10 +272,8 @@ class _ForwardWatch:
             return
         if model.training:
             self.training_steps += 1
-            if self.training_steps == self.PATIENCE and self.expects_optimizer and not _assembly.optimizers:
-                logger.warning(
-                    "the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too."
-                )
+            if self.training_steps == self.PATIENCE:
+                warn_if_apart(model)
             return
         self.evaluations += 1
         if self.evaluations == self.PATIENCE:
@@ -247,6 +281,42 @@ class _ForwardWatch:
                 "the model is in eval() mode but still builds a graph for backward, which keeps memory. "
                 "Wrap evaluation in torch.no_grad(), or use phalanx.evaluate."
             )
+
+
+def _join(verb: str) -> Context:
+    """Return the Context, made now if need be; servers have no part in training."""
+    context = context_of.init()
+    if not context.role.is_worker:
+        raise RoleError(
+            f"{verb} was called on {context.role.kind} {context.role.rank}, which does not train. Call it on workers "
+            "only: ask fleet.is_worker() first."
+        )
+    return context
+
+
+def _loader_of(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
+    given = sorted(options if global_batch is None else {"global_batch", *options})
+    if data is None and given:
+        raise ConfigError(f"global_batch and loader options need data. Found none; options: {given}")
+    if isinstance(data, ShardedLoader) and given:
+        raise ConfigError(f"a ShardedLoader is set up already. Found {given} beside it: give them to ShardedLoader.")
+    if data is None or isinstance(data, ShardedLoader):
+        return data
+    return ShardedLoader(data, global_batch=global_batch, **options)
+
+
+def _contract(loader: ShardedLoader | None) -> dict[str, Any] | None:
+    """Return what all ranks' loaders must have in common to cut one epoch between them."""
+    if loader is None:
+        return None
+    # A stream that splits itself may have a length of its own on every rank.
+    steps = None if isinstance(loader.dataset, IterableDataset) else _steps_per_epoch(loader)
+    return {
+        "global_batch": loader.global_batch,
+        "drop_last": loader.drops_last,
+        "seed": loader.seed,
+        "steps_per_epoch": steps,
+    }
 
 
 def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from phalanx.errors import StrategyError
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.strategy import DistributedStrategy
 
@@ -49,10 +50,19 @@ def factor_for(
         world_size: Number of ranks.
         global_batch: Rows of a global batch, if the loader is known.
         steps_per_epoch: Steps of one epoch, if the loader is known.
+
+    Raises:
+        StrategyError: If the rate is to grow with a global batch that is not known.
     """
     scale = 1.0
     if strategy.scale_lr != "none":
         base = strategy.base_batch
+        if base and not global_batch:
+            raise StrategyError(
+                f"strategy.base_batch = {base} asks for a learning rate that grows with the global batch, which is not "
+                "known here. Hand the data to phalanx.distribute, or leave base_batch out: the rate then grows with "
+                "the number of ranks."
+            )
         grown = global_batch / base if base and global_batch else float(world_size)
         scale = grown if strategy.scale_lr == "linear" else math.sqrt(grown)
     warmup = strategy.warmup_steps
@@ -62,13 +72,12 @@ def factor_for(
     return None if scale == 1.0 and warmup == 0 else LearningRateFactor(scale, warmup)
 
 
-def apply_factor(optimizer: Optimizer, factor: LearningRateFactor, *, compiled: bool = False) -> None:
+def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
     """Multiply the learning rate during every `optimizer.step()` by the factor of that step.
 
     Args:
         optimizer: The optimizer; its `param_groups` show the user's own rates again after each step.
         factor: The multiplier of each step.
-        compiled: Whether the update will be compiled.
     """
     step = 0
     own: list[Any] = []
@@ -84,4 +93,4 @@ def apply_factor(optimizer: Optimizer, factor: LearningRateFactor, *, compiled: 
         for group, lr in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = lr
 
-    hook_steps(optimizer, before=multiply, after=restore, compiled=compiled)
+    hook_steps(optimizer, before=multiply, after=restore)

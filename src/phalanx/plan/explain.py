@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan
+
+_WIDTH = 120
+"""Columns of a printed table; log files have no terminal to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,12 @@ class Explanation:
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
+
+    def __str__(self) -> str:
+        console = Console(width=_WIDTH, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich__(self) -> RenderableType:
         mesh = " x ".join(f"{axis.name}={axis.size}" for axis in self.plan.mesh) or "one rank"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from typing import Any, TextIO
@@ -70,6 +71,10 @@ def _plain(name: str, value: Any) -> float | int | str:
         if value.numel() != 1:
             raise ConfigError(f"report({name}=...) takes one number, found a tensor of shape {tuple(value.shape)}.")
         value = value.item()
+    elif hasattr(value, "item"):  # numpy's scalars
+        value = value.item()
     if not isinstance(value, (int, float, str)):
         raise ConfigError(f"report({name}=...) takes a number or a word, found {type(value).__name__}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers; a reader sees "nan" or "inf"
     return value

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.distribute import warn_if_apart
+from phalanx.parallel.step_hooks import keep_out_of_graph
 
 logger = logging.getLogger("phalanx.train")
 
@@ -68,6 +71,7 @@ class TrainStep:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._fetch = dict(fetch)
         self.compiled = compiled
         self.compile_s = 0.0
@@ -83,10 +87,9 @@ class TrainStep:
         self._update: Callable[[], Any] = optimizer.step
         if compiled:
             self._forward = torch.compile(self._compute, backend=self._forward_graphs)
+            keep_out_of_graph(optimizer)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
-            # A float would be a constant of the graph, and every new value of a schedule a recompilation.
-            for group in optimizer.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"])
+            self._keep_rates_variable()
 
     @property
     def forward_graphs(self) -> int:
@@ -114,9 +117,11 @@ class TrainStep:
         self._optimizer.zero_grad(set_to_none=True)
         loss, fetched = self._forward(inputs, target)
         loss.backward()
+        if self.compiled:
+            self._keep_rates_variable()
         self._update()
         self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs)
-        return StepOutput({"loss": loss.detach(), **{name: value.detach() for name, value in fetched.items()}})
+        return StepOutput({"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in fetched.items()}})
 
     def summary(self) -> str:
         """Return one line that keeps compile time and training time apart."""
@@ -133,6 +138,15 @@ class TrainStep:
             fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
         return self._loss_fn(output, target), fetched
 
+    def _keep_rates_variable(self) -> None:
+        """Hold learning rates as tensors: a float would be a constant of the graph, each new value a recompilation.
+
+        Looked at before every step, because scripts and loaded states put floats back.
+        """
+        for group in self._optimizer.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+
     def _unpack(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
             batch = tuple(batch[0])
@@ -140,8 +154,7 @@ class TrainStep:
             raise ConfigError(
                 f"step takes (inputs, target), found {len(batch)} values. Bundle several inputs in one tuple."
             )
-        device = next(self._model.parameters()).device
-        inputs, target = (_to_device(part, device) for part in batch)
+        inputs, target = (moved(part, self._device) for part in batch)
         return inputs, target
 
     def _account(self, seconds: float, has_compiled: bool) -> None:
@@ -177,6 +190,7 @@ def train_step(
         compiled = applied is not None and applied.plan.step.compiled
     if "loss" in (fetch or {}):
         raise ConfigError("'loss' is always fetched; give the fetch another name.")
+    warn_if_apart(model, optimizer)
     return TrainStep(model, loss_fn, optimizer, fetch or {}, compiled)
 
 
@@ -190,11 +204,3 @@ class _GraphCounter:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.count += 1
         return self._inner(graph, inputs)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to_device(part, device) for part in value)
-    return value

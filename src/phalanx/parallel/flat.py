@@ -1,0 +1,167 @@
+"""Memory of data parallel: a bucket is one flat tensor of gradients, their flags, and buffers that ride along."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from phalanx.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Gradient:
+    """One parameter and its place in a bucket."""
+
+    name: str
+    param: nn.Parameter
+    view: Tensor
+    touched: bool = False
+    """Whether this backward pass has produced a gradient for it."""
+
+
+@dataclass(slots=True)
+class Carried:
+    """A floating-point buffer of the model that rides in a bucket."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    view: Tensor
+    averaged: bool
+    """Averaged by row weight (batch-norm statistics); otherwise rank 0's value."""
+
+    def found(self) -> Tensor | None:
+        """Return the buffer as it is now (modules may assign a new tensor in every forward pass).
+
+        Raises:
+            ConfigError: If its shape or dtype is not what it was.
+        """
+        module = self.module()
+        held = None if module is None else getattr(module, self.name)
+        buffer = None if held is None else stored(held)
+        if buffer is not None and (buffer.shape != self.view.shape or buffer.dtype != self.view.dtype):
+            raise ConfigError(
+                f"buffer {self.name!r} of {type(module).__name__} was {_kind(self.view)} when the model was "
+                f"distributed and is {_kind(buffer)} now. Register it with persistent=False, or set "
+                "strategy.sync_buffers = False."
+            )
+        return buffer
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What travels in one all-reduce."""
+
+    flat: Tensor
+    flags: Tensor
+    """One per gradient: how many ranks have one."""
+
+    gradients: list[Gradient]
+    carried: list[Carried]
+    pending: int = 0
+    """Gradients this backward pass has not produced yet."""
+
+    work: dist.Work | None = None
+
+
+def allocate(model: nn.Module, buckets: Sequence[Sequence[str]], sync_buffers: bool) -> list[Bucket]:
+    """Make the buckets of a model; its buffers ride in the last bucket of their dtype, or in one of their own.
+
+    Args:
+        model: The module, on its device.
+        buckets: Parameter names of each bucket, one dtype each, in the order of issue.
+        sync_buffers: Whether floating-point buffers ride along.
+    """
+    params = dict(model.named_parameters())
+    riders = list(_synced_buffers(model)) if sync_buffers else []
+    last_of = {params[names[0]].dtype: index for index, names in enumerate(buckets)}
+    made = []
+    for index, names in enumerate(buckets):
+        members = [params[name] for name in names]
+        dtype = members[0].dtype
+        riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of[dtype] == index else []
+        made.append(_allocate_one(names, members, riding))
+    homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
+    return made + [_allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype]) for dtype in homeless]
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return a view of what an expanded tensor really holds: one of the rows that repeat."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def require_same_kind(gradient: Gradient) -> None:
+    """Raise if a parameter changed dtype or device since its bucket was made."""
+    found, view = gradient.param, gradient.view
+    if found.dtype != view.dtype or found.device != view.device:
+        raise ConfigError(
+            f"parameter {gradient.name!r} was {_kind(view)} on {view.device} when the model was distributed and is "
+            f"{_kind(found)} on {found.device} now. Convert or move the model before distributing it."
+        )
+
+
+_Rider = tuple[nn.Module, str]
+
+
+def _tensor(rider: _Rider) -> Tensor:
+    return stored(getattr(*rider))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _allocate_one(names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider]) -> Bucket:
+    like = members[0] if members else _tensor(riding[0])
+    sizes = [p.numel() for p in members] + [len(members)] + [_tensor(r).numel() for r in riding]
+    flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+    pieces = list(flat.split(sizes))
+    gradients = [
+        Gradient(name, param, _view_like(piece, param))
+        for name, param, piece in zip(names, members, pieces, strict=False)
+    ]
+    carried = [
+        Carried(weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase))
+        for (module, name), piece in zip(riding, pieces[len(members) + 1 :], strict=True)
+    ]
+    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried)
+
+
+def _view_like(piece: Tensor, param: Tensor) -> Tensor:
+    # A gradient keeps its parameter's memory layout (channels-last convolutions), as autograd promises.
+    if param.is_contiguous() or not _fills_its_memory(param):
+        return piece.view(param.shape)
+    return piece.as_strided(param.shape, param.stride(), piece.storage_offset())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Return whether the elements lie one after another in some order of the dims, without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _synced_buffers(model: nn.Module) -> Iterator[_Rider]:
+    """Yield each floating-point buffer that `state_dict` holds, once.
+
+    Others are caches computed from what a rank sees (rotary tables grow with its sequences), not state.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            if buffer.is_floating_point() and buffer.numel():
+                seen.add(id(buffer))
+                yield module, name
