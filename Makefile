@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
 
-# The CPU build of torch serves every command here; an environment that already has torch keeps it.
+# Any build of torch in this range serves; an environment that already has one keeps it.
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"

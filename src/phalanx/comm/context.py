@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx.cluster.role import Role
 from phalanx.comm import process_group
+from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.comm")
@@ -82,6 +83,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     if _current is not None:
         return _current
     role = role or _detect()
+    speak(role.rank)
     device = process_group.pick_device(role)
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
     _current = Context(role=role, device=device, owns_group=owns_group)

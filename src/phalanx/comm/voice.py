@@ -1,0 +1,31 @@
+"""Give Phalanx's log lines a voice in scripts that never configured logging.
+
+The contract of a run (global batch, learning rate, collectives) must be seen, also under `python train.py` and torchrun.
+A script that configures logging, and our launcher, decide for themselves; then nothing here prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LINE = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
+
+
+class _Voice(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error until the script configures logging itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def speak(rank: int) -> None:
+    """Show INFO lines of rank 0 and warnings of the others, unless logging is configured. Safe to call twice."""
+    logger = logging.getLogger("phalanx")
+    if logging.getLogger().handlers or logger.handlers:
+        return
+    voice = _Voice(sys.stderr)
+    voice.setFormatter(logging.Formatter(LINE))
+    logger.addHandler(voice)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
