@@ -262,7 +262,7 @@ def all_to_all(
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(*args)
     return result
 
 

@@ -170,7 +170,7 @@ def _log_card() -> None:
     logger.info(
         "CUDA available: True, device: %s, compute capability: %d.%d, CUDA runtime: %s, cuDNN: %s",
         card.name, card.major, card.minor, torch.version.cuda,
-        torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        torch.backends.cudnn.version(),
     )  # fmt: skip
 
 

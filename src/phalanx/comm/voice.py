@@ -1,6 +1,6 @@
 """Give Phalanx's log lines a voice in scripts that never configured logging.
 
-The contract of a run (global batch, learning rate, collectives) must be seen, also under `python train.py` and torchrun.
+A run's contract (global batch, learning rate, collectives) must be seen, also under `python train.py` and torchrun.
 A script that configures logging, and our launcher, decide for themselves; then nothing here prints.
 """
 
