@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -128,8 +129,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     apply(plan, model)
     if expects_optimizer:
         _assembly.incomplete.add(model)
-    if not plan.step.compiled:
-        model.register_forward_hook(_ForwardWatch())
+    model.register_forward_hook(_ForwardWatch())
     return model
 
 
@@ -268,7 +268,8 @@ class _ForwardWatch:
         self.training_steps = 0
 
     def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        # A compiler that traces the model must not see the counters: it would compile anew for each value.
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if model.training:
             self.training_steps += 1

@@ -202,5 +202,7 @@ class _GraphCounter:
         self._inner = torch._dynamo.lookup_backend("inductor")
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = self._inner(graph, inputs)
+        # Counted once made: the compiler abandons an attempt when it learns that a number need not be a variable.
         self.count += 1
-        return self._inner(graph, inputs)
+        return compiled
