@@ -32,6 +32,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:
             monkeypatch.delenv(name)
+    monkeypatch.delenv("LC_ALL", raising=False)
+    monkeypatch.setenv("LANG", "C.UTF-8")
 
 
 @pytest.fixture(autouse=True)

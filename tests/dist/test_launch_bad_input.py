@@ -58,6 +58,34 @@ def test_a_wrong_command_is_refused(folder: Path, arguments: list[str], message:
     assert not (folder / "log").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["missing.py"], {"LANG": "zh_CN.UTF-8"}, r"训练脚本 training_script 'missing\.py' 不存在"),
+        (["--lang", "zh", "missing.py"], {}, r"训练脚本 training_script 'missing\.py' 不存在"),
+        (
+            ["--lang", "zh", "--nproc_per_nod", "2", "train.py"],
+            {},
+            r"没有选项 '--nproc_per_nod'。您是否想写 '--nproc_per_node'",
+        ),
+        (["--lang=en", "missing.py"], {"LANG": "zh_CN.UTF-8"}, r"'missing\.py' does not exist"),
+        (["train.py"], {"RANK": "0", "WORLD_SIZE": "2"}, r"RANK=0 and WORLD_SIZE=2 .*--world_size_counts nodes"),
+        (
+            ["train.py"],
+            {"PET_NNODES": "2", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"},
+            r"PET_NNODES=2 and SLURM_NNODES=3",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_the_users_language_and_name_the_variables(
+    folder: Path, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    done = launch(folder, *arguments, environment=environment)
+    assert done.code == 2
+    assert re.search(message, " ".join(done.err.split())), done.err
+    assert "started" not in done.out
+
+
 def test_launch_ps_is_for_parameter_servers(folder: Path) -> None:
     done = launch(folder, "train.py", program=PS)
     assert done.code == 2

@@ -78,6 +78,40 @@ def test_two_hosts_train_as_one_job(folder: Path) -> None:
     assert "Run collective mode. gpu arguments:['--ips'], cuda count:0" in first.out
 
 
+def test_a_schedulers_variables_alone_make_one_job_of_two_hosts(folder: Path) -> None:
+    pods = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": free_port(),
+    }
+    running = [
+        Launch(("--log_dir", f"log{rank}", "meet.py"), folder, environment=pods | {"PET_NODE_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
+    assert "rank 1 attempt 0 sum 3.0 of 2" in (folder / "log1" / "workerlog.1").read_text()
+    assert "nproc_per_node: 1 (from PET_NPROC_PER_NODE)" in running[0].out
+    assert "ips: 127.0.0.1 and 1 more (from PET_MASTER_ADDR)" in running[1].out
+    assert "this is node 1 of 2 (from PET_NODE_RANK, PET_NNODES)" in running[1].out
+    for one in running:
+        one.gone_within(0.5)
+
+
+def test_pods_whose_world_size_counts_nodes_make_one_job(folder: Path) -> None:
+    pods = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    running = [
+        Launch(
+            ("--world_size_counts", "nodes", "-n", str(rank + 1), "--log_dir", f"log{rank}", "meet.py"),
+            folder,
+            environment=pods | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
+    assert "rank 2 attempt 0 sum 6.0 of 3" in (folder / "log1" / "workerlog.2").read_text()
+
+
 def test_a_failure_is_told_on_every_host_with_rank_host_and_log(folder: Path) -> None:
     running = both(folder, "meet.py", "raise")
     for one in running:

@@ -69,8 +69,9 @@ def test_the_report_ends_with_the_traceback_of_the_first() -> None:
     assert text.index("Traceback") > text.index("on vm, pid 101")
 
 
-def test_the_report_speaks_chinese() -> None:
-    text = report.render(ending(1, 0, 1.0), [], "zh")
+def test_the_report_speaks_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    text = report.render(ending(1, 0, 1.0), [])
     assert "rank 1 最先失败" in text
     assert "提前以退出码 0 结束" in text
 

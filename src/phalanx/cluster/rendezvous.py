@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PeerLostError
 
 SAY_EVERY_S = 3.0
@@ -142,8 +143,8 @@ def _wait(
         if now >= next_line:
             next_line = now + SAY_EVERY_S
             absent = [e.name for e, key in zip(expected, keys, strict=True) if not store.has([key])]
-            say("server not ready, wait 3 sec to retry...")
-            say(f"not ready endpoints:{absent}")
+            say(text("waiting"))
+            say(text("waiting for", names=absent))
     return True
 
 
@@ -180,10 +181,7 @@ def _missing(missing: Sequence[Expected], total: int, timeout_s: float, probe: C
         facts = [probe(e.endpoint)] if e.endpoint else []
         facts += [f"log {e.log_file}"] if e.log_file else []
         parts.append(f"rank {e.rank}" + (f" ({', '.join(facts)})" if facts else ""))
-    return (
-        f"Waited {timeout_s:g} s for {total} ranks; {len(missing)} did not come: {'; '.join(parts)}. "
-        "Look into their logs for why they did not start, or raise PHALANX_RENDEZVOUS_TIMEOUT_S if they are slow."
-    )
+    return text("ranks missing", timeout_s=timeout_s, total=total, missing=len(missing), names="; ".join(parts))
 
 
 def check_versions(everyone: Sequence[Announcement]) -> None:

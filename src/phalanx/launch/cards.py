@@ -19,7 +19,7 @@ def ranks_per_node(options: Options, machine: Machine) -> int:
     cards = chosen_cards(options, machine)
     if options.nproc_per_node is None:
         return len(cards) or 1
-    _check_enough(f"--nproc_per_node {options.nproc_per_node}", options.nproc_per_node, cards)
+    _check_enough(options.named("nproc_per_node"), options.nproc_per_node, cards)
     return options.nproc_per_node
 
 

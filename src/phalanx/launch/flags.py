@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
+from phalanx.cluster import messages
+from phalanx.cluster.allocation import COUNTS
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch import log_format
 from phalanx.launch.options import DEFAULT_PORT, Options
@@ -80,8 +82,10 @@ def _old_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _language(environment: Mapping[str, str]) -> str:
-    return "zh" if environment.get("LANG", "").startswith("zh") else "en"
+def _choose_language(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Make the choice known here and to the ranks; eager, so that errors of other flags obey it."""
+    if value is not None:
+        os.environ["PHALANX_LANG"] = value
 
 
 _CONTEXT: dict[str, Any] = {
@@ -108,6 +112,11 @@ _CONTEXT: dict[str, Any] = {
     "--node_rank", type=_Count("host number", 0), help="This host's place; found by address unless ambiguous."
 )
 @click.option("--master_addr", metavar="HOST", help="First host, with --nnodes.")
+@click.option(
+    "--world_size_counts",
+    type=click.Choice(COUNTS),
+    help="What RANK and WORLD_SIZE set for this launcher count: 'nodes' in a DLC or PyTorchJob pod.",
+)
 @click.option(
     "--http_port",
     "--master_port",
@@ -142,7 +151,14 @@ _CONTEXT: dict[str, Any] = {
     show_default=True,
     help="Seconds to wait for other hosts and ranks.",
 )
-@click.option("--lang", "language", type=click.Choice(["en", "zh"]), help="Language of reports. Default: from LANG.")
+@click.option(
+    "--lang",
+    type=click.Choice(messages.LANGUAGES),
+    callback=_choose_language,
+    expose_value=False,
+    is_eager=True,
+    help="Language of what you must act on. Default: from LANG.",
+)
 @click.option("-m", "is_module", is_flag=True, help="TRAINING_SCRIPT is a module, as in python -m.")
 @_old_flags
 @click.argument("training_script")
@@ -165,7 +181,6 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     from phalanx.launch.job import InterruptedJobError, Job
 
     run_as = ctx.obj
-    values["language"] = values["language"] or _language(os.environ)
     if values.pop("is_module"):
         values["training_script"] = f"-m {values['training_script']}"
     options = Options(**values, wants_servers=run_as["wants_servers"])
@@ -178,6 +193,16 @@ def command(ctx: click.Context, /, **values: Any) -> int:
         return 128 + stop.number
 
 
+def _unknown_flag(error: click.NoSuchOption, arguments: Sequence[str], program: str) -> str:
+    """The answer to a flag that does not exist. Parsing stopped there, so --lang is looked for by hand."""
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        flag, _, value = word.rpartition("=") if "=" in word else (before, "", word)
+        if flag == "--lang" and value in messages.LANGUAGES:
+            os.environ["PHALANX_LANG"] = value
+    near = messages.text("nearest flag", flag=error.possibilities[0]) if error.possibilities else ""
+    return messages.text("unknown flag", flag=error.option_name, nearest=near, program=program)
+
+
 def run(arguments: Sequence[str], server: ServerHandle | None, *, name: str, wants_servers: bool) -> int:
     """Parse the command line and run the job.
 
@@ -188,6 +213,13 @@ def run(arguments: Sequence[str], server: ServerHandle | None, *, name: str, wan
     program = {"server": server, "wants_servers": wants_servers}
     try:
         return int(command.main(list(arguments), prog_name=name, standalone_mode=False, obj=program) or 0)
+    except click.Abort:
+        # Ctrl-C before the job takes its signals into its own hands.
+        sys.stderr.write(f"\n{name}: {messages.text('stopped', signal='SIGINT')}\n")
+        return 130
+    except click.NoSuchOption as error:
+        sys.stderr.write(f"{name}: {_unknown_flag(error, arguments, name)}\n")
+        return 2
     except click.ClickException as error:
         error.show()
         return error.exit_code

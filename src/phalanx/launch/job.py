@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.launch import environment, ports, registry, report, staging, tables, wire
+from phalanx.cluster import messages
+from phalanx.launch import allocated, environment, ports, registry, report, staging, tables, wire
 from phalanx.launch.attempt import POLL_S, Attempt, Outcome
 from phalanx.launch.console import Console
 from phalanx.launch.layout import Layout, Offer, arrange
@@ -19,7 +20,7 @@ from phalanx.launch.link_handle import LinkHandle
 from phalanx.launch.logs import LogFolder, shown
 from phalanx.launch.machine import Machine
 from phalanx.launch.options import Options
-from phalanx.launch.request import ROLES, Request, resolve
+from phalanx.launch.request import ROLES, Request, check_script, resolve
 from phalanx.launch.server_handle import ServerHandle
 from phalanx.launch.signals import StopSignals
 from phalanx.launch.verdict import first_failure
@@ -51,6 +52,8 @@ class Job:
         """
         here = Machine.look(self._inherited)
         require_torch()
+        check_script(self._options.training_script)
+        self._options = allocated.fill(self._options, self._inherited)
         request = resolve(self._options, here)
         threads = self._fix_threads(request, here)
         self._console.write(tables.banner(self._options.banner_items()))
@@ -69,7 +72,7 @@ class Job:
         """Give each local process its share of the cores, before the libraries that read it are loaded."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
-        self._server.configure({"OMP_NUM_THREADS": threads})
+        self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
         source = "from your environment" if chosen else f"{here.cores} cores; set it to choose another"
         return f"OMP_NUM_THREADS={threads} for each process ({source})"
 
@@ -86,6 +89,10 @@ class Job:
         self._console.write(f"launch train in {'GPU' if request.cards else 'CPU'} mode\n")
         if not request.cards and self._options.nproc_per_node is None:
             logger.info("No -n given: 1 process, as one process uses every core. -n 2 starts two.")
+        origins = self._options.origins
+        if request.nodes.many and "node_rank" in origins:
+            sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
+            logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
 
     def _run_attempts(self, request: Request) -> int:
         if request.nodes.many:
@@ -104,14 +111,14 @@ class Job:
             self._link.leave()
         if outcome.stopped_by:
             name = signal.Signals(outcome.stopped_by).name
-            self._console.write(f"stopped by {name}; every process of the job has ended\n")
+            self._console.write(messages.text("stopped", signal=name) + "\n")
             return 128 + outcome.stopped_by
         if not outcome.failed:
             return 0
         first = first_failure(outcome.endings)
         assert first is not None
         others = [e for e in outcome.endings if e is not first]
-        self._console.write(report.render(first, others, self._options.language))
+        self._console.write(report.render(first, others))
         return first.exit_code
 
     def _say_restart(self, outcome: Outcome, attempt: int) -> None:
@@ -120,7 +127,7 @@ class Job:
         logger.warning(
             "%s %s. Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
             first.title,
-            report.how(first, self._options.language),
+            report.how(first),
             attempt + 1,
             self._options.max_restarts,
             shown(str(self._logs.path / f"attempt-{attempt}")),

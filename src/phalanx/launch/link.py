@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from phalanx.cluster import messages
 from phalanx.launch import wire
 
 POLL_S = 0.1
@@ -94,11 +95,8 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
             why = error.strerror or "no answer"
         now = time.monotonic()
         if now - started > timeout_s:
-            raise _LinkError(
-                f"The first host did not answer at {host}:{port} within {timeout_s:g} s ({why}). Start the "
-                "job there "
-                "too, check the address and that the port is open; --timeout changes how long to wait."
-            )
+            place = f"{host}:{port}"
+            raise _LinkError(messages.text("first host silent", place=place, timeout_s=timeout_s, why=why))
         if now - said >= SAY_S:
             said = now
             wire.send(launcher, {"waiting": [f"{host}:{port}"], "why": why})
@@ -198,12 +196,17 @@ class _Link:
         now = time.monotonic()
         if now - self._offered_at > self.timeout_s:
             raise _LinkError(
-                f"{len(missing)} of {self.node_count} hosts did not come within {self.timeout_s:g} s: "
-                f"{', '.join(missing)}. Start the job there too; --timeout changes how long to wait."
+                messages.text(
+                    "hosts missing",
+                    missing=len(missing),
+                    total=self.node_count,
+                    timeout_s=self.timeout_s,
+                    names=", ".join(missing),
+                )
             )
         if now - self._said_at >= SAY_S:
             self._said_at = now
-            wire.send(self.launcher, {"waiting": missing, "why": "not started yet"})
+            wire.send(self.launcher, {"waiting": missing, "why": messages.text("not started yet")})
 
     def _beat(self) -> None:
         now = time.monotonic()

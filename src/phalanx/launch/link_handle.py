@@ -9,6 +9,7 @@ import socket
 import time
 from typing import Any
 
+from phalanx.cluster import messages
 from phalanx.errors import PeerLostError
 from phalanx.launch import wire
 from phalanx.launch.layout import Offer
@@ -68,8 +69,8 @@ class LinkHandle:
         if "error" in message:
             raise PeerLostError(message["error"])
         if "waiting" in message:
-            logger.info("server not ready, wait 3 sec to retry...")
-            logger.info("not ready endpoints:%s (%s)", message["waiting"], message["why"])
+            logger.info(messages.text("waiting"))
+            logger.info(messages.text("waiting because", names=message["waiting"], why=message["why"]))
         elif "offers" in message:
             self._offers[message["attempt"]] = [Offer(**offer) for offer in message["offers"]]
         elif "failures" in message:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.cluster import messages
 from phalanx.errors import LaunchError
 from phalanx.launch.preload import is_cuda_build, torch_libraries
+
+logger = logging.getLogger("phalanx.launch")
+
+SAY_S = 3.0
+"""How often a host name that means nothing yet is mentioned."""
+
+POLL_S = 0.5
+"""How often it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,34 @@ def resolve(host: str) -> str:
             f"'{host}' is no address and no host name this machine can resolve ({error.strerror or error}). "
             "Write the host's IPv4 address, e.g. --ips 10.0.0.1,10.0.0.2."
         ) from None
+
+
+def is_numeric(host: str) -> bool:
+    """Return whether `host` is an IPv4 address rather than a name."""
+    return host.replace(".", "").isdigit()
+
+
+def resolve_within(host: str, timeout_s: float) -> str:
+    """Return the IPv4 address of a name that may come to be known only when its host has started.
+
+    Says every 3 s that it is waited for.
+
+    Raises:
+        LaunchError: If it still means nothing after `timeout_s`.
+    """
+    started = said = time.monotonic()
+    while True:
+        try:
+            return resolve(host)
+        except LaunchError:
+            now = time.monotonic()
+            if now - started >= timeout_s:
+                raise
+        if now - said >= SAY_S:
+            said = now
+            logger.info(messages.text("waiting"))
+            logger.info(messages.text("waiting because", names=[host], why=messages.text("unknown name")))
+        time.sleep(POLL_S)
 
 
 def is_ours(address: str) -> bool:

@@ -9,6 +9,9 @@ from phalanx.launch import machine as hosts
 from phalanx.launch.machine import Machine
 from phalanx.launch.options import DEFAULT_PORT, Options
 
+_ANYWHERE = "192.0.2.1"
+"""An address for documentation: no host has it, so packets to it leave by the default route."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -23,6 +26,9 @@ class Nodes:
     address: str
     """This host's own address."""
 
+    names: tuple[str, ...] = ()
+    """What a scheduler calls each host; empty where nobody named them."""
+
     @property
     def many(self) -> bool:
         """Whether other launchers take part."""
@@ -30,7 +36,8 @@ class Nodes:
 
     def name(self, rank: int) -> str:
         """Return what to call host `rank` in a message."""
-        return self.hosts[rank] if rank < len(self.hosts) else f"node {rank}"
+        known = self.names or self.hosts
+        return known[rank] if rank < len(known) else f"node {rank}"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -71,26 +78,45 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
                 f"--master_addr {address} is not this host, and --nnodes is 1. Add --nnodes N --node_rank K."
             )
         return Nodes((hosts.resolve(address),), 1, 0, hosts.resolve(address))
-    return _counted(options)
+    return _counted(options, machine)
 
 
-def _counted(options: Options) -> Nodes:
+def _counted(options: Options, machine: Machine) -> Nodes:
     assert options.nnodes is not None
     if options.master_addr is None or options.node_rank is None:
         missing = "--master_addr" if options.master_addr is None else "--node_rank"
         raise LaunchError(
-            f"--nnodes {options.nnodes} needs the first host's address and this host's place, but {missing} "
-            "is missing. "
-            "Write e.g. --nnodes 2 --node_rank 0 --master_addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
+            f"{options.named('nnodes')} needs the first host's address and this host's place, but {missing} "
+            "is missing. Write e.g. --nnodes 2 --node_rank 0 --master_addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
         )
     _check_node_rank(options, options.nnodes)
-    master = _reachable(options.master_addr)
+    master = _first_host(options, machine)
+    address = master if options.node_rank == 0 else hosts.address_towards(master)
+    return Nodes((master,), options.nnodes, options.node_rank, address, options.host_names)
+
+
+def _first_host(options: Options, machine: Machine) -> str:
+    """The first host's address.
+
+    A scheduler's name for it may be of use to the others only: Kubernetes publishes it once the pod runs, and on the
+    first host itself it may mean loopback (DLC says localhost there, Debian 127.0.1.1).
+    """
+    name = options.master_addr
+    assert name is not None
+    if "master_addr" not in options.origins or hosts.is_numeric(name):
+        master = _reachable(name)
+    elif options.node_rank == 0:
+        master = hosts.resolve(name)
+        if master.startswith("127."):
+            return machine.pod_ip or hosts.address_towards(_ANYWHERE)
+    else:
+        master = hosts.resolve_within(name, options.timeout_s)
     if options.node_rank == 0 and not hosts.is_ours(master):
         raise LaunchError(
-            f"--node_rank 0 is the host of --master_addr {options.master_addr}, which is not an address of this host."
+            f"{options.named('node_rank')} is the host of {options.named('master_addr')}, which is not an address of "
+            "this host. Correct one of them."
         )
-    address = master if options.node_rank == 0 else hosts.address_towards(master)
-    return Nodes((master,), options.nnodes, options.node_rank, address)
+    return master
 
 
 def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> Nodes:
@@ -140,7 +166,7 @@ def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Node
 
 def _check_node_rank(options: Options, count: int) -> None:
     if options.node_rank is not None and not 0 <= options.node_rank < count:
-        raise LaunchError(f"--node_rank {options.node_rank} is outside 0..{count - 1}: the job has {count} host(s).")
+        raise LaunchError(f"{options.named('node_rank')} is outside 0..{count - 1}: the job has {count} host(s).")
 
 
 def _reachable(host: str) -> str:

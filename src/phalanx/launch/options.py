@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+
+from phalanx.cluster.allocation import Counts
 
 DEFAULT_PORT = 29500
 """Port on the first host at which the launchers of several hosts meet, unless `--http_port` says
@@ -32,16 +35,37 @@ class Options:
     log_format: str | None = None
     max_restarts: int = 0
     timeout_s: float = 60.0
-    language: str = "en"
+    world_size_counts: Counts | None = None
+    """What RANK and WORLD_SIZE of the launcher's own environment count."""
+
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Which environment variable filled a field that the user left open."""
+
+    host_names: tuple[str, ...] = ()
+    """Every host in order, for messages, where a scheduler lists them."""
+
     wants_servers: bool = field(default=False)
     """Started as `launch_ps`, so parameter-server mode is meant whatever the flags."""
 
+    def named(self, name: str) -> str:
+        """Return a field as the user would find it: `--node_rank 1`, or `PET_NODE_RANK=1`."""
+        value = getattr(self, name)
+        return f"{self.origins[name]}={value}" if name in self.origins else f"--{name} {value}"
+
     def banner_items(self) -> list[tuple[str, str]]:
-        """Return the 13 settings of the banner, sorted by name, as (name, shown value)."""
-        shown = {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name in _BANNER}
-        shown["ips"] = self.ips or "127.0.0.1"
+        """Return the 13 settings of the banner, sorted by name, as (name, shown value with its source)."""
+        shown = {f.name: str(getattr(self, f.name)) + self._source(f.name) for f in fields(self) if f.name in _BANNER}
+        shown["ips"] = self.ips or self._hosts()
         shown["training_script_args"] = str(list(self.training_script_args))
         return sorted(shown.items())
+
+    def _source(self, name: str) -> str:
+        return f" (from {self.origins[name]})" if name in self.origins else ""
+
+    def _hosts(self) -> str:
+        if self.nnodes is None or self.nnodes == 1:
+            return "127.0.0.1"
+        return f"{self.master_addr} and {self.nnodes - 1} more{self._source('master_addr')}"
 
 
 _BANNER = {

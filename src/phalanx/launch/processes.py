@@ -53,15 +53,6 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
-def command_line(pid: int) -> str:
-    """Return the command line of `pid`, or an empty string when it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def descendants(root: int) -> list[int]:
     """Return the pids below `root`, parents before children, zombies left out."""
     children: dict[int, list[int]] = {}

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.cluster import messages
 from phalanx.errors import LaunchError
 from phalanx.launch.cards import deal_cards, ranks_per_node
 from phalanx.launch.machine import Machine
@@ -59,7 +60,6 @@ def resolve(options: Options, machine: Machine) -> Request:
     Raises:
         LaunchError: For the first thing that cannot work; says what was asked, what was found and what to do.
     """
-    check_script(options.training_script)
     mode, given = detect_mode(options)
     counts: dict[RoleName, int]
     endpoints: dict[RoleName, tuple[str, ...]] = {}
@@ -89,14 +89,12 @@ def check_script(script: str) -> None:
     if script.startswith("-m "):
         return
     if os.path.isdir(script):
-        raise LaunchError(
-            f"training_script '{script}' is a directory. Give the Python file to run, e.g. "
-            f"{script.rstrip('/')}/train.py."
-        )
+        example = os.path.join(script, "train.py")
+        raise LaunchError(messages.text("script is a folder", script=script, example=example))
     if not os.path.exists(script):
-        raise LaunchError(f"training_script '{script}' does not exist (looked in {os.getcwd()}). Check the path.")
+        raise LaunchError(messages.text("script missing", script=script, folder=os.getcwd()))
     if not os.access(script, os.R_OK):
-        raise LaunchError(f"training_script '{script}' cannot be read. Check its permissions.")
+        raise LaunchError(messages.text("script unreadable", script=script))
 
 
 def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:
@@ -122,7 +120,8 @@ def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:
             "--servers and "
             "--workers were given. Add e.g. --server_num 1 --worker_num 2."
         )
-    return "collective", tuple(flag for flag in collective if flag == "--ips")
+    hosts = options.origins.get("nnodes")
+    return "collective", (hosts,) if hosts else tuple(flag for flag in collective if flag == "--ips")
 
 
 def _ps_counts(options: Options) -> dict[RoleName, int]:

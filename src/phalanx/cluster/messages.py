@@ -1,0 +1,119 @@
+"""The messages a person must act on, in English and in Chinese: one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+LANGUAGES = ("en", "zh")
+
+TABLE: dict[str, tuple[str, str]] = {
+    "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
+    "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),
+    "waiting because": ("not ready endpoints:{names} ({why})", "尚未就绪的端点：{names}（{why}）"),
+    "not started yet": ("not started yet", "尚未启动"),
+    "unknown name": ("no host of this name yet", "尚无此主机名"),
+    "hosts missing": (
+        (
+            "{missing} of {total} hosts did not come within {timeout_s:g} s: {names}. Start the job there too; "
+            "--timeout changes how long to wait."
+        ),
+        (
+            "{total} 台主机中有 {missing} 台未在 {timeout_s:g} 秒内加入：{names}。请在这些主机上也启动任务；"
+            "用 --timeout 调整等待时间。"
+        ),
+    ),
+    "first host silent": (
+        (
+            "The first host did not answer at {place} within {timeout_s:g} s ({why}). Start the job there too, "
+            "check the address and that the port is open; --timeout changes how long to wait."
+        ),
+        (
+            "首台主机在 {timeout_s:g} 秒内未在 {place} 应答（{why}）。请在该主机上也启动任务，"
+            "并检查地址和端口是否开放；用 --timeout 调整等待时间。"
+        ),
+    ),
+    "ranks missing": (
+        (
+            "Waited {timeout_s:g} s for {total} ranks; {missing} did not come: {names}. Look into their logs for why "
+            "they did not start, or raise PHALANX_RENDEZVOUS_TIMEOUT_S if they are slow."
+        ),
+        (
+            "等待 {total} 个进程共 {timeout_s:g} 秒；有 {missing} 个未加入：{names}。请查看其日志了解未启动的原因；"
+            "若只是启动慢，请调大 PHALANX_RENDEZVOUS_TIMEOUT_S。"
+        ),
+    ),
+    "port in use": (
+        "{flag} {port} on {address} is in use by {owner}. End that process, or choose another port.",
+        "{address} 上的 {flag} {port} 已被 {owner} 占用。请结束该进程，或换一个端口。",
+    ),
+    "unknown owner": ("a process of another user or container", "其他用户或容器的进程"),
+    "script missing": (
+        "training_script '{script}' does not exist (looked in {folder}). Check the path.",
+        "训练脚本 training_script '{script}' 不存在（在 {folder} 中查找）。请检查路径。",
+    ),
+    "script is a folder": (
+        "training_script '{script}' is a directory. Give the Python file to run, e.g. {example}.",
+        "训练脚本 training_script '{script}' 是目录。请给出要运行的 Python 文件，如 {example}。",
+    ),
+    "script unreadable": (
+        "training_script '{script}' cannot be read. Check its permissions.",
+        "训练脚本 training_script '{script}' 无法读取。请检查权限。",
+    ),
+    "unknown flag": (
+        "No such option '{flag}'.{nearest} `{program} --help` lists all.",
+        "没有选项 '{flag}'。{nearest}全部选项见 `{program} --help`。",
+    ),
+    "nearest flag": (" Did you mean '{flag}'?", "您是否想写 '{flag}'？"),
+    "stopped": ("stopped by {signal}; every process of the job has ended", "被 {signal} 停止；任务的所有进程均已结束"),
+    "failed first": ("{title} failed first", "{title} 最先失败"),
+    "ended early": (
+        "ended early with exit code 0, while others still waited for it",
+        "提前以退出码 0 结束，而其他进程仍在等待它",
+    ),
+    "ended by signal": ("ended by signal {number} ({name})", "被信号 {number}（{name}）终止"),
+    "raised": ("raised {error}", "抛出 {error}"),
+    "ended with code": ("ended with exit code {code}", "以退出码 {code} 结束"),
+    "log file": ("log file", "日志文件"),
+    "where": ("on {host}, pid {pid}", "主机 {host}，进程 {pid}"),
+    "last lines": ("last lines of its log", "日志最后几行"),
+    "others followed": ("the others followed", "其他进程随之结束"),
+    "SIGKILL": (
+        "killed from outside without warning, often by the kernel's out-of-memory killer (see dmesg)",
+        "被外部强制终止：常见原因是内核内存不足（见 dmesg）、调度器限额或 kill -9",
+    ),
+    "SIGSEGV": (
+        "a memory error in native code; the Python stack at that moment is in the log",
+        "本地代码内存错误；当时的 Python 调用栈在日志中",
+    ),
+    "SIGABRT": ("native code gave up; its reason is in the log", "本地代码主动中止；原因在日志中"),
+    "SIGBUS": (
+        "memory behind a mapping is gone: a full /dev/shm or disk, or a truncated file",
+        "映射内存失效：/dev/shm 或磁盘已满，或文件被截断",
+    ),
+    "SIGTERM": ("asked to end by someone other than this launcher", "被本启动器以外的进程要求结束"),
+    "SIGFPE": ("an arithmetic error in native code", "本地代码算术错误"),
+    "SIGILL": (
+        "an instruction this processor does not have: a library built for another one",
+        "处理器不支持的指令：库是为其他处理器编译的",
+    ),
+}
+"""English and Chinese by key; fields in braces."""
+
+
+def language(env: Mapping[str, str] | None = None) -> str:
+    """Return "zh" or "en": what PHALANX_LANG says, else the language of the user's locale.
+
+    Args:
+        env: Variables to read; the process's own when omitted.
+    """
+    env = os.environ if env is None else env
+    for name in ("PHALANX_LANG", "LC_ALL", "LANG"):
+        if value := env.get(name, "").strip():
+            return "zh" if value.startswith("zh") else "en"
+    return "en"
+
+
+def text(key: str, **values: object) -> str:
+    """Return a message in the user's language with its fields filled in."""
+    return TABLE[key][language() == "zh"].format(**values)
