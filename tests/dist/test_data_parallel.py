@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import nn
 
 import phalanx as px
@@ -14,6 +13,7 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.apply import applied_to
 from phalanx.plan import Plan
 from phalanx.plan.value import Axis, ParamRule, ReduceScatter, Step
+from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -26,8 +26,8 @@ def small_net(norm: str, dtype: torch.dtype) -> nn.Module:
     normalise = {"batch": nn.BatchNorm2d, "group": lambda c: nn.GroupNorm(2, c)}[norm]
     # No bias before a normalisation: its gradient is zero but for rounding, and cannot be compared.
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, bias=False), normalise(4), nn.ReLU(), nn.Conv2d(4, 6, 3, bias=False), normalise(6), nn.ReLU(),
-        nn.Flatten(), nn.Linear(6 * 16, 5),
+        nn.Conv2d(1, 4, 3, bias=False), normalise(4), nn.ReLU(),
+        nn.Conv2d(4, 6, 3, bias=False), normalise(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 5),
     ).to(dtype)  # fmt: skip
 
 

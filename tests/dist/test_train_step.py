@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError
+from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -66,6 +66,95 @@ def test_compile_time_is_kept_apart_and_the_second_run_reuses_the_cache(eager_an
     assert cold[3] > 0.0
     assert " 0 from the cache" not in warm[4]
     assert "compiling" in warm[4]
+
+
+class Tuned(nn.Module):
+    """Float64, so that a learning rate rounded to float32 would show; dropout, so that eval() matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 5)).double()
+
+    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.layers(x["rows"])
+
+
+def train_with_schedules(compiled):
+    """The strategy does not ask for graphs: the step alone is compiled."""
+    torch._dynamo.reset()
+    model = Tuned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    px.distribute(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    step = px.train_step(model, F.cross_entropy, optimizer, compiled=compiled, fetch={"rows": lambda o, t: len(t)})
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for number in range(8):
+        rows = torch.randn(8, 3, generator=generator).double()
+        out = step({"rows": rows}, torch.randint(5, (8,), generator=generator))
+        assert out.rows == 8
+        losses.append(out.loss.item())
+        scheduler.step()
+        if number == 5:
+            optimizer.param_groups[0]["lr"] = 0.03  # as scripts do by hand
+            optimizer.load_state_dict(optimizer.state_dict())
+    model.eval()
+    with torch.no_grad():
+        model({"rows": rows})
+    return losses, float(optimizer.param_groups[0]["lr"]), step.forward_graphs, step.update_graphs
+
+
+def compiled_by_hand():
+    """A distributed model that its user compiles is traced once, our hook on it included."""
+    graphs = torch._dynamo.testing.CompileCounter()
+    model, _, _ = px.distribute(nn.Linear(2, 1))
+    traced = torch.compile(model, backend=graphs)
+    for _ in range(5):
+        traced(torch.ones(1, 2)).sum().backward()
+    return graphs.frame_count
+
+
+def schedules_and_compilers():
+    strategy = px.DistributedStrategy(warmup_steps=3)
+    px.fleet.init(is_collective=True, strategy=strategy)
+    return train_with_schedules(False), train_with_schedules(True), compiled_by_hand()
+
+
+def test_schedules_and_rates_set_by_hand_cost_no_graph_and_lose_no_digit():
+    eager, compiled, by_hand = run_ranks(schedules_and_compilers, 1, timeout_s=120)[0]
+    assert compiled[0] == pytest.approx(eager[0], rel=1e-12)
+    assert compiled[1] == pytest.approx(eager[1], rel=1e-15)
+    assert compiled[2:] == (1, 2)
+    assert by_hand == 1
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def drop_out():
+    rank = px.init().rank
+    model, _, _ = px.distribute(Noisy())
+    torch.manual_seed(10 + rank)
+    model(torch.ones(4, 6)).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_dropout_draws_from_each_ranks_own_stream():
+    model = Noisy()
+    for rank in range(2):
+        torch.manual_seed(10 + rank)
+        (model(torch.ones(4, 6)).square().mean() / 2).backward()
+    for gradients in run_ranks(drop_out, 2):
+        for found, param in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(found, param.grad, rtol=1e-5, atol=1e-7)
 
 
 def wrong_uses():

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from phalanx.errors import StrategyError
 from phalanx.parallel.learning_rate import LearningRateFactor, apply_factor, factor_for
 from phalanx.strategy import DistributedStrategy
 
@@ -21,6 +22,12 @@ def test_a_scaled_rate_warms_up_for_five_epochs_by_default():
 def test_the_base_batch_decides_the_scale():
     strategy = DistributedStrategy(scale_lr="sqrt", base_batch=64, warmup_steps=10)
     assert factor_for(strategy, 2, 256, 100) == LearningRateFactor(2.0, 10)
+
+
+def test_a_rate_cannot_grow_with_a_global_batch_that_is_not_known():
+    strategy = DistributedStrategy(scale_lr="linear", base_batch=64)
+    with pytest.raises(StrategyError, match=r"base_batch = 64 asks for .* not known here. Hand the data to"):
+        factor_for(strategy, 2, None, None)
 
 
 @pytest.mark.parametrize(("scale", "first", "last"), [(4.0, 1.3, 4.0), (1.0, 0.1, 1.0)])

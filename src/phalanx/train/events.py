@@ -40,6 +40,12 @@ class EventStream:
         self._file.write(json.dumps(event) + "\n")
         return True
 
+    def close(self) -> None:
+        """Close the file; reports afterwards are counted only."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
 
 _stream: EventStream | None = None
 

@@ -1,0 +1,58 @@
+"""The event file holds one line of strict JSON per report, whatever numbers a script has at hand."""
+
+import contextlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.train.events import EventStream
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def stream(path):
+    with contextlib.closing(EventStream(str(path))) as opened:
+        yield opened
+
+
+def strict(line: str) -> dict[str, object]:
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_tensors_and_numpy_numbers_and_words_are_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    assert EventStream(str(path)).report(
+        7, loss=torch.tensor(0.5), rate=np.float32(0.25), rows=np.int64(3), phase="warm"
+    )
+    event = strict(path.read_text())
+    assert {k: event[k] for k in ("step", "loss", "rate", "rows", "phase")} == {
+        "step": 7, "loss": 0.5, "rate": 0.25, "rows": 3, "phase": "warm",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (torch.tensor(-math.inf), "-inf")])
+def test_a_loss_that_is_no_number_stays_json(path, stream, loss, shown):
+    stream.report(0, loss=loss)
+    assert strict(path.read_text())["loss"] == shown
+
+
+def test_reports_close_together_are_counted_and_not_written(path, stream):
+    assert [stream.report(loss=1.0) for _ in range(3)] == [True, False, False]
+    assert len(path.read_text().splitlines()) == 1
+    stream.close()
+    assert not stream.report(loss=1.0)
+
+
+@pytest.mark.parametrize(("value", "named"), [(torch.ones(2), r"one number, found a tensor of shape \(2,\)"),
+                                              ([1], "takes a number or a word, found list")])  # fmt: skip
+def test_anything_else_is_refused(stream, value, named):
+    with pytest.raises(ConfigError, match=named):
+        stream.report(loss=value)

@@ -1,0 +1,28 @@
+"""An unfit torch is named in words."""
+
+import importlib.metadata
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.versions import require_torch
+
+
+@pytest.mark.parametrize("found", ["2.8.1+cpu", "1.13.0", "2.14.0", "nonsense"])
+def test_an_untested_torch_is_refused_with_what_is_needed(found):
+    with pytest.raises(ConfigError, match=r"needs torch >=2\.9,<2\.14 .*found .*pip install"):
+        require_torch(found)
+
+
+@pytest.mark.parametrize("found", ["2.9.0", "2.13.0+cpu", "2.13.0a0+git1234"])
+def test_a_tested_torch_is_accepted(found):
+    require_torch(found)
+
+
+def test_no_torch_at_all_is_said(monkeypatch):
+    def missing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError("torch")
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ConfigError, match="found none"):
+        require_torch()
