@@ -27,11 +27,8 @@ def strict(line: str) -> dict[str, object]:
     return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_tensors_and_numpy_numbers_and_words_are_written(tmp_path):
-    path = tmp_path / "events.jsonl"
-    assert EventStream(str(path)).report(
-        7, loss=torch.tensor(0.5), rate=np.float32(0.25), rows=np.int64(3), phase="warm"
-    )
+def test_tensors_and_numpy_numbers_and_words_are_written(path, stream):
+    assert stream.report(7, loss=torch.tensor(0.5), rate=np.float32(0.25), rows=np.int64(3), phase="warm")
     event = strict(path.read_text())
     assert {k: event[k] for k in ("step", "loss", "rate", "rows", "phase")} == {
         "step": 7, "loss": 0.5, "rate": 0.25, "rows": 3, "phase": "warm",
