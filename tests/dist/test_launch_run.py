@@ -155,6 +155,20 @@ def test_the_exit_code_of_the_script_is_the_launchers(tmp_path: Path, code: str,
     assert f"rank 0 ended with exit code {expected}" in done.out
 
 
+@pytest.mark.parametrize("arguments", [["-m", "wrong"], ["wrong.py"]])
+def test_a_traceback_starts_in_the_script(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "wrong.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndef f():\n    raise ValueError('x')\nf()\n"
+    )
+    done = launch(tmp_path, "-n", "2", *arguments)
+    assert done.code == 1
+    for text in (done.out, done.log("workerlog.0"), done.log("workerlog.1")):
+        trace = text.partition("Traceback")[2].splitlines()
+        assert "wrong.py" in trace[1]
+        assert "entry.py" not in text
+        assert "runpy" not in text
+
+
 def test_a_module_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")

@@ -191,7 +191,7 @@ def test_a_port_held_by_someone_else_is_named(unused_port: int):
         )
     assert first.error_type == "ConfigError"
     assert (
-        f"Rank 0 was to hold the job's store at 127.0.0.1:{unused_port}, but could not: the port is in use"
+        f"Rank 0 was to hold the job's store at 127.0.0.1:{unused_port}, but could not: the port is in use by pid "
         in first.message
     )
 

@@ -181,6 +181,37 @@ def test_other_nodes_reach_the_first_by_its_name(this_pod: None) -> None:
     assert [found.name(rank) for rank in (0, 1)] == ["gpu01", "gpu02"]
 
 
+def test_a_first_host_that_means_nothing_here_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str) -> str:
+        raise LaunchError(f"{host} is unknown")
+
+    monkeypatch.setattr(machine, "resolve", unknown)
+    with pytest.raises(LaunchError, match=r"SLURM_JOB_NODELIST=gpu01 is the first host .* Set MASTER_ADDR"):
+        nodes.collective_nodes(allocated.fill(options(), BATCH), CPU)
+
+
+def test_a_name_that_comes_to_be_known_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    clock = iter(range(100))
+    answers = iter([None, None, None, None, "10.0.0.1"])
+
+    def resolve(host: str) -> str:
+        if (answer := next(answers)) is None:
+            raise LaunchError(f"{host} is unknown")
+        return answer
+
+    monkeypatch.setattr(machine, "resolve", resolve)
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
+    with caplog.at_level(logging.INFO, "phalanx.launch"):
+        assert machine.resolve_within("pod-0", 60.0) == "10.0.0.1"
+    assert caplog.messages == [
+        "server not ready, wait 3 sec to retry...",
+        "not ready endpoints:['pod-0'] (no host of this name yet)",
+    ]
+
+
 def test_mistakes_name_the_variable_they_came_from(this_pod: None) -> None:
     with pytest.raises(LaunchError, match=r"PET_NODE_RANK=2 is outside 0\.\.1"):
         nodes.collective_nodes(allocated.fill(options(), PET | {"PET_NODE_RANK": "2"}), CPU)

@@ -62,7 +62,7 @@ def test_the_command_fails_when_a_check_fails(monkeypatch):
     _with(monkeypatch, checks.python((3, 11)), checks.native_core("no module named phalanx._core"))
     result = CliRunner().invoke(doctor, [])
     assert result.exit_code == 1
-    assert "1 ok, 0 warnings, 1 failed" in result.output
+    assert "1 ok, warnings: 0, failed: 1" in result.output
     assert "Reinstall phalanx" in result.output
 
 

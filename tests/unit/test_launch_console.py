@@ -43,6 +43,11 @@ def test_a_traceback_is_one_block_even_when_it_comes_in_pieces() -> None:
     assert found == ['Traceback (most recent call last):\n  File "a.py", line 1\n    boom()\nValueError: bad']
 
 
+def test_ctrl_c_in_other_ranks_is_not_told() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1\nKeyboardInterrupt\nWARNING: not saved\n'
+    assert AlarmFilter().feed(text) == ["WARNING: not saved"]
+
+
 def test_a_progress_bar_shows_its_last_state() -> None:
     assert AlarmFilter().feed("10%\r20%\rWARNING: done\r\n") == ["WARNING: done"]
 

@@ -6,13 +6,18 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import click
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster.settings import TABLE, markdown, shown_value
+from phalanx.cluster.settings import TABLE, Setting, markdown, shown_value
+
+_LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 
 
 @click.command()
@@ -38,11 +43,25 @@ def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str) -> None:
     if not chosen:
         click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
         return
-    table = Table("variable", "value", "family", "access", "default", "meaning", title="Settings", expand=False)
+    _console().print(_settings_table(chosen, values, lang))
+
+
+def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Table:
+    """One section per family, so that names stay whole on a narrow terminal."""
+    table = Table(box=box.SIMPLE_HEAD, title="Settings", caption="r read, w written, - ignored")
+    # Names are copied into shells and scripts: cut in the middle they are of no use.
+    table.add_column("variable", no_wrap=True, min_width=max(len(s.name) for s in chosen))
+    for heading in ("", "value", "default", "meaning"):
+        table.add_column(heading, overflow="fold")
+    family = ""
     for s in chosen:
+        if s.family != family:
+            family = s.family
+            table.add_section()
+            table.add_row(f"[bold]{family}[/]")
         meaning = s.meaning_zh if lang == "zh" else s.meaning_en
-        table.add_row(s.name, values.get(s.name, ""), s.family, s.access, s.default, meaning)
-    _console().print(table)
+        table.add_row(s.name, _LETTERS[s.access], escape(values.get(s.name, "")), s.default, meaning)
+    return table
 
 
 @click.command()
@@ -61,7 +80,7 @@ def doctor(as_json: bool) -> None:
         for r in results:
             table.add_row(r.name, f"[{colours[r.state]}]{r.state}[/]", r.found, r.advice)
         _console().print(table)
-        click.echo(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
+        click.echo(f"{counts['ok']} ok, warnings: {counts['warning']}, failed: {counts['failed']}")
     sys.exit(1 if counts["failed"] else 0)
 
 

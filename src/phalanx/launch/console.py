@@ -47,7 +47,8 @@ class AlarmFilter:
             if line.startswith((" ", "\t")) and len(self._traceback) < _LARGEST_BLOCK:
                 return None
             block, self._traceback = "\n".join(self._traceback), []
-            return block
+            # Whoever pressed Ctrl-C knows; rank 0's own says where the job was.
+            return None if line == "KeyboardInterrupt" else block
         return line if _ALARM.search(line) else None
 
 

@@ -35,6 +35,9 @@ _PEER_WORDS = re.compile(
     re.IGNORECASE,
 )
 
+_OUR_FRAMES = (__file__, runpy.run_module.__code__.co_filename)
+"""Files between the server and the script, which say nothing about the script's mistake."""
+
 
 def prepare() -> None:
     """Do once, in the server, what every child would otherwise do for itself."""
@@ -164,9 +167,10 @@ def _current_error() -> tuple[type[BaseException], BaseException, types.Tracebac
     kind, error, trace = sys.exc_info()
     assert kind is not None
     assert error is not None
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
         trace = trace.tb_next
-    return kind, error, trace
+    # The interpreter shows the traceback that hangs on the error, whatever it is handed.
+    return kind, error.with_traceback(trace), trace
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

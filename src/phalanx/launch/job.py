@@ -73,7 +73,7 @@ class Job:
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
         self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
-        source = "from your environment" if chosen else f"{here.cores} cores; set it to choose another"
+        source = "from your environment" if chosen else f"of {here.cores} cores"
         return f"OMP_NUM_THREADS={threads} for each process ({source})"
 
     def _say_mode(self, request: Request, here: Machine) -> None:

@@ -105,18 +105,27 @@ def _first_host(options: Options, machine: Machine) -> str:
     assert name is not None
     if "master_addr" not in options.origins or hosts.is_numeric(name):
         master = _reachable(name)
-    elif options.node_rank == 0:
-        master = hosts.resolve(name)
-        if master.startswith("127."):
-            return machine.pod_ip or hosts.address_towards(_ANYWHERE)
     else:
-        master = hosts.resolve_within(name, options.timeout_s)
+        master = _scheduled(options, name)
+        if options.node_rank == 0 and master.startswith("127."):
+            return machine.pod_ip or hosts.address_towards(_ANYWHERE)
     if options.node_rank == 0 and not hosts.is_ours(master):
         raise LaunchError(
             f"{options.named('node_rank')} is the host of {options.named('master_addr')}, which is not an address of "
             "this host. Correct one of them."
         )
     return master
+
+
+def _scheduled(options: Options, name: str) -> str:
+    """The address of a first host that a scheduler named; other hosts wait until its name means something."""
+    try:
+        return hosts.resolve_within(name, 0.0 if options.node_rank == 0 else options.timeout_s)
+    except LaunchError:
+        raise LaunchError(
+            f"{options.named('master_addr')} is the first host of this job, and no name this host can resolve. Set "
+            "MASTER_ADDR, or give --master_addr, with that host's IPv4 address on every host."
+        ) from None
 
 
 def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> Nodes:

@@ -34,7 +34,7 @@ def render(jobs: list[dict[str, Any]]) -> str:
             f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
         )
         lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}  log")
-        lines += [_row(process) for process in job["processes"]]
+        lines += [_row(process) for process in job["processes"]] or ["  starting"]
     return "\n".join(lines) + "\n"
 
 
