@@ -19,16 +19,13 @@ After backward, each `param.grad` is a view into its bucket, valid until the nex
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PeerLostError
@@ -62,9 +59,6 @@ class Reducer:
         self._syncing = True
         self._running = False
         self._next = 0
-        self._backwards: set[int] = set()
-        """Graph tasks of the engine in which gradients came: one, and one more per re-entrant checkpoint."""
-
         self.steps = 0
         self.collectives_issued = 0
         """All-reduces issued since the start."""
@@ -111,8 +105,8 @@ class Reducer:
                 "pass before raised an error: end the job. Or several re-entrant checkpoints use the parameter: pass "
                 "use_reentrant=False to torch.utils.checkpoint."
             )
-        self._call_back()
         gradient.touched = True
+        self._take(gradient)
         bucket = self._buckets[index]
         bucket.pending -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
@@ -121,38 +115,39 @@ class Reducer:
     def _begin(self) -> None:
         self._running = True
         self._next = 0
-        self._backwards.clear()
         for bucket in self._buckets:
             bucket.pending = len(bucket.gradients)
             for gradient in bucket.gradients:
                 gradient.touched = False
-
-    def _call_back(self) -> None:
-        """Have `_on_end` run when the present backward pass, or the re-entrant one inside it, has ended."""
-        backward = torch._C._current_graph_task_id()
-        if backward not in self._backwards:
-            self._backwards.add(backward)
-            # Runs in the thread that called backward, once its last gradient has been accumulated.
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        # Runs in the thread that called backward, once its last gradient has been accumulated.
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
 
     def _on_end(self) -> None:
-        is_complete = self._next == len(self._buckets)
-        if self._running and (is_complete or not _is_inside_backward(sys._getframe())):
+        # A re-entrant checkpoint ends a backward pass of its own; what came so far is then reduced already.
+        if self._running:
             self._finish()
 
     @torch.no_grad()
+    def _take(self, gradient: Gradient) -> None:
+        """Move a new gradient into its bucket while it is still in the cache."""
+        require_same_kind(gradient)
+        scale, found = 1.0 / self._context.world_size, gradient.param.grad
+        assert found is not None
+        if found.data_ptr() == gradient.view.data_ptr():
+            gradient.view.mul_(scale)
+        else:
+            torch.mul(found, scale, out=gradient.view)
+            gradient.param.grad = gradient.view
+
+    @torch.no_grad()
     def _issue(self, bucket: Bucket) -> None:
-        scale = 1.0 / self._context.world_size
-        for gradient in bucket.gradients:
-            found = gradient.param.grad
-            if found is None:
-                gradient.view.zero_()
+        for gradient in bucket.gradients if bucket.pending else ():
+            if gradient.touched:
                 continue
-            require_same_kind(gradient)
-            if found.data_ptr() == gradient.view.data_ptr():
-                gradient.view.mul_(scale)
+            if gradient.param.grad is not None:
+                self._take(gradient)
             else:
-                torch.mul(found, scale, out=gradient.view)
+                gradient.view.zero_()
         if bucket.pending:
             bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
         else:
@@ -221,13 +216,3 @@ class Reducer:
             f"rank {rank} of {world}: the all-reduce of gradients in step {self.steps + 1} failed: {error}. "
             "Another rank ended or stopped answering; its log says why."
         )
-
-
-def _is_inside_backward(frame: FrameType | None) -> bool:
-    """Return whether a custom function's backward called this one: a re-entrant checkpoint walks its part that way."""
-    while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        if frame.f_code.co_name == "backward" and first and isinstance(frame.f_locals.get(first[0]), BackwardCFunction):
-            return True
-        frame = frame.f_back
-    return False

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -21,10 +17,9 @@ from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, RoleError, StrategyError
 from phalanx.old_names import replacement
-from phalanx.parallel.apply import applied, applied_to, apply, check_model, is_cared_for, name_of
+from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
-from phalanx.parallel.learning_rate import apply_factor, factor_for
-from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.watch import ForwardWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -35,22 +30,6 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-@dataclass(slots=True)
-class Assembly:
-    """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
-
-    strategy: DistributedStrategy | None = None
-    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    incomplete: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """Models whose optimizer should come by a call of its own."""
-
-    loader: ShardedLoader | None = None
-    has_warned: bool = False
-
-
-_assembly = Assembly()
-
-
 def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """Set the strategy of this process, or return the one in use when None; the default one if there is none.
 
@@ -59,13 +38,13 @@ def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """
     if strategy is not None:
         strategy = check_strategy(strategy)
-        if _assembly.strategy not in (None, strategy) and applied():
+        if assembly.strategy not in (None, strategy) and applied():
             raise StrategyError(
                 "a model was distributed under another strategy already. Give the strategy once, to init or to the "
                 "first call."
             )
-        _assembly.strategy = strategy
-    return _assembly.strategy or DistributedStrategy()
+        assembly.strategy = strategy
+    return assembly.strategy or DistributedStrategy()
 
 
 def distribute(
@@ -104,7 +83,7 @@ def distribute(
     use_strategy(strategy)
     loader = _loader_of(data, global_batch, loader_options)
     agree("data", _contract(loader))
-    _assembly.loader = loader or _assembly.loader
+    assembly.loader = loader or assembly.loader
     add_model(model, plan)
     if optimizer is not None:
         add_optimizer(optimizer)
@@ -128,42 +107,9 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size)
     apply(plan, model)
     if expects_optimizer:
-        _assembly.incomplete.add(model)
-    model.register_forward_hook(_ForwardWatch())
+        assembly.incomplete.add(model)
+    model.register_forward_hook(ForwardWatch())
     return model
-
-
-def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Warn when a model came by `distributed_model`, but this optimizer, or any if None, by no such call."""
-    optimizers = _assembly.optimizers
-    if model in _assembly.incomplete and not (optimizers if optimizer is None else optimizer in optimizers):
-        logger.warning("the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too.")
-
-
-def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
-    """Bind an optimizer to this job and return the same object.
-
-    Adds learning-rate scaling if the strategy asks for it, checks before each step, and errors for old spellings.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
-    if optimizer in _assembly.optimizers:
-        raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
-    context, loader = _join("distributed_optimizer"), _assembly.loader
-    hook_steps(optimizer, before=_StepWatch())
-    factor = factor_for(
-        use_strategy(None),
-        context.world_size,
-        loader.global_batch if loader else None,
-        _steps_per_epoch(loader),
-    )
-    if factor is not None:
-        apply_factor(optimizer, factor)
-        logger.info("learning rate x%g after %d warm-up steps", factor.scale, factor.warmup_steps)
-    _assembly.optimizers.add(optimizer)
-    for word in ("minimize", "clear_grad", "clear_gradients"):
-        setattr(optimizer, word, partial(_refuse_word, word))
-    return optimizer
 
 
 @contextmanager
@@ -214,74 +160,6 @@ def _apply_collective_grads() -> None:
 
 def _refuse_word(word: str, *_: Any, **__: Any) -> None:
     raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
-
-
-class _StepWatch:
-    """Stops an optimizer step whose gradients are not those of all ranks."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[int, int] | None = None
-        self._apart: list[Tensor] = []
-
-    def __call__(self, optimizer: Optimizer) -> None:
-        if not context_of.current().is_distributed:
-            return
-        made = applied()
-        if any(a.reducer is not None and a.reducer.is_reducing for a in made):
-            raise ConfigError("the last backward pass raised an error, so the gradients are incomplete. End the job.")
-        seen = len(made), sum(len(group["params"]) for group in optimizer.param_groups)
-        if seen != self._seen:
-            self._seen = seen
-            self._apart = [p for group in optimizer.param_groups for p in group["params"] if not is_cared_for(p)]
-        late = [p for p in self._apart if p.grad is not None]
-        if late and made:
-            raise ConfigError(_explain_apart(late))
-        if late and not _assembly.has_warned:
-            _assembly.has_warned = True
-            logger.warning(
-                "the optimizer is distributed but no model is: gradients are not averaged. Call "
-                "fleet.distributed_model(model) too."
-            )
-
-
-def _explain_apart(late: list[Tensor]) -> str:
-    name = name_of(late[0])
-    which = f"parameter {name!r}" if name else f"a parameter of shape {tuple(late[0].shape)}"
-    others = f" (and those of {len(late) - 1} others)" if len(late) > 1 else ""
-    why = (
-        "It was frozen, or another tensor stood in its place, when the model was distributed: set requires_grad and "
-        "load with assign=True before that"
-        if name
-        else "It belongs to no distributed model: distribute one module that holds all you train"
-    )
-    return f"the gradient of {which}{others} is not averaged over the ranks. {why}."
-
-
-class _ForwardWatch:
-    """Warns once about loops nobody means: evaluation that keeps graphs, training without a distributed optimizer."""
-
-    PATIENCE = 3
-    """Forward passes before a warning; the first may be a probe."""
-
-    def __init__(self) -> None:
-        self.evaluations = 0
-        self.training_steps = 0
-
-    def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> None:
-        # A compiler that traces the model must not see the counters: it would compile anew for each value.
-        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        if model.training:
-            self.training_steps += 1
-            if self.training_steps == self.PATIENCE:
-                warn_if_apart(model)
-            return
-        self.evaluations += 1
-        if self.evaluations == self.PATIENCE:
-            logger.warning(
-                "the model is in eval() mode but still builds a graph for backward, which keeps memory. "
-                "Wrap evaluation in torch.no_grad(), or use phalanx.evaluate."
-            )
 
 
 def _join(verb: str) -> Context:
