@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from phalanx.errors import ConfigError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
-from phalanx.parallel.watch import ForwardWatch, assembly
+from phalanx.parallel.learning_rate import apply_factor, factor_for
+from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -110,6 +113,32 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         assembly.incomplete.add(model)
     model.register_forward_hook(ForwardWatch())
     return model
+
+
+def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Bind an optimizer to this job and return the same object.
+
+    Adds learning-rate scaling if the strategy asks for it, checks before each step, and errors for old spellings.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
+    if optimizer in assembly.optimizers:
+        raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
+    context, loader = _join("distributed_optimizer"), assembly.loader
+    hook_steps(optimizer, before=StepWatch())
+    factor = factor_for(
+        use_strategy(None),
+        context.world_size,
+        loader.global_batch if loader else None,
+        _steps_per_epoch(loader),
+    )
+    if factor is not None:
+        apply_factor(optimizer, factor)
+        logger.info("learning rate rises to %g x yours over %d steps", factor.scale, factor.warmup_steps)
+    assembly.optimizers.add(optimizer)
+    for word in ("minimize", "clear_grad", "clear_gradients"):
+        setattr(optimizer, word, partial(_refuse_word, word))
+    return optimizer
 
 
 @contextmanager
