@@ -44,32 +44,6 @@ def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
         logger.warning("the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too.")
 
 
-def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
-    """Bind an optimizer to this job and return the same object.
-
-    Adds learning-rate scaling if the strategy asks for it, checks before each step, and errors for old spellings.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
-    if optimizer in assembly.optimizers:
-        raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
-    context, loader = _join("distributed_optimizer"), assembly.loader
-    hook_steps(optimizer, before=StepWatch())
-    factor = factor_for(
-        use_strategy(None),
-        context.world_size,
-        loader.global_batch if loader else None,
-        _steps_per_epoch(loader),
-    )
-    if factor is not None:
-        apply_factor(optimizer, factor)
-        logger.info("learning rate x%g after %d warm-up steps", factor.scale, factor.warmup_steps)
-    assembly.optimizers.add(optimizer)
-    for word in ("minimize", "clear_grad", "clear_gradients"):
-        setattr(optimizer, word, partial(_refuse_word, word))
-    return optimizer
-
-
 class StepWatch:
     """Stops an optimizer step whose gradients are not those of all ranks."""
 
@@ -78,6 +52,7 @@ class StepWatch:
         self._apart: list[Tensor] = []
 
     def __call__(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that the optimizer is about to use."""
         if not context_of.current().is_distributed:
             return
         made = applied()
@@ -122,6 +97,7 @@ class ForwardWatch:
         self.training_steps = 0
 
     def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> None:
+        """Count a forward pass."""
         # A compiler that traces the model must not see the counters: it would compile anew for each value.
         if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
             return

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
-from phalanx.parallel.distribute import warn_if_apart
 from phalanx.parallel.step_hooks import keep_out_of_graph
+from phalanx.parallel.watch import warn_if_apart
 
 logger = logging.getLogger("phalanx.train")
 
