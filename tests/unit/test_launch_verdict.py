@@ -73,6 +73,7 @@ def test_the_report_speaks_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_LANG", "zh")
     text = report.render(ending(1, 0, 1.0), [])
     assert "rank 1 最先失败" in text
+    assert len(text.splitlines()[0].encode("gbk")) == 88
     assert "提前以退出码 0 结束" in text
 
 

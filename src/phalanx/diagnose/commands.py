@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from phalanx.cluster import messages
 from phalanx.cluster.settings import TABLE, Setting, markdown, shown_value
 
 _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
@@ -24,8 +25,8 @@ _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 @click.option("--list", "list_all", is_flag=True, help="Show every variable, not only those that are set.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on standard output.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the page docs/settings.md.")
-@click.option("--lang", type=click.Choice(["en", "zh"]), default="en", show_default=True, help="Language of meanings.")
-def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str) -> None:
+@click.option("--lang", type=click.Choice(messages.LANGUAGES), help="Language of meanings. Default: from LANG.")
+def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str | None) -> None:
     """Show the environment variables that are read or written, and what they are set to.
 
     Secrets are masked.
@@ -43,7 +44,7 @@ def env(list_all: bool, as_json: bool, as_markdown: bool, lang: str) -> None:
     if not chosen:
         click.echo(f"None of the {len(TABLE)} settings is set. `phalanx env --list` shows them all.")
         return
-    _console().print(_settings_table(chosen, values, lang))
+    _console().print(_settings_table(chosen, values, lang or messages.language()))
 
 
 def _settings_table(chosen: Sequence[Setting], values: Mapping[str, str], lang: str) -> Table:

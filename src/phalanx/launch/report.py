@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import unicodedata
 from collections.abc import Sequence
 
 from phalanx.cluster.messages import TABLE, text
@@ -27,6 +28,12 @@ def _signal(number: int) -> str:
     return f"{said}: {text(name)}" if name in TABLE else said
 
 
+def _centred(title: str) -> str:
+    """The title in a rule; Chinese characters take two columns each."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in title)
+    return title.center(_WIDTH - wide, "=")
+
+
 def render(first: Ending, others: Sequence[Ending]) -> str:
     """Return the framed report of a failed job, in the user's language.
 
@@ -34,7 +41,7 @@ def render(first: Ending, others: Sequence[Ending]) -> str:
         first: The process that failed first.
         others: Endings of the rest, told in one line each.
     """
-    lines = [f" {text('failed first', title=first.title)} ".center(_WIDTH, "=")]
+    lines = [_centred(f" {text('failed first', title=first.title)} ")]
     lines.append(f"{first.title} {how(first)}")
     lines.append(text("where", host=first.host, pid=first.pid))
     followers = [f"{e.title}: {how(e)}" for e in others if e.failed and e.title != first.title]
