@@ -72,7 +72,6 @@ def main() -> None:
         for batch_id, (image, label) in enumerate(loader):
             out = step(image, label)
             loss = px.global_mean(out.loss)
-            px.report(step=steps, loss=loss, epoch=epoch)
             rows += context.batch.global_rows
             steps += 1
             if batch_id % 5 == 0:

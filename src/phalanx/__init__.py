@@ -53,8 +53,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
         from phalanx.old_names import replacement
 
-        hint = replacement(name) or did_you_mean(name, __all__)
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}. {hint}")
+        old = replacement(name)
+        hint = f" {old}." if old else did_you_mean(name, __all__)
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}.{hint}")
     if name not in _TORCH_FREE:
         from phalanx.versions import require_torch
 

@@ -31,8 +31,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"phalanx.distributed.{name}")
     if name not in _HOMES:
-        hint = replacement(name) or did_you_mean(name, __all__)
-        raise AttributeError(f"module 'phalanx.distributed' has no attribute {name!r}. {hint}")
+        old = replacement(name)
+        hint = f" {old}." if old else did_you_mean(name, __all__)
+        raise AttributeError(f"module 'phalanx.distributed' has no attribute {name!r}.{hint}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -20,6 +20,7 @@ from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
+from phalanx.train.events import report
 
 logger = logging.getLogger("phalanx.train")
 
@@ -120,7 +121,7 @@ class TrainStep:
         if self.compiled:
             self._keep_rates_variable()
         self._update()
-        self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs)
+        self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs, loss)
         return StepOutput({"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in fetched.items()}})
 
     def summary(self) -> str:
@@ -157,7 +158,8 @@ class TrainStep:
         inputs, target = (moved(part, self._device) for part in batch)
         return inputs, target
 
-    def _account(self, seconds: float, has_compiled: bool) -> None:
+    def _account(self, seconds: float, has_compiled: bool, loss: Tensor) -> None:
+        report(step=self.steps, loss=loss.detach())
         self.steps += 1
         if has_compiled:
             self.compile_s += seconds
