@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from phalanx.data.shards import EpochPlan, even_split
 from phalanx.errors import ConfigError
 
-plans = st.builds(
-    EpochPlan, rows=st.integers(0, 300), global_batch=st.integers(1, 60), drop_last=st.booleans()
-)
+plans = st.builds(EpochPlan, rows=st.integers(0, 300), global_batch=st.integers(1, 60), drop_last=st.booleans())
 worlds = st.integers(1, 9)
 
 

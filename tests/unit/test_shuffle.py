@@ -91,9 +91,7 @@ def test_a_size_out_of_range_is_named(n: int) -> None:
         shuffled(n, 0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("start", "count", "step"), [(5, 1, 1), (3, 3, 1), (-1, 1, 1), (0, 2, 0), (0, -1, 1)]
-)
+@pytest.mark.parametrize(("start", "count", "step"), [(5, 1, 1), (3, 3, 1), (-1, 1, 1), (0, 2, 0), (0, -1, 1)])
 def test_positions_outside_the_epoch_are_named(start: int, count: int, step: int) -> None:
     asked = f"Asked for {count} positions from {start} in steps of {step}, but the epoch has positions 0 to 4"
     with pytest.raises(ConfigError, match=asked):
