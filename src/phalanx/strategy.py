@@ -76,8 +76,7 @@ class DistributedStrategy(BaseModel):
     """Let gradients travel together; one all-reduce per gradient when False."""
 
     fuse_grad_size_in_MB: float = Field(default=25.0, gt=0, strict=False)  # noqa: N815 (Fleet's spelling)
-    """MiB of gradients that travel together. Fleet's default is 32; ours equals torch's, where the overlap was
-    measured."""
+    """MiB of gradients that travel together. Fleet's default is 32; ours is torch DDP's."""
 
     fuse_grad_size_in_TFLOPS: float | None = Field(default=None, gt=0, strict=False)  # noqa: N815
     """Accepted and reported: buckets are cut by bytes only."""

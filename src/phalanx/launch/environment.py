@@ -155,6 +155,17 @@ def _cards(process: Process, facts: JobFacts) -> dict[str, str | None]:
     }
 
 
+_SHARED_BY_ROLES = (
+    "PADDLE_PSERVERS_IP_PORT_LIST",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_HETER_TRAINER_IP_PORT_LIST",
+    "PADDLE_WITH_GLOO",
+    "PADDLE_GLOO_RENDEZVOUS",
+    "PADDLE_GLOO_HTTP_ENDPOINT",
+    "PADDLE_GLOO_FS_PATH",
+)
+"""Rows of both parameter-server tables."""
+
 _SHOWN = {
     "worker": (
         "PADDLE_TRAINER_ENDPOINTS",
@@ -168,25 +179,13 @@ _SHOWN = {
         "POD_IP",
         "PADDLE_PORT",
         "PADDLE_TRAINERS_NUM",
-        "PADDLE_PSERVERS_IP_PORT_LIST",
-        "PADDLE_TRAINER_ENDPOINTS",
-        "PADDLE_HETER_TRAINER_IP_PORT_LIST",
-        "PADDLE_WITH_GLOO",
-        "PADDLE_GLOO_RENDEZVOUS",
-        "PADDLE_GLOO_HTTP_ENDPOINT",
-        "PADDLE_GLOO_FS_PATH",
+        *_SHARED_BY_ROLES,
     ),
     "ps worker": (
         "TRAINING_ROLE",
         "PADDLE_TRAINER_ID",
         "PADDLE_TRAINERS_NUM",
-        "PADDLE_PSERVERS_IP_PORT_LIST",
-        "PADDLE_TRAINER_ENDPOINTS",
-        "PADDLE_HETER_TRAINER_IP_PORT_LIST",
-        "PADDLE_WITH_GLOO",
-        "PADDLE_GLOO_RENDEZVOUS",
-        "PADDLE_GLOO_HTTP_ENDPOINT",
-        "PADDLE_GLOO_FS_PATH",
+        *_SHARED_BY_ROLES,
         "CUDA_VISIBLE_DEVICES",
         "FLAGS_selected_gpus",
         "XPU_VISIBLE_DEVICES",
