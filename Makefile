@@ -36,8 +36,8 @@ test-fault: $(STAMP)  ## real kills
 	$(BIN)/python -m pytest tests/fault
 
 check: $(STAMP)  ## formatting, lint, types, layers
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

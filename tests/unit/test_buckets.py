@@ -1,9 +1,9 @@
 """How gradients are grouped for the all-reduce."""
 
-from examples.resnet.model import ResNet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.resnet.model import ResNet
 from phalanx.parallel.describe import shape_of
 from phalanx.plan.buckets import FIRST_BUCKET_BYTES, all_reduce_buckets, cut_buckets
 from phalanx.plan.rules import plan_from_strategy
