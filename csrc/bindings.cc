@@ -1,36 +1,8 @@
-// Python's view of the native core. No logic here: arguments in, arrays out, the GIL released in between.
+// Python's view of the native core.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
-#include <cstdint>
-#include <memory>
-
-#include "shuffle.h"
-
-namespace nb = nanobind;
-using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-
-namespace {
-
-Int64Array shuffled(std::uint64_t n, std::uint64_t seed, std::uint64_t start, std::size_t count, std::uint64_t step) {
-  auto elements = std::make_unique<std::int64_t[]>(count);
-  {
-    nb::gil_scoped_release release;
-    phalanx::Permutation(n, seed).fill({elements.get(), count}, start, step);
-  }
-  std::int64_t* data = elements.release();
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
-  return Int64Array(data, {count}, owner);
-}
-
-}  // namespace
+#include "bind.h"
 
 NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
-  module.def("shuffled", &shuffled, nb::arg("n"), nb::arg("seed"), nb::arg("start"), nb::arg("count"),
-             nb::arg("step") = 1,
-             nb::sig("def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> "
-                     "numpy.typing.NDArray[numpy.int64]"),
-             "Elements at start, start + step, ... of the permutation of [0, n) that `seed` picks.");
+  bind_shuffle(module);
 }

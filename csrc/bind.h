@@ -1,0 +1,7 @@
+// One function per part of the core that Python sees; bindings.cc calls them all.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_shuffle(nanobind::module_& module);

@@ -1,0 +1,1 @@
+"""Framed messages between workers and servers, over Unix or TCP sockets."""
