@@ -138,11 +138,14 @@ class Push(_Reduced):
     kind: Literal["push"] = "push"
     mode: Literal["sync", "async", "half_async", "geo", "bounded"]
     steps: PositiveInt | None = None
-    """Steps between pushes (geo) or the staleness bound (bounded)."""
+    """Steps between pushes (geo), steps added up into one push (half_async), or the staleness bound (bounded)."""
+
+    local_optimizer: bool = False
+    """Whether geo may train its replica with another rule than SGD."""
 
     @model_validator(mode="after")
     def _steps_where_needed(self) -> Self:
-        if (self.steps is None) == (self.mode in ("geo", "bounded")):
+        if (self.steps is None) == (self.mode in ("geo", "half_async", "bounded")):
             raise ValueError(f"push mode {self.mode!r} {'needs' if self.steps is None else 'takes no'} `steps`")
         return self
 
