@@ -5,3 +5,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_shuffle(nanobind::module_& module);
+void bind_slots(nanobind::module_& module);

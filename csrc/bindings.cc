@@ -5,4 +5,5 @@
 NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
   bind_shuffle(module);
+  bind_slots(module);
 }
