@@ -54,8 +54,19 @@ class Pulled(Protocol):
     """A pull under way."""
 
     def rows(self) -> list[Rows]:
-        """Wait and return one (n, dim) array per `Want`, in its order; they stay valid until the next pull."""
+        """Wait and return one (n, dim) array per `Want`, in its order. The arrays are the caller's."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A pull that has come."""
+
+    arrays: list[Rows]
+
+    def rows(self) -> list[Rows]:
+        """Return the arrays."""
+        return self.arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +99,8 @@ class Store(Protocol):
         """Ask for rows. Reading changes nothing: an id without a row reads as what it would start from.
 
         Args:
-            wants: One entry per table.
-            step: Optimizer steps this worker has pushed so far; sync and bounded modes wait by it.
+            wants: Any number of entries; a table may come more than once.
+            step: Pushes this worker has made so far; sync and bounded modes wait by it.
         """
         ...
 
@@ -98,7 +109,7 @@ class Store(Protocol):
 
         Args:
             changes: Any number of tables; an empty list still ends the step in sync mode.
-            step: The number of this step, from 0.
+            step: The number of this push, from 0.
             weight: Rows of the batch the gradients are the mean of; sync mode averages by it.
         """
         ...

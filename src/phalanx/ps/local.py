@@ -1,0 +1,109 @@
+"""Tables in this process: what a job without servers trains, and the reference of every mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want
+from phalanx.ps.table import Table, make_table
+
+
+class LocalStore:
+    """A `Store` whose tables are here. With one worker sync, async and bounded agree: a push is applied at once."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, TableSpec] = {}
+        self._tables: dict[str, Table] = {}
+
+    def declare(self, specs: Sequence[TableSpec]) -> None:
+        """Make these tables, or check that they are there with the same specification. See `Store.declare`."""
+        for spec in specs:
+            if spec.name in self._specs:
+                check_same(self._specs[spec.name], spec)
+            else:
+                self._specs[spec.name], self._tables[spec.name] = spec, make_table(spec)
+
+    def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
+        """Read rows. See `Store.pull`."""
+        arrays = []
+        for want in wants:
+            table = self._table(want.table)
+            out = np.empty((len(want.keys), self._specs[want.table].dim), np.float32)
+            table.pull(want.keys, out)
+            arrays.append(out)
+        return Ready(arrays)
+
+    def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
+        """Apply changes. See `Store.push`."""
+        for change in changes:
+            apply(self._table(change.table), change)
+
+    def flush(self) -> None:
+        """Do nothing: a push is applied when it returns."""
+
+    def leave(self) -> None:
+        """Do nothing: nobody waits for this worker."""
+
+    def report(self) -> dict[str, TableReport]:
+        """Return counts by table name."""
+        return {
+            name: TableReport(table.rows, table.bytes, table.pushed, table.dropped, table.evicted)
+            for name, table in self._tables.items()
+        }
+
+    def shrink(self, table: str) -> int:
+        """End a day. See `Store.shrink`."""
+        return self._table(table).shrink()
+
+    def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
+        """Write a snapshot. See `Store.save`."""
+        raise NotImplementedError
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
+        """Read a snapshot. See `Store.load`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the tables."""
+        self._specs.clear()
+        self._tables.clear()
+
+    def _table(self, name: str) -> Table:
+        try:
+            return self._tables[name]
+        except KeyError:
+            raise ConfigError(
+                f"there is no table {name!r}; tables: {sorted(self._tables)}.{did_you_mean(name, self._tables)}"
+            ) from None
+
+
+def apply(table: Table, change: Change) -> int:
+    """Apply one change to a table and return how many gradients were dropped."""
+    if change.kind == "delta":
+        table.add(change.keys, change.values)
+        return 0
+    if change.kind == "assign":
+        table.assign(change.keys, change.values)
+        return 0
+    return table.push(change.keys, change.values, change.lr, change.counts, change.shows, change.clicks)
+
+
+def check_same(known: TableSpec, asked: TableSpec) -> None:
+    """Hold a specification against the one its table was made with.
+
+    Raises:
+        ConfigError: If they differ; names the first field and both values.
+    """
+    for field in dataclasses.fields(TableSpec):
+        have, want = getattr(known, field.name), getattr(asked, field.name)
+        if have != want:
+            raise ConfigError(
+                f"table {asked.name!r} was made with {field.name}={have!r} and is now asked with "
+                f"{field.name}={want!r}. Give both the same settings, or another name."
+            )

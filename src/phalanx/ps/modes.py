@@ -1,0 +1,149 @@
+"""What a worker does at a pull and at a push, in each training mode.
+
+`Mode` itself sends every step as it is: sync, async and bounded staleness, which differ in what the servers wait for.
+`HalfAsync` sends the sum of several steps; `phalanx.ps.geo.Geo` trains a replica and sends differences.
+The exact definitions are in `docs/design/parameter-server.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.ps.dedup import merge
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.store import Change, Pulled, Store, Want
+
+
+class Mode:
+    """Sends each step's gradients as one push. One thread of one worker uses a mode."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        """The tables; for reports, shrinking and snapshots, which no mode changes."""
+
+        self.step = 0
+        """Optimizer steps of this worker so far."""
+
+        self.pushes = 0
+        """Pushes made so far; a mode may need several steps for one."""
+
+        self._left = False
+
+    def declare(self, specs: Sequence[TableSpec]) -> None:
+        """Make these tables, or check that they are there with the same specification.
+
+        Raises:
+            ConfigError: If a table of this name has another specification, or this mode cannot train it.
+        """
+        self.store.declare(specs)
+
+    def pull(self, wants: Sequence[Want]) -> Pulled:
+        """Ask for the rows that the next step computes with; `rows()` of what comes back waits for them."""
+        return self.store.pull(wants, step=self.pushes)
+
+    def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+        """End an optimizer step. Every step must end, with an empty list where there is nothing to send.
+
+        Args:
+            changes: Gradients, at most one entry per table.
+            weight: Rows of the batch that the gradients are the mean of; sync mode averages by it.
+        """
+        self.step += 1
+        self._send(changes, weight)
+
+    def assign(self, changes: Sequence[Change]) -> None:
+        """Give rows their first values; returns once they are in place.
+
+        It is no optimizer step, but in sync mode it is one push, so every worker calls it, with an empty list where
+        another worker gives the values.
+
+        Args:
+            changes: Changes of kind `assign`.
+        """
+        self._send(changes)
+        self.store.flush()
+
+    def flush(self) -> None:
+        """Send what is held back and wait until every push is acknowledged: call it before a snapshot."""
+        self.store.flush()
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
+        """Replace rows by those of a snapshot, of all tables or of those named; returns `extra` of the save."""
+        return self.store.load(directory, names)
+
+    def finish(self) -> None:
+        """Send what is held back, and say that this worker pushes no more. Safe to call twice."""
+        if self._left:
+            return
+        self.flush()
+        self.store.leave()
+        self._left = True
+
+    def _send(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+        self.store.push(changes, step=self.pushes, weight=weight)
+        self.pushes += 1
+
+
+class HalfAsync(Mode):
+    """Adds up the gradients of several own steps, sends the sum as one push and waits until it is applied."""
+
+    def __init__(self, store: Store, *, steps: int) -> None:
+        super().__init__(store)
+        self._steps = steps
+        self._held: list[Sequence[Change]] = []
+
+    def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+        """End an optimizer step; every `steps`-th sends the sum. See `Mode.push`."""
+        self.step += 1
+        self._held.append(changes)
+        if len(self._held) == self._steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the steps held back, if any, and wait until they are applied."""
+        if self._held:
+            self._send(summed([change for changes in self._held for change in changes]))
+            self._held.clear()
+        self.store.flush()
+
+
+def summed(changes: Sequence[Change]) -> list[Change]:
+    """Return one change per table: gradients, counts, shows and clicks added up per id, at the last learning rate."""
+    tables: dict[str, list[Change]] = {}
+    for change in changes:
+        tables.setdefault(change.table, []).append(change)
+    return [_sum_of(of_table) for of_table in tables.values()]
+
+
+def _sum_of(changes: list[Change]) -> Change:
+    last = changes[-1]
+    if len(changes) == 1:
+        return last
+    dim = last.values.shape[1]
+    has_statistics = last.shows is not None or last.clicks is not None
+    # Counts up to 2**24 are exact in float32.
+    columns = [_columns(c, has_statistics) for c in changes]
+    keys, total = merge([c.keys for c in changes], columns, [1.0] * len(changes))
+    return Change(
+        table=last.table,
+        keys=keys,
+        values=np.ascontiguousarray(total[:, :dim]),
+        lr=last.lr,
+        counts=total[:, dim].astype(np.uint32),
+        shows=total[:, dim + 1].copy() if has_statistics else None,
+        clicks=total[:, dim + 2].copy() if has_statistics else None,
+    )
+
+
+def _columns(change: Change, has_statistics: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Return values, counts and (where the table keeps them) shows and clicks side by side, one line per id."""
+    counts = np.ones(len(change.keys), np.float32) if change.counts is None else change.counts
+    columns = [change.values, counts]
+    if has_statistics:
+        # What a table assumes when it is not told: every occurrence a show, none a click.
+        columns += [counts if change.shows is None else change.shows]
+        columns += [np.zeros(len(counts), np.float32) if change.clicks is None else change.clicks]
+    return np.column_stack(columns).astype(np.float32, copy=False)

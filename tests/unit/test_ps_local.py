@@ -1,0 +1,65 @@
+"""Tables in this process behind the calls of a store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.ps.local import LocalStore
+from phalanx.ps.rules import SGD, Constant, CountFilter, TableSpec
+from phalanx.ps.store import Change, Want
+
+SPEC = TableSpec(name="ids", dim=2, rule=SGD(lr=0.5), init=Constant(1.0))
+KEYS = np.array([7, -1], np.int64)
+ONES = np.ones((2, 2), np.float32)
+
+
+@pytest.fixture
+def store():
+    store = LocalStore()
+    store.declare([SPEC])
+    return store
+
+
+def rows(store, keys=KEYS, table="ids"):
+    return store.pull([Want(table, keys)]).rows()[0]
+
+
+def test_a_pull_makes_no_row(store):
+    np.testing.assert_array_equal(rows(store), ONES)
+    assert store.report()["ids"].rows == 0
+
+
+def test_gradients_deltas_and_values_do_what_their_names_say(store):
+    store.push([Change("ids", KEYS, ONES)])
+    np.testing.assert_array_equal(rows(store), 0.5 * ONES)
+    store.push([Change("ids", KEYS, ONES, lr=0.25)])
+    np.testing.assert_array_equal(rows(store), 0.25 * ONES)
+    store.push([Change("ids", KEYS, ONES, kind="delta")])
+    np.testing.assert_array_equal(rows(store), 1.25 * ONES)
+    store.push([Change("ids", KEYS, 3 * ONES, kind="assign")])
+    np.testing.assert_array_equal(rows(store), 3 * ONES)
+
+
+def test_a_report_counts(store):
+    store.declare([dataclasses.replace(SPEC, name="filtered", entry=CountFilter(2))])
+    store.push([Change("ids", KEYS, ONES), Change("filtered", KEYS, ONES)])
+    report = store.report()
+    assert (report["ids"].rows, report["ids"].pushed, report["ids"].dropped) == (2, 2, 0)
+    assert (report["filtered"].rows, report["filtered"].dropped) == (0, 2)
+
+
+def test_the_same_declaration_twice_keeps_the_rows_and_another_is_an_error(store):
+    store.push([Change("ids", KEYS, ONES)])
+    store.declare([SPEC])
+    assert store.report()["ids"].rows == 2
+    with pytest.raises(ConfigError, match=r"table 'ids' was made with dim=2 and is now asked with dim=3"):
+        store.declare([dataclasses.replace(SPEC, dim=3)])
+
+
+def test_a_table_that_is_not_there_is_named_with_the_nearest(store):
+    with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
+        rows(store, table="idz")
