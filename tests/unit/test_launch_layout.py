@@ -162,3 +162,30 @@ def test_the_banner_is_framed() -> None:
     lines = tables.banner([("gpus", "0,1"), ("ips", "127.0.0.1")]).splitlines()
     assert lines[0] == "----------- Configuration Arguments -----------"
     assert lines[1:] == ["gpus: 0,1", "ips: 127.0.0.1", "-" * len(lines[0])]
+
+
+def test_servers_are_told_where_to_keep_their_state_and_workers_how_long_to_ask() -> None:
+    layout = parameter_servers()
+    given = facts(mode="ps", secret="ab" * 32, server_dir="/state")
+    server, worker, _ = (
+        environment.build(p, layout, given, {"PHALANX_SERVER_DURABILITY": "disk"}) for p in layout.local
+    )
+    assert (server["PHALANX_SERVER_DIR"], server["PHALANX_SERVER_DURABILITY"]) == ("/state/0", "disk")
+    assert (worker["PHALANX_SERVER_RETRY_S"], worker.get("PHALANX_SERVER_DIR")) == ("60", None)
+    assert server["PHALANX_JOB_SECRET"] == worker["PHALANX_JOB_SECRET"] == "ab" * 32
+    plain = environment.build(layout.local[0], layout, facts(mode="ps", max_restarts=0), {})
+    assert (plain["PHALANX_SERVER_DIR"], plain["PHALANX_SERVER_RETRY_S"]) == (None, "0")
+
+
+def test_the_secret_is_in_no_table_and_in_no_repr() -> None:
+    given = facts(mode="ps", secret="ab" * 32)
+    for process in parameter_servers().local:
+        variables = environment.build(process, parameter_servers(), given, {})
+        assert "ab" * 32 not in str(environment.shown(process, "ps", variables))
+    assert "ab" * 32 not in repr(given)
+
+
+def test_servers_see_no_card_and_workers_only_those_asked_for() -> None:
+    layout = parameter_servers()
+    found = [environment.build(p, layout, facts(mode="ps"), {}) for p in layout.local]
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["", "", ""]

@@ -208,3 +208,8 @@ def test_the_banner_has_thirteen_settings_in_order(script: str) -> None:
     shown = dict(options(script, training_script_args=("--lr", "0.1")).banner_items())
     assert (shown["ips"], shown["gpus"], shown["servers"]) == ("127.0.0.1", "None", "")
     assert shown["training_script_args"] == "['--lr', '0.1']"
+
+
+def test_a_folder_for_servers_needs_servers(script: str) -> None:
+    with pytest.raises(LaunchError, match=r"--server_dir kept is for parameter servers, and none were asked for"):
+        request.resolve(options(script, server_dir="kept"), CPU)

@@ -227,3 +227,77 @@ def test_a_broken_host_list_is_named(compact):
 @given(st.text())
 def test_a_derived_port_is_one_a_user_may_bind(job):
     assert PORT_BASE <= derived_port(job) < PORT_BASE + PORT_SPAN
+
+
+SECRET = "0123456789abcdef" * 4
+MPI_SERVERS = {
+    "OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "5", "PHALANX_SERVER_NUM": "2",
+    "PHALANX_SERVER_ENDPOINTS": "127.0.0.1:1,127.0.0.1:2",
+    "PHALANX_WORKER_ENDPOINTS": "127.0.0.1:3,127.0.0.1:4,127.0.0.1:5", "PMIX_NAMESPACE": "x",
+}  # fmt: skip
+
+
+def mpi_rank(rank: int, **changes: str) -> dict[str, str]:
+    return MPI_SERVERS | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)} | changes
+
+
+def test_the_first_ranks_of_an_mpi_step_serve_and_the_others_train():
+    roles = [Role.detect(mpi_rank(rank)) for rank in range(5)]
+    assert [(r.kind, r.rank, r.world_size, r.local_rank, r.local_world_size) for r in roles] == [
+        ("server", 0, 2, 0, 2), ("server", 1, 2, 1, 2),
+        ("worker", 0, 3, 0, 3), ("worker", 1, 3, 1, 3), ("worker", 2, 3, 2, 3),
+    ]  # fmt: skip
+    assert [r.endpoint for r in roles] == [f"127.0.0.1:{port}" for port in range(1, 6)]
+    assert {(r.worker_num, len(r.server_endpoints), r.launcher, r.master_addr) for r in roles} == {
+        (3, 2, "mpi", "127.0.0.1")
+    }
+
+
+def test_servers_and_workers_of_an_mpi_step_may_be_on_several_hosts():
+    hosts = {
+        "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PHALANX_SERVER_NUM": "1",
+        "PHALANX_SERVER_ENDPOINTS": "10.0.0.1:1", "PHALANX_WORKER_ENDPOINTS": "10.0.0.1:2,10.0.0.2:1,10.0.0.2:2",
+        "MASTER_ADDR": "10.0.0.1", "PMIX_NAMESPACE": "x",
+    }  # fmt: skip
+    local = ("0", "1", "0", "1")
+    roles = [
+        Role.detect(hosts | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": local[r]}) for r in range(4)
+    ]
+    assert [(r.kind, r.rank, r.local_rank, r.local_world_size) for r in roles] == [
+        ("server", 0, 0, 1), ("worker", 0, 0, 1), ("worker", 1, 0, 2), ("worker", 2, 1, 2),
+    ]  # fmt: skip
+
+
+def test_a_slurm_step_splits_the_same_way_and_meets_at_the_first_worker():
+    lists = {
+        "PHALANX_SERVER_NUM": "2",
+        "PHALANX_SERVER_ENDPOINTS": "gpu08:1,gpu08:2",
+        "PHALANX_WORKER_ENDPOINTS": "gpu09:1,gpu09:2,gpu10:1",
+    }
+    role = Role.detect(SRUN | lists)
+    assert (role.kind, role.rank, role.world_size, role.local_rank, role.master_addr) == ("worker", 1, 3, 1, "gpu09")
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (mpi_rank(0, PHALANX_SERVER_NUM="5"), "PHALANX_SERVER_NUM=5 leaves no worker among the 5 processes"),
+        (mpi_rank(0, PHALANX_SERVER_NUM="0"), "PHALANX_SERVER_NUM must be at least 1, found 0"),
+        (without(mpi_rank(0), "PHALANX_SERVER_ENDPOINTS"), "needs PHALANX_SERVER_ENDPOINTS with 2 .* found 0"),
+        (without(mpi_rank(0), "PHALANX_WORKER_ENDPOINTS"), "needs PHALANX_WORKER_ENDPOINTS with 3 .* found 0"),
+        (OURS | {"PHALANX_JOB_SECRET": "hunter2"}, "must be 64 hexadecimal digits, found 7 characters"),
+    ],
+)
+def test_a_step_with_servers_says_what_misses(env, message):
+    with pytest.raises(RoleError, match=message):
+        Role.detect(env)
+
+
+def test_the_secret_is_read_and_never_shown():
+    for env in (OURS, TORCHRUN, FLEET, SRUN, MPIRUN, SERVER):
+        role = Role.detect(env | {"PHALANX_JOB_SECRET": SECRET})
+        assert role.secret == bytes.fromhex(SECRET)
+        assert "secret" not in repr(role)
+    with pytest.raises(RoleError) as caught:
+        Role.detect(OURS | {"PHALANX_JOB_SECRET": "hunter2"})
+    assert "hunter2" not in str(caught.value)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import RoleError
+
+_LISTS = {
+    "worker_endpoints": ("PHALANX_WORKER_ENDPOINTS", "PADDLE_TRAINER_ENDPOINTS"),
+    "server_endpoints": ("PHALANX_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST"),
+    "heter_endpoints": ("PHALANX_HETER_ENDPOINTS", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
+}
+_SECRET = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,24 @@ class Environment:
         for entry in entries:
             split_endpoint(entry, name)
         return entries
+
+    def all_endpoints(self) -> dict[str, Any]:
+        """Return the endpoint lists of the three roles by the field of `Role` they belong in, under whichever name."""
+        return {field: self.endpoints(ours) or self.endpoints(fleets) for field, (ours, fleets) in _LISTS.items()}
+
+    def secret(self, name: str) -> bytes:
+        """Return the secret in `name`, empty when it is unset; its value never appears in a message.
+
+        Raises:
+            RoleError: If it is not 64 hexadecimal digits: a shorter one could be found by trying.
+        """
+        value = self.text(name) or ""
+        if value and not _SECRET.fullmatch(value):
+            raise RoleError(
+                f"{name} must be 64 hexadecimal digits, found {len(value)} characters that are not. Make one with "
+                "`openssl rand -hex 32` and set it to the same value on every host."
+            )
+        return bytes.fromhex(value)
 
     def port(self, name: str, because: str) -> int:
         """Return the port in `name`, which must be set."""

@@ -58,7 +58,7 @@ def read_role(variables: Mapping[str, str]) -> Role:
         return _torchrun(env)
     if any(env.text(name) for name in _FLEET):
         return _fleet(env, kind)
-    return steps.slurm_step(env) or steps.mpi_step(env) or Role()
+    return steps.step_role(env) or Role()
 
 
 def _kind(env: Environment) -> Kind:
@@ -101,20 +101,12 @@ def _disagreement(env: Environment, first: str, second: str) -> RoleError:
     )
 
 
-def _endpoints(env: Environment) -> dict[str, Any]:
-    pairs = {
-        "worker_endpoints": ("PHALANX_WORKER_ENDPOINTS", "PADDLE_TRAINER_ENDPOINTS"),
-        "server_endpoints": ("PHALANX_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST"),
-        "heter_endpoints": ("PHALANX_HETER_ENDPOINTS", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
-    }
-    return {field: env.endpoints(ours) or env.endpoints(fleets) for field, (ours, fleets) in pairs.items()}
-
-
 def _job(env: Environment) -> dict[str, Any]:
     return {
         "attempt": env.integer("PHALANX_ATTEMPT") or env.integer("TORCHELASTIC_RESTART_COUNT") or 0,
         "job_id": env.text("PHALANX_JOB_ID") or env.text("TORCHELASTIC_RUN_ID") or "",
         "log_dir": env.text("PHALANX_LOG_DIR") or "",
+        "secret": env.secret("PHALANX_JOB_SECRET"),
     }
 
 
@@ -143,7 +135,7 @@ def _rank_and_size(env: Environment, rank_name: str, size_name: str) -> tuple[in
 def _ours(env: Environment, kind: Kind) -> Role:
     rank, size = _rank_and_size(env, "PHALANX_RANK", "PHALANX_WORLD_SIZE")
     place = _place(env, "PHALANX_", ("PHALANX_NODE_RANK", "PHALANX_NODE_COUNT"), rank, size)
-    endpoints = _endpoints(env)
+    endpoints = env.all_endpoints()
     own = env.text("PHALANX_ENDPOINT") or _own_endpoint(endpoints, kind, rank)
     return Role(
         kind=kind, rank=rank, world_size=size, endpoint=own, launcher="phalanx",
@@ -154,7 +146,7 @@ def _ours(env: Environment, kind: Kind) -> Role:
 def _torchrun(env: Environment) -> Role:
     rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
     place = _place(env, "", ("GROUP_RANK", "GROUP_WORLD_SIZE"), rank, size)
-    endpoints = _endpoints(env)
+    endpoints = env.all_endpoints()
     own = env.text("PADDLE_CURRENT_ENDPOINT") or _own_endpoint(endpoints, "worker", rank)
     return Role(
         rank=rank, world_size=size, endpoint=own, launcher="torchrun",
@@ -194,7 +186,7 @@ def _place(env: Environment, prefix: str, node_names: tuple[str, str], rank: int
 
 
 def _fleet(env: Environment, kind: Kind) -> Role:
-    endpoints = _endpoints(env)
+    endpoints = env.all_endpoints()
     if endpoints["server_endpoints"]:
         env.need_text("TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST (a job with parameter servers)")
     if kind == "server":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.errors import RoleError
@@ -52,6 +52,8 @@ class Role:
     """Folder of the ranks' log files; empty when the launcher keeps none."""
 
     launcher: Launcher = "none"
+    secret: bytes = field(default=b"", repr=False)
+    """What servers and workers of the job prove to each other that they know; empty when the launcher gave none."""
 
     def __post_init__(self) -> None:
         for name, rank, size in (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
-from phalanx.cluster.environment import Environment
+from phalanx.cluster.environment import Environment, split_endpoint
 from phalanx.cluster.hostlist import expand_hosts
-from phalanx.cluster.role import Role
+from phalanx.cluster.role import Kind, Role
 from phalanx.errors import RoleError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -22,7 +23,52 @@ def derived_port(job: str) -> int:
     return PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
 
 
-def slurm_step(env: Environment) -> Role | None:
+def step_role(env: Environment) -> Role | None:
+    """Return the role of a process that `srun` or `mpirun` started, or None where neither did.
+
+    Raises:
+        RoleError: If variables are missing or do not fit each other.
+    """
+    role = _slurm_step(env) or _mpi_step(env)
+    servers = env.integer("PHALANX_SERVER_NUM", minimum=1)
+    return role if role is None or servers is None else _with_servers(env, role, servers)
+
+
+def _with_servers(env: Environment, role: Role, servers: int) -> Role:
+    """The first `servers` ranks of a step serve, the others train."""
+    size = role.world_size
+    if servers >= size:
+        raise RoleError(
+            f"PHALANX_SERVER_NUM={servers} leaves no worker among the {size} processes of this step. "
+            "Start more processes, or name fewer servers."
+        )
+    lists = env.all_endpoints()
+    _check_count("PHALANX_SERVER_ENDPOINTS", lists["server_endpoints"], servers)
+    _check_count("PHALANX_WORKER_ENDPOINTS", lists["worker_endpoints"], size - servers)
+    is_server = role.rank < servers
+    kind: Kind
+    kind, first = ("server", 0) if is_server else ("worker", servers)
+    # Hosts are filled one after the other (mpirun --map-by slot, srun --distribution=block), servers first.
+    servers_here = max(0, min(servers - (role.rank - role.local_rank), role.local_world_size))
+    return replace(
+        role, kind=kind, rank=role.rank - first, world_size=servers if is_server else size - servers,
+        local_rank=role.local_rank - (0 if is_server else servers_here),
+        local_world_size=servers_here if is_server else role.local_world_size - servers_here,
+        # The first worker holds the store, and it need not be on the host of rank 0.
+        master_addr=env.text("MASTER_ADDR") or split_endpoint(lists["worker_endpoints"][0], "worker endpoints")[0],
+        endpoint=lists[f"{kind}_endpoints"][role.rank - first], **lists,
+    )  # fmt: skip
+
+
+def _check_count(name: str, found: tuple[str, ...], wanted: int) -> None:
+    if len(found) != wanted:
+        raise RoleError(
+            f"PHALANX_SERVER_NUM needs {name} with {wanted} host:port entries, one per process in the order of ranks, "
+            f"found {len(found)}. Set it alike for every process of the step."
+        )
+
+
+def _slurm_step(env: Environment) -> Role | None:
     """Return the role of a task of an `srun` step, or None outside one (a batch script or an interactive shell)."""
     step = env.integer("SLURM_STEP_ID")
     if step is None or step >= FIRST_SPECIAL_STEP or env.text("SLURM_PROCID") is None:
@@ -41,6 +87,7 @@ def slurm_step(env: Environment) -> Role | None:
         local_world_size=_tasks_on_node(env, node_rank) or (size if nodes == 1 else local_rank + 1),
         node_rank=node_rank, node_count=nodes, attempt=env.integer("SLURM_RESTART_COUNT") or 0,
         job_id=job, log_dir=env.text("PHALANX_LOG_DIR") or "", launcher="slurm",
+        secret=env.secret("PHALANX_JOB_SECRET"),
         **_master(env, size, _first_host(env, nodes), f"{job}.{step}"),
     )  # fmt: skip
 
@@ -66,7 +113,7 @@ def _first_host(env: Environment, nodes: int) -> str | None:
     return expand_hosts(listed)[0] if listed else None
 
 
-def mpi_step(env: Environment) -> Role | None:
+def _mpi_step(env: Environment) -> Role | None:
     """Return the role of a process of Open MPI or of a PMI launcher (MPICH, Intel MPI), or None outside one."""
     for names in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -91,6 +138,7 @@ def _mpi(env: Environment, rank_name: str, size_name: str, local_name: str, loca
         rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size,
         node_rank=min(rank // local_size, nodes - 1), node_count=nodes, job_id=job,
         log_dir=env.text("PHALANX_LOG_DIR") or "", launcher="mpi",
+        secret=env.secret("PHALANX_JOB_SECRET"),
         **_master(env, size, host, job),
     )  # fmt: skip
 

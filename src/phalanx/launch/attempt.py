@@ -7,18 +7,20 @@ import logging
 import os
 import selectors
 import signal
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import InternalError
 from phalanx.launch import environment, logs
 from phalanx.launch.console import Console
-from phalanx.launch.layout import Layout, Process
+from phalanx.launch.layout import Process
 from phalanx.launch.link_handle import LinkHandle
-from phalanx.launch.server_handle import ServerHandle
+from phalanx.launch.report import how
 from phalanx.launch.signals import StopSignals
+from phalanx.launch.start import Starter
 from phalanx.launch.verdict import Ending, is_consequence
 
 logger = logging.getLogger("phalanx.launch")
@@ -60,20 +62,19 @@ class Outcome:
 class Attempt:
     """Processes of one attempt on this host."""
 
-    server: ServerHandle
-    layout: Layout
-    facts: environment.JobFacts
+    starter: Starter
     console: Console
     stops: StopSignals
     link: LinkHandle | None
-    script: str
-    script_args: tuple[str, ...]
-    log_format: str | None
+    restarts: int
+    """How many processes may be started again, each alone; 0 where the whole job is started again instead."""
+
     on_started: Callable[[dict[str, int]], None]
-    """Called once with the pid of every local process."""
+    """Called with the pid of every local process when all are there, and again after each restart."""
 
     _alive: dict[str, Process] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
+    _starts: dict[str, int] = field(default_factory=dict)
     _endings: list[Ending] = field(default_factory=list)
     _stopping: bool = False
     _failed_at: float | None = None
@@ -81,48 +82,27 @@ class Attempt:
     _told: bool = False
     _noted: bool = False
 
-    @property
-    def store_id(self) -> str:
-        """Name of the store's process."""
-        return f"store.{self.facts.attempt}"
+    def __post_init__(self) -> None:
+        self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
 
-    def start(self, store_fd: int | None, endpoint_fds: Mapping[str, int], inherited: Mapping[str, str]) -> None:
+    def start(self, store: socket.socket | None) -> None:
         """Ask the fork server for every process. It answers when torch is there.
 
         Args:
-            store_fd: Listening socket of the job's store; None on hosts other than the first.
-            endpoint_fds: Bound socket of each process, by process id.
-            inherited: The launcher's environment.
+            store: Listening socket of the job's store; None on hosts other than the first.
         """
-        folder = self.facts.log_dir
-        if store_fd is not None:
-            host, port = self.layout.master
-            self.server.spawn(
-                self.store_id,
-                "store",
-                [store_fd],
-                config={"host": host, "port": port},
-                env={},
-                log=f"{folder}/launcher.store",
-                cwd=os.getcwd(),
-            )
+        if store is not None:
+            self.starter.start_store(store)
         for process in self.layout.local:
             open(process.log_file, "a").close()
-            self._alive[process.id] = process
-            self.server.spawn(
-                process.id,
-                "script",
-                [endpoint_fds[process.id]],
-                env=environment.build(process, self.layout, self.facts, inherited),
-                log=process.log_file,
-                log_format=self.log_format,
-                cwd=os.getcwd(),
-                script=self.script,
-                args=self.script_args,
-                rank=process.rank,
-                error_file=environment.error_file(process, folder),
-            )
+            self._start(process)
         self._follow_logs()
+
+    def _start(self, process: Process) -> None:
+        attempt = self._starts.get(process.id, self.facts.attempt)
+        self._starts[process.id] = attempt + 1
+        self._alive[process.id] = process
+        self.starter.start(process, attempt)
 
     def _follow_logs(self) -> None:
         workers = [p for p in self.layout.local if p.role == "worker"]
@@ -203,15 +183,26 @@ class Attempt:
             self._exited(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
 
     def _exited(self, name: str, code: int, at: float) -> None:
-        if name == self.store_id and not self._stopping:
+        if name == self.starter.store_id and not self._stopping:
             raise InternalError(f"The job's store ended by itself; see {self.facts.log_dir}/launcher.store.")
         process = self._alive.pop(name, None)
         if process is None:
             return
         ending = self._ending(process, code, at)
+        is_news = ending.failed and self._failed_at is None and not self._stopping
+        if is_news and self.restarts:
+            self._start_again(process, ending)
+            return
         self._endings.append(ending)
-        if ending.failed and self._failed_at is None and not self._stopping:
+        if is_news:
             self._failed_at = time.monotonic()
+
+    def _start_again(self, process: Process, ending: Ending) -> None:
+        self.restarts -= 1
+        logger.warning(
+            "%s %s. Starting it again, the others go on; restarts left: %d", ending.title, how(ending), self.restarts
+        )
+        self._start(process)
 
     def _ending(self, process: Process, code: int, at: float) -> Ending:
         record = _read_record(environment.error_file(process, self.facts.log_dir))
@@ -256,7 +247,7 @@ class Attempt:
         deadline = time.monotonic() + grace_s
         while self._alive and time.monotonic() < deadline and not self.stops.pending:
             self._turn(POLL_S)
-        self.server.signal([*self._alive, self.store_id], signal.SIGKILL)
+        self.server.signal([*self._alive, self.starter.store_id], signal.SIGKILL)
         while self._alive:
             self._turn(POLL_S)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.launch.layout import Layout, Process
+
+RETRY_S = "60"
+"""How long workers go on asking a server that is started again."""
 
 _FLEET_ROLES = {"worker": "TRAINER", "server": "PSERVER", "heter_worker": "HETER_TRAINER"}
 
@@ -27,6 +30,11 @@ class JobFacts:
 
     is_multi_host: bool
     cards: tuple[tuple[str, ...], ...] = ()
+    secret: str = field(default="", repr=False)
+    """The job's secret, in hexadecimal digits; empty where nothing of ours needs one."""
+
+    server_dir: str = ""
+    """Folder of the servers' state; empty when they keep none."""
 
 
 def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
@@ -41,6 +49,8 @@ def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[
     variables = _ours(process, layout, facts)
     variables |= _torchrun(process, layout, facts)
     variables |= _fleet(process, layout, facts, inherited)
+    if facts.mode == "ps":
+        variables |= _servers(process, facts, inherited)
     if facts.interface is not None and "GLOO_SOCKET_IFNAME" not in inherited:
         variables["GLOO_SOCKET_IFNAME"] = facts.interface
     if facts.is_multi_host and facts.interface not in (None, "lo") and "NCCL_SOCKET_IFNAME" not in inherited:
@@ -75,7 +85,21 @@ def _ours(process: Process, layout: Layout, facts: JobFacts) -> dict[str, str | 
         "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
         "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
         "PHALANX_ENDPOINT_FD": None,
+        "PHALANX_JOB_SECRET": facts.secret or None,
     }
+
+
+def _servers(process: Process, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    """What outlives the end of a server."""
+    variables: dict[str, str | None] = {
+        "PHALANX_SERVER_RETRY_S": inherited.get("PHALANX_SERVER_RETRY_S", RETRY_S if facts.max_restarts else "0")
+    }
+    if process.role == "server":
+        variables |= {
+            "PHALANX_SERVER_DIR": f"{facts.server_dir}/{process.rank}" if facts.server_dir else None,
+            "PHALANX_SERVER_DURABILITY": inherited.get("PHALANX_SERVER_DURABILITY", "process"),
+        }
+    return variables
 
 
 def error_file(process: Process, log_dir: str) -> str:
@@ -138,10 +162,10 @@ def _cards(process: Process, facts: JobFacts) -> dict[str, str | None]:
     In collective mode every rank sees all cards of the job, its own at the index of its local rank: that is where
     scripts written for torchrun look. Parameter-server workers see only their own; servers and heter workers none.
     """
+    if facts.mode == "ps" and (process.role != "worker" or not facts.cards):
+        return {"CUDA_VISIBLE_DEVICES": ""}
     if not facts.cards:
         return {}
-    if process.role != "worker":
-        return {"CUDA_VISIBLE_DEVICES": ""}
     own = facts.cards[process.local_rank]
     seen = own
     if facts.mode == "collective":

@@ -141,7 +141,12 @@ _CONTEXT: dict[str, Any] = {
     type=_Count("number of restarts", 0),
     default=0,
     show_default=True,
-    help="How often a failed job is started again.",
+    help="How often a failed job is started again; with servers: a failed process, alone.",
+)
+@click.option(
+    "--server_dir",
+    metavar="DIR",
+    help="Where servers keep their state. Default: LOG_DIR/servers with --max_restarts, else nowhere.",
 )
 @click.option(
     "--timeout",

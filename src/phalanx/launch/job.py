@@ -23,6 +23,7 @@ from phalanx.launch.options import Options
 from phalanx.launch.request import ROLES, Request, check_script, resolve
 from phalanx.launch.server_handle import ServerHandle
 from phalanx.launch.signals import StopSignals
+from phalanx.launch.start import Starter
 from phalanx.launch.verdict import first_failure
 from phalanx.versions import require_torch
 
@@ -55,6 +56,7 @@ class Job:
         check_script(self._options.training_script)
         self._options = allocated.fill(self._options, self._inherited)
         request = resolve(self._options, here)
+        self._secret = staging.job_secret(request, self._inherited)
         threads = self._fix_threads(request, here)
         self._console.write(tables.banner(self._options.banner_items()))
         self._say_mode(request, here)
@@ -80,6 +82,8 @@ class Job:
         cards = len(here.usable_cards)
         if request.mode == "ps":
             logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards)
+            if cards and not request.cards:
+                logger.info("Workers compute on the CPU. --gpus gives them cards; servers never need one.")
             return
         if request.given:
             logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.given), cards)
@@ -100,7 +104,9 @@ class Job:
         attempt = 0
         while True:
             outcome = self._run_attempt(request, attempt)
-            if not outcome.failed or outcome.stopped_by or attempt >= self._options.max_restarts:
+            # With servers, single processes were started again as long as they might.
+            is_last = request.mode == "ps" or attempt >= self._options.max_restarts
+            if not outcome.failed or outcome.stopped_by or is_last:
                 return self._end(outcome)
             self._say_restart(outcome, attempt)
             self._logs.set_aside(attempt)
@@ -134,39 +140,51 @@ class Job:
         )
 
     def _run_attempt(self, request: Request, attempt: int) -> Outcome:
-        log_dir = str(self._logs.path)
+        restarts = self._options.max_restarts if request.mode == "ps" else 0
         with staging.Stage(request) as stage:
-            layout = self._arrange(stage, attempt, log_dir)
-            facts = staging.facts(
-                request,
-                self._options,
-                layout,
-                attempt=attempt,
-                log_dir=log_dir,
-                gloo_path=self._gloo_path,
-            )
-            staging.write_endpoints(layout, log_dir)
+            starter = self._starter(stage, attempt)
+            layout, facts = starter.layout, starter.facts
+            staging.write_endpoints(layout, facts.log_dir)
             trial = Attempt(
-                server=self._server,
-                layout=layout,
-                facts=facts,
+                starter=starter,
                 console=self._console,
                 stops=self._stops,
                 link=self._link,
-                script=self._options.training_script,
-                script_args=self._options.training_script_args,
-                log_format=self._options.log_format,
+                restarts=restarts,
                 on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
             )
-            store = None if stage.store is None else stage.store.fileno()
-            trial.start(store, stage.fds(layout), self._inherited)
-        if attempt == 0:
-            self._say_layout(layout, facts)
-        return trial.wait()
+            trial.start(stage.store)
+            stage.hand_over(keep_endpoints=restarts > 0)
+            if attempt == 0:
+                self._say_layout(layout, facts)
+            return trial.wait()
+
+    def _starter(self, stage: staging.Stage, attempt: int) -> Starter:
+        log_dir = str(self._logs.path)
+        layout = self._arrange(stage, attempt, log_dir)
+        facts = staging.facts(
+            stage.request,
+            self._options,
+            layout,
+            attempt=attempt,
+            log_dir=log_dir,
+            gloo_path=self._gloo_path,
+            secret=self._secret,
+        )
+        return Starter(
+            server=self._server,
+            layout=layout,
+            facts=facts,
+            inherited=self._inherited,
+            script=self._options.training_script,
+            script_args=self._options.training_script_args,
+            log_format=self._options.log_format,
+            endpoints=stage.sockets(layout),
+        )
 
     def _arrange(self, stage: staging.Stage, attempt: int, log_dir: str) -> Layout:
         request = stage.request
-        offer = stage.offer(self._job_id, self._options)
+        offer = stage.offer(self._job_id, self._options, self._secret)
         offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
         return arrange(offers, request.nodes.rank, request.endpoints, log_dir)
 

@@ -22,6 +22,7 @@ _OURS = (
     "events.*",
     "launcher.*",
     "attempt-*",
+    "servers",
 )
 
 

@@ -34,6 +34,7 @@ class Options:
     log_dir: str = "log"
     log_format: str | None = None
     max_restarts: int = 0
+    server_dir: str | None = None
     timeout_s: float = 60.0
     world_size_counts: Counts | None = None
     """What RANK and WORLD_SIZE of the launcher's own environment count."""

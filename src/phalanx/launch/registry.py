@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import stat
 import time
 from pathlib import Path
@@ -30,6 +32,20 @@ def folder() -> Path:
             "Remove it, or set XDG_RUNTIME_DIR."
         )
     return path
+
+
+def own_secret() -> str:
+    """Return 64 random hexadecimal digits that only this user can read, the same for every launcher on this host."""
+    path = folder() / "secret"
+    beside = folder() / f"secret.{os.getpid()}"
+    if not path.exists():
+        beside.touch(mode=0o600)
+        beside.write_text(secrets.token_hex(32), encoding="utf-8")
+        # A link is made or it is not: of several launchers that start at once, one wins and all read its secret.
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(beside)
+        beside.unlink()
+    return path.read_text(encoding="utf-8")
 
 
 class Entry:

@@ -61,6 +61,11 @@ def resolve(options: Options, machine: Machine) -> Request:
         LaunchError: For the first thing that cannot work; says what was asked, what was found and what to do.
     """
     mode, given = detect_mode(options)
+    if mode == "collective" and options.server_dir is not None:
+        raise LaunchError(
+            f"--server_dir {options.server_dir} is for parameter servers, and none were asked for. "
+            "Add --server_num 1 --worker_num 2, or drop it."
+        )
     counts: dict[RoleName, int]
     endpoints: dict[RoleName, tuple[str, ...]] = {}
     if mode == "collective":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import secrets
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from phalanx.cluster import network
-from phalanx.launch import ports
+from phalanx.cluster.environment import Environment
+from phalanx.errors import LaunchError
+from phalanx.launch import ports, registry
 from phalanx.launch.environment import JobFacts
 from phalanx.launch.layout import Layout, Offer, Process
 from phalanx.launch.logs import shown
@@ -21,11 +27,7 @@ logger = logging.getLogger("phalanx.launch")
 
 @dataclass
 class Stage:
-    """The sockets of one attempt on this host. A context: leaving it closes our copies.
-
-    They must be closed as soon as the processes have theirs: a listening socket that we still hold would let
-    the peers of a dead process connect, and wait for ever.
-    """
+    """The sockets of one attempt on this host. A context: leaving it closes our copies."""
 
     request: Request
     store: socket.socket | None = None
@@ -52,6 +54,17 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def hand_over(self, *, keep_endpoints: bool) -> None:
+        """Close our copies, now that the processes have theirs.
+
+        A listening socket that we still held would let the peers of a dead process connect, and wait for ever: which
+        is right where that process is started again, and wrong everywhere else.
+        """
+        if self.store is not None:
+            self.store.close()
+        if not keep_endpoints:
+            self._open.close()
+
     def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
         return self._open.enter_context(ports.bind(self.request.nodes.address, port, flag=flag, listen=listen))
 
@@ -61,8 +74,11 @@ class Stage:
         listed = [split_endpoint(endpoint) for endpoint in self.request.endpoints[role]]
         return [port for host, port in listed if host == self.request.nodes.address]
 
-    def offer(self, job_id: str, options: Options) -> Offer:
+    def offer(self, job_id: str, options: Options, secret: str) -> Offer:
         """Return what this host brings into the job."""
+        terms = {"mode": self.request.mode, "--max_restarts": str(options.max_restarts)}
+        if secret:
+            terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
         return Offer(
             node_rank=self.request.nodes.rank,
             address=self.request.nodes.address,
@@ -70,12 +86,12 @@ class Stage:
             endpoints={role: [_name(s) for s in found] for role, found in self.endpoints.items()},
             job_id=job_id,
             store_port=0 if self.store is None else int(self.store.getsockname()[1]),
-            terms={"mode": self.request.mode, "--max_restarts": str(options.max_restarts)},
+            terms=terms,
         )
 
-    def fds(self, layout: Layout) -> dict[str, int]:
-        """Return the descriptor of each local process's endpoint, by process id."""
-        by_name = {_name(s): s.fileno() for found in self.endpoints.values() for s in found}
+    def sockets(self, layout: Layout) -> dict[str, socket.socket]:
+        """Return the socket of each local process's endpoint, by process id."""
+        by_name = {_name(s): s for found in self.endpoints.values() for s in found}
         return {process.id: by_name[process.endpoint] for process in layout.local}
 
 
@@ -84,10 +100,38 @@ def _name(bound: socket.socket) -> str:
     return f"{host}:{port}"
 
 
+def job_secret(request: Request, variables: Mapping[str, str]) -> str:
+    """Return the secret that servers and workers of this job prove to each other, or "" where none is needed.
+
+    One host makes its own. Launchers on several addresses of this host find the same one in a file of this user.
+
+    Args:
+        request: What is started.
+        variables: The launcher's environment.
+
+    Raises:
+        LaunchError: If servers and workers are on several hosts and the user gave no secret.
+        RoleError: If what the user gave is no secret.
+    """
+    given = Environment(variables).secret("PHALANX_JOB_SECRET").hex()
+    if given or (request.nodes.many and request.mode == "collective"):
+        return given
+    if not request.nodes.many:
+        return secrets.token_hex(32)
+    if all(network.is_loopback(host) for host in request.nodes.hosts):
+        return registry.own_secret()
+    raise LaunchError(
+        f"Servers and workers on {request.nodes.count} hosts need a secret to know each other by, and "
+        "PHALANX_JOB_SECRET is not set. Make one with `openssl rand -hex 32`, and set it to the same value on every "
+        "host before you start."
+    )
+
+
 def facts(
-    request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str
+    request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str, secret: str
 ) -> JobFacts:
     """Return what the environment of this attempt's processes says besides the layout."""
+    keeps_state = request.mode == "ps" and (options.server_dir or options.max_restarts)
     return JobFacts(
         mode=request.mode,
         log_dir=log_dir,
@@ -98,6 +142,8 @@ def facts(
         interface=network.interface_towards(layout.master[0], network.system_routes()),
         is_multi_host=request.nodes.many,
         cards=request.cards,
+        secret=secret,
+        server_dir=os.path.abspath(options.server_dir or f"{log_dir}/servers") if keeps_state else "",
     )
 
 
