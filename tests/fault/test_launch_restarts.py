@@ -13,7 +13,7 @@ from launching import launch
 pytestmark = pytest.mark.fault
 
 JOB = '''
-import json, os, signal, socket, sys
+import json, os, signal, socket, sys, time
 
 what, role, rank = sys.argv[1], os.environ["TRAINING_ROLE"], os.environ["PHALANX_RANK"]
 attempt = int(os.environ["PHALANX_ATTEMPT"])
@@ -34,9 +34,16 @@ def serve():
                 lines.write(f"{attempt}\\n")
                 lines.flush()
 
-def ask(word):
+def connect():
     host, port = os.environ["PHALANX_SERVER_ENDPOINTS"].split(":")
-    with socket.create_connection((host, int(port))) as connection, connection.makefile("rw") as lines:
+    while True:  # Refused only until the server first listens.
+        try:
+            return socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+def ask(word):
+    with connect() as connection, connection.makefile("rw") as lines:
         lines.write(word + "\\n")
         lines.flush()
         try:
@@ -118,3 +125,27 @@ def test_without_restarts_servers_keep_nothing_and_workers_do_not_wait(folder: P
     done = launch(folder, "--server_num", "1", "--worker_num", "1", "--server_dir", "kept", "job.py", "nothing")
     assert done.code == 0
     assert environment(folder, "PSERVER.0.0")["PHALANX_SERVER_DIR"] == str(folder / "kept" / "0")
+
+
+GROUP = """
+import os, signal
+import phalanx as px
+import torch.distributed as dist
+
+role = px.cluster.Role.detect()
+if role.is_server:
+    signal.pause()
+ctx = px.init()
+if ctx.rank == 1 and role.attempt == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("rank", ctx.rank, "of", ctx.world_size, "in a group:", dist.is_initialized(), flush=True)
+"""
+
+
+def test_a_worker_that_comes_back_does_not_wait_for_a_group_it_cannot_join(tmp_path: Path) -> None:
+    (tmp_path / "group.py").write_text(GROUP)
+    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "--max_restarts", "1", "group.py")
+    assert done.code == 0, done.out + done.err
+    assert "rank 0 of 2 in a group: True" in done.log("workerlog.0")
+    assert "rank 1 of 2 in a group: False" in done.log("workerlog.1")
+    assert "worker 1 was started again alone" in done.out

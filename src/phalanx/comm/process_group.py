@@ -77,7 +77,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT_S or 60 when omitted.
 
     Returns:
-        Whether a group was made; False for a job of one, for a server, and when the script made its own group.
+        Whether a group was made; False for a job of one, for a server, when the script made its own group, and for a
+        worker that was started again beside servers: the others are in a group that goes on, or fails, without it.
 
     Raises:
         ConfigError: If the script's group does not fit the role, or versions differ between ranks.
@@ -89,6 +90,12 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         _adopt(role)
         return False
     if role.world_size == 1 or not role.is_worker:
+        return False
+    if role.server_endpoints and role.attempt and role.launcher == "phalanx":
+        logger.warning(
+            "worker %d was started again alone: it trains through the servers, and takes part in no collective call",
+            role.rank,
+        )
         return False
     timeout_s = rendezvous_timeout_s() if timeout_s is None else timeout_s
     prefix = f"phalanx/{role.attempt}/{_starts}"
