@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError, did_you_mean
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
-    from phalanx import comm, data, fleet
+    from phalanx import comm, data, fleet, ps
     from phalanx.comm.context import Context, current, init, shutdown
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
@@ -43,7 +43,7 @@ _HOMES = {
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step",
 }
-_MODULES = ("cluster", "comm", "data", "distributed", "fleet", "plan")
+_MODULES = ("cluster", "comm", "data", "distributed", "fleet", "plan", "ps")
 _TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan"}
 
 __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]

@@ -1,0 +1,122 @@
+"""Read rows of tables into leaf tensors: one request for all features of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.ps.attach import Attachment, current
+from phalanx.ps.dedup import unique
+from phalanx.ps.handle import Handle, Occurrences
+from phalanx.ps.store import Keys, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Ids of one feature, and the table they are looked up in."""
+
+    handle: Handle
+    ids: Tensor
+    """Any shape, any integer dtype."""
+
+    clicks: Tensor | None = None
+    """Clicks of each occurrence, the shape of `ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows of one feature."""
+
+    rows: Tensor
+    """Rows of the unique ids of the table, shape (n, dim); a leaf when gradients are wanted."""
+
+    index: Tensor
+    """Which row each id is, shape of `ids`, int64."""
+
+    padding: int | None
+    """The row of the padding id, if it occurs."""
+
+
+def read(features: Sequence[Feature]) -> list[Found]:
+    """Read the rows of all features, with one request for each server.
+
+    Args:
+        features: Features of any tables; those of one table are read together.
+
+    Returns:
+        One entry per feature. Gradients that reach its rows go to the handle of the table.
+    """
+    attachment = current()
+    by_table: dict[Handle, list[int]] = {}
+    for position, feature in enumerate(features):
+        by_table.setdefault(feature.handle, []).append(position)
+    asked = [_Asked(handle, [features[p] for p in positions]) for handle, positions in by_table.items()]
+    arrays = attachment.pull([(a.handle, a.seen.keys) for a in asked])
+    found: dict[int, Found] = {}
+    for a, rows, positions in zip(asked, arrays, by_table.values(), strict=True):
+        found |= zip(positions, a.found(rows, attachment), strict=True)
+    return [found[position] for position in range(len(features))]
+
+
+class _Asked:
+    """The unique ids that several features ask of one table."""
+
+    def __init__(self, handle: Handle, features: list[Feature]) -> None:
+        self.handle = handle
+        self._features = features
+        keys, self._inverse, counts = unique([_keys_of(feature.ids) for feature in features])
+        self.seen = Occurrences(keys, counts, self._clicks(len(keys)))
+
+    def found(self, rows: Rows, attachment: Attachment) -> list[Found]:
+        """Return the rows as each feature sees them."""
+        handle, padding = self.handle, self._padding()
+        if padding is not None:
+            rows[padding] = 0.0
+        leaf = torch.from_numpy(rows).to(handle.device, handle.dtype)
+        if torch.is_grad_enabled() and handle.requires_grad:
+            leaf.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(_hand_over, attachment, handle, self.seen, padding))
+        sizes = [feature.ids.numel() for feature in self._features]
+        index = torch.from_numpy(self._inverse).to(handle.device).split(sizes)
+        return [Found(leaf, i.view(f.ids.shape), padding) for f, i in zip(self._features, index, strict=True)]
+
+    def _padding(self) -> int | None:
+        if self.handle.settings.padding_idx is None:
+            return None
+        places = np.flatnonzero(self.seen.keys == self.handle.settings.padding_idx)
+        return int(places[0]) if len(places) else None
+
+    def _clicks(self, size: int) -> NDArray[np.float32] | None:
+        if all(feature.clicks is None for feature in self._features):
+            return None
+        each = [
+            np.zeros(f.ids.numel()) if f.clicks is None else f.clicks.detach().cpu().numpy().ravel()
+            for f in self._features
+        ]
+        return np.bincount(self._inverse, weights=np.concatenate(each), minlength=size).astype(np.float32)
+
+
+def _hand_over(attachment: Attachment, handle: Handle, seen: Occurrences, padding: int | None, leaf: Tensor) -> None:
+    """Move the gradient of looked-up rows to the handle, without the row of the padding id."""
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    if padding is not None:
+        kept = np.delete(np.arange(len(seen.keys)), padding)
+        clicks = None if seen.clicks is None else seen.clicks[kept]
+        seen = Occurrences(seen.keys[kept], seen.counts[kept], clicks)
+        gradient = gradient[torch.from_numpy(kept).to(gradient.device)]
+    attachment.add(handle, seen, gradient)
+
+
+def _keys_of(ids: Tensor) -> Keys:
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise ConfigError(f"ids must be integers, found dtype {ids.dtype}. Convert them with ids.long().")
+    keys: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+    return keys
