@@ -84,11 +84,25 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
         return _current
     role = role or _detect()
     speak(role.rank)
+    if role.is_worker:
+        _keep_freed_memory()
     device = process_group.pick_device(role)
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
     _current = Context(role=role, device=device, owns_group=owns_group)
     atexit.register(shutdown)
     return _current
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory that a step frees, for the next step.
+
+    glibc hands freed memory back to the system, and a training step asks for the same activations again: thousands of
+    page faults a step. How much it keeps grows with the largest block it has mapped and freed, up to 32 MiB (man
+    mallopt, M_MMAP_THRESHOLD), so such a block is asked for once and never touched. Values the user set through
+    MALLOC_* stay, and other C libraries and allocators see one short-lived block.
+    """
+    header_and_page = 8192
+    bytes((32 << 20) - header_and_page)
 
 
 def _detect() -> Role:
