@@ -1,0 +1,83 @@
+"""The changes of a push as they travel and lie in the log, and their checks before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.arrays import check_push, check_rows
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.snapshot.records import Array
+from phalanx.ps.store import Change, Keys
+
+KINDS = ("gradient", "delta", "assign")
+_COLUMNS = ("counts", "shows", "clicks")
+
+
+def unpack(meta: Mapping[str, Any], arrays: Sequence[Array], kept: Mapping[str, Keys] | None = None) -> list[Change]:
+    """Return the changes of a push.
+
+    Args:
+        meta: `changes`: a list of objects with `table`, `kind`, `lr`, and true for each of `counts`, `shows` and
+            `clicks` that is there.
+        arrays: Per change its keys, values and those columns, in this order.
+        kept: Keys by table, of an earlier pull; the arrays then hold none.
+
+    Raises:
+        ConfigError: If there are too few or too many arrays.
+    """
+    left = iter(arrays)
+    try:
+        changes = [_unpack_one(change, left, kept) for change in meta["changes"]]
+    except StopIteration:
+        raise ConfigError(f"A push of {len(meta['changes'])} changes came with only {len(arrays)} arrays.") from None
+    if next(left, None) is not None:
+        raise ConfigError(
+            f"A push of {len(meta['changes'])} changes came with {len(arrays)} arrays, which are too many."
+        )
+    return changes
+
+
+def _unpack_one(change: Mapping[str, Any], left: Any, kept: Mapping[str, Keys] | None) -> Change:
+    name = change["table"]
+    keys = next(left) if kept is None else kept.get(name, np.empty(0, np.int64))
+    values = next(left)
+    columns = {column: next(left) for column in _COLUMNS if change.get(column)}
+    return Change(name, keys, values, kind=change.get("kind", "gradient"), lr=change.get("lr"), **columns)
+
+
+def pack(changes: Sequence[Change]) -> tuple[list[dict[str, Any]], list[Array]]:
+    """Return the `changes` object and the arrays that `unpack` reads, keys included."""
+    meta: list[dict[str, Any]] = []
+    arrays: list[Array] = []
+    for change in changes:
+        columns = {c: getattr(change, c) for c in _COLUMNS if getattr(change, c) is not None}
+        meta.append({"table": change.table, "kind": change.kind, "lr": change.lr, **dict.fromkeys(columns, True)})
+        arrays += [change.keys, change.values, *columns.values()]
+    return meta, arrays
+
+
+def check(changes: Sequence[Change], weight: float, specs: Mapping[str, TableSpec]) -> None:
+    """Check changes against the tables, so that none fails once it is in the log.
+
+    Raises:
+        ConfigError: If a weight, table, kind, type, shape or learning rate does not fit.
+    """
+    if not 0 <= weight < float("inf"):
+        raise ConfigError(f"Asked for a push of weight {weight}. Its weight is the rows of its batch: at least 0.")
+    for change in changes:
+        spec = specs.get(change.table)
+        if spec is None:
+            raise unknown_table(change.table, specs)
+        if change.kind not in KINDS:
+            raise ConfigError(f"Asked table '{change.table}' for a change of kind {change.kind!r}; kinds: {KINDS}.")
+        check_rows(spec, change.keys, change.values, f"{change.kind} rows")
+        check_push(spec, len(change.keys), change.lr, (change.counts, change.shows, change.clicks))
+
+
+def unknown_table(name: str, known: Mapping[str, TableSpec]) -> ConfigError:
+    """Return the error of a table that nobody declared."""
+    return ConfigError(f"There is no table '{name}'; tables: {sorted(known)}.{did_you_mean(name, known)}")

@@ -1,0 +1,87 @@
+"""What a server remembers of each client: the last request it did, and the keys of pulls whose pushes are to come."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.errors import ConfigError
+from phalanx.ps.store import Keys
+
+KEPT_PULLS = 16
+"""Pulls per client whose keys are remembered; an older one's push must bring its keys."""
+
+
+class Client:
+    """One worker's process."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.last = 0
+        """Number of the last request that changed something here."""
+
+        self.reply: dict[str, Any] = {}
+        """What it was answered."""
+
+        self.owes_keys = False
+        """Whether it was asked to send a push again, so that the pushes behind that one come too early."""
+
+        self.kept: dict[int, Mapping[str, Keys]] = {}
+
+    def keep(self, pull: int, keys: Mapping[str, Keys]) -> None:
+        """Remember the keys of a pull; forgets the oldest when there are too many."""
+        self.kept[pull] = keys
+        if len(self.kept) > KEPT_PULLS:
+            del self.kept[next(iter(self.kept))]
+
+
+class Clients:
+    """The clients of one server by number. A worker's newest process is the one that counts."""
+
+    def __init__(self) -> None:
+        self._clients: dict[int, Client] = {}
+        # Never the number of a pull before a restart, whose keys are gone.
+        self._pulls = itertools.count(random.SystemRandom().getrandbits(40) << 12)
+
+    def __getitem__(self, client: int) -> Client:
+        try:
+            return self._clients[client]
+        except KeyError:
+            raise ConfigError(
+                "A request came from a process that declared no tables here, or whose worker was started again since. "
+                "A worker declares its tables first; end the older process."
+            ) from None
+
+    def get(self, client: int) -> Client | None:
+        """Return a client that declared tables, or None."""
+        return self._clients.get(client)
+
+    def of(self, client: int, worker: int) -> tuple[Client, bool]:
+        """Return a worker's client, and whether it takes the place of an earlier process of that worker."""
+        known = self._clients.get(client)
+        if known is not None:
+            return known, False
+        earlier = [number for number, c in self._clients.items() if c.worker == worker]
+        for number in earlier:
+            del self._clients[number]
+        self._clients[client] = Client(worker)
+        return self._clients[client], bool(earlier)
+
+    def next_pull(self) -> int:
+        """Return a number for a pull that no pull had before."""
+        return next(self._pulls)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what must outlive the process: who did which request last."""
+        return [
+            {"client": number, "worker": c.worker, "last": c.last, "reply": c.reply}
+            for number, c in self._clients.items()
+        ]
+
+    def restore(self, value: list[dict[str, Any]]) -> None:
+        """Take over what `to_json` returned."""
+        for entry in value:
+            client = self._clients[entry["client"]] = Client(entry["worker"])
+            client.last, client.reply = entry["last"], entry["reply"]

@@ -1,0 +1,213 @@
+"""How far each worker is, and who waits for whom.
+
+Counts only, so that each mode is a rule about counts: no rows, no sockets. Every wait ends when the count comes, when a
+worker it depends on is lost, or when the server stops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from phalanx.errors import ClosedError, ConfigError, PeerLostError
+
+ServerMode = Literal["sync", "async", "bounded"]
+
+
+class Clocks:
+    """The pushes of each of a job's workers. All methods may be called by any thread.
+
+    A worker is *live* from the start until it leaves; so nobody runs ahead of one that has not come yet.
+
+    Args:
+        mode: What a pull waits for.
+        workers: Number of workers of the job.
+        bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
+    """
+
+    def __init__(self, mode: ServerMode, workers: int, bound: int = 0) -> None:
+        self.mode = mode
+        self.workers = workers
+        self.bound = bound
+        self._changed = threading.Condition()
+        self._pushed = [0] * workers
+        self._live = set(range(workers))
+        self._version = 0
+        self._away: dict[int, float] = {}
+        self._end: Exception | None = None
+
+    # --- what happened -----------------------------------------------------------------------------------------------
+
+    def push(self, worker: int) -> None:
+        """Count one more push of a worker."""
+        with self._changed:
+            self._pushed[worker] += 1
+            self._changed.notify_all()
+
+    def apply(self, version: int) -> None:
+        """Say that this many steps of mode `sync` are in the tables."""
+        with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    def join(self, worker: int) -> None:
+        """Count a worker that had left among the live again; in mode `sync` it goes on with the current step."""
+        with self._changed:
+            self._away.pop(worker, None)
+            if worker in self._live:
+                return
+            self._live.add(worker)
+            if self.mode == "sync":
+                self._pushed[worker] = max(self._pushed[worker], self._version)
+            self._changed.notify_all()
+
+    def leave(self, worker: int) -> None:
+        """Take a worker out of every wait: it pushes no more."""
+        with self._changed:
+            self._live.discard(worker)
+            self._away.pop(worker, None)
+            self._changed.notify_all()
+
+    def disconnect(self, worker: int, now: float) -> None:
+        """Note that a live worker's connection closed, at `now` seconds."""
+        with self._changed:
+            if worker in self._live:
+                self._away.setdefault(worker, now)
+
+    def connect(self, worker: int) -> None:
+        """Note that a worker's connection is back."""
+        with self._changed:
+            self._away.pop(worker, None)
+
+    def expire(self, now: float, grace_s: float) -> list[int]:
+        """Return the workers that went `grace_s` seconds ago without leaving; every wait, now and later, then fails."""
+        with self._changed:
+            lost = sorted(w for w, since in self._away.items() if now - since >= grace_s)
+            if lost and self._end is None:
+                self._end = PeerLostError(self._lost_message(lost))
+                self._changed.notify_all()
+            return lost
+
+    def stop(self) -> None:
+        """End every wait, now and later, because the server stops."""
+        with self._changed:
+            self._end = self._end or ClosedError("This server is stopping. Start the job again to go on.")
+            self._changed.notify_all()
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def next_step(self, worker: int) -> int:
+        """Return the number of the push that a worker makes next."""
+        with self._changed:
+            return self._pushed[worker]
+
+    @property
+    def version(self) -> int:
+        """Steps of mode `sync` that are in the tables."""
+        with self._changed:
+            return self._version
+
+    @property
+    def complete(self) -> int:
+        """Steps that every live worker has pushed; with no live worker, those that any worker has pushed."""
+        with self._changed:
+            return self._complete()
+
+    @property
+    def live(self) -> set[int]:
+        """Workers that have not left."""
+        with self._changed:
+            return set(self._live)
+
+    @property
+    def steps(self) -> list[int]:
+        """Pushes of each worker so far."""
+        with self._changed:
+            return list(self._pushed)
+
+    # --- waits -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Go on only while no worker is lost and the server runs.
+
+        Raises:
+            PeerLostError: If a worker is lost; names it.
+            ClosedError: If the server stops.
+        """
+        with self._changed:
+            self._raise_end()
+
+    def wait(self, step: int) -> None:
+        """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`."""
+        if self.mode == "sync":
+            self._wait(lambda: self._version >= step)
+        elif self.mode == "bounded":
+            self._wait(lambda: self._complete() >= step - self.bound)
+        else:
+            self.check()
+
+    def wait_turn(self, step: int) -> None:
+        """Wait until a push of this step may be taken: in mode `sync` one step at a time. Raises as `check`."""
+        self._wait(lambda: self.mode != "sync" or self._version >= step)
+
+    def wait_steps(self, steps: Iterable[int]) -> None:
+        """Wait until each worker has pushed at least so many steps. Raises as `check`."""
+        wanted = list(steps)
+        self._wait(lambda: all(has >= wants for has, wants in zip(self._pushed, wanted, strict=True)))
+
+    # --- to and from files -------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts. Pushes of a step that is not complete are left out: they are written again after it."""
+        with self._changed:
+            pushed = [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
+            return {
+                "mode": self.mode,
+                "workers": self.workers,
+                "bound": self.bound,
+                "pushed": pushed,
+                "live": sorted(self._live),
+                "version": self._version,
+            }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Clocks:
+        """Return clocks with the counts of `to_json`."""
+        clocks = cls(value["mode"], value["workers"], value["bound"])
+        clocks._pushed = list(value["pushed"])
+        clocks._live = set(value["live"])
+        clocks._version = value["version"]
+        return clocks
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _complete(self) -> int:
+        return min((self._pushed[w] for w in self._live), default=max(self._pushed))
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: come() or self._end is not None)
+            self._raise_end()
+
+    def _raise_end(self) -> None:
+        if self._end is not None:
+            raise type(self._end)(*self._end.args)
+
+    def _lost_message(self, lost: list[int]) -> str:
+        names = ", ".join(f"worker {w} (at step {self._pushed[w]})" for w in lost)
+        return (
+            f"Training needs every worker until it leaves, but lost {names}: the connection closed without a `leave`. "
+            "Read that worker's log for why; a script ends with fleet.stop_worker()."
+        )
+
+
+def checked_worker(worker: object, workers: int) -> int:
+    """Return the number of a worker.
+
+    Raises:
+        ConfigError: If it is none of this job's.
+    """
+    if not isinstance(worker, int) or not 0 <= worker < workers:
+        raise ConfigError(f"A request came from worker {worker!r}, but this job has workers 0 to {workers - 1}.")
+    return worker

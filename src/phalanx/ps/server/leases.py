@@ -1,0 +1,94 @@
+"""Which worker reads which file of an epoch, and how far it came; a dead worker's files go to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.errors import ConfigError
+
+
+class Leases:
+    """The files of each epoch. Kept by server 0; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, _Epoch] = {}
+
+    def check(self, epoch: int, files: Sequence[str]) -> None:
+        """Check that all workers mean the same files.
+
+        Raises:
+            ConfigError: If an epoch began with other files; names the first that differs.
+        """
+        known = self._epochs.get(epoch)
+        if known is None or list(known.offsets) == list(files):
+            return
+        differing = sorted(set(known.offsets) ^ set(files))
+        raise ConfigError(
+            f"Asked for files of epoch {epoch} from a list of {len(files)}; another worker gave {len(known.offsets)}"
+            + (f"; {differing[0]!r} is in one of them only." if differing else " in another order.")
+            + " Give every worker the same list."
+        )
+
+    def lease(self, worker: int, epoch: int, files: Sequence[str]) -> dict[str, Any]:
+        """Give a worker its next file.
+
+        Returns:
+            `file` and the `offset` to go on from; `file` is null when none is free, and `left` then says how many
+            others still read.
+        """
+        state = self._epochs.setdefault(epoch, _Epoch(files))
+        self._epochs = {number: e for number, e in self._epochs.items() if number >= epoch - 1}
+        for file in state.offsets:
+            if file not in state.done and file not in state.holders:
+                state.holders[file] = worker
+                return {"file": file, "offset": state.offsets[file], "left": len(state.offsets) - len(state.done)}
+        return {"file": None, "offset": 0, "left": len(state.offsets) - len(state.done)}
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool) -> None:
+        """Note how far a file was read and trained on, and whether that was all of it."""
+        state = self._epochs[epoch]
+        state.offsets[file] = offset
+        if end:
+            state.done.add(file)
+            state.holders.pop(file, None)
+
+    def check_done(self, worker: int, epoch: int, file: str) -> None:
+        """Check that a worker holds the file it reports on.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        state = self._epochs.get(epoch)
+        if state is None or state.holders.get(file) != worker:
+            raise ConfigError(
+                f"Worker {worker} reports on file {file!r} of epoch {epoch}, which it does not hold. Lease it first."
+            )
+
+    def release(self, worker: int) -> None:
+        """Let others have the files of a worker that died or left."""
+        for state in self._epochs.values():
+            state.holders = {file: holder for file, holder in state.holders.items() if holder != worker}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all progress."""
+        return {
+            str(number): {"offsets": dict(e.offsets), "done": sorted(e.done), "holders": dict(e.holders)}
+            for number, e in self._epochs.items()
+        }
+
+    def restore(self, value: Mapping[str, Any], *, holders: bool) -> None:
+        """Take over what `to_json` returned; `holders` says whether the same workers still read."""
+        self._epochs = {}
+        for number, entry in value.items():
+            epoch = self._epochs[int(number)] = _Epoch(entry["offsets"])
+            epoch.offsets = dict(entry["offsets"])
+            epoch.done = set(entry["done"])
+            epoch.holders = dict(entry["holders"]) if holders else {}
+
+
+class _Epoch:
+    def __init__(self, files: Sequence[str] | Mapping[str, int]) -> None:
+        self.offsets: dict[str, int] = dict.fromkeys(files, 0)
+        self.done: set[str] = set()
+        self.holders: dict[str, int] = {}

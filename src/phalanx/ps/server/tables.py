@@ -1,0 +1,98 @@
+"""The tables of one server, and the counts that outlive its process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from phalanx.ps.local import apply
+from phalanx.ps.reference import ReferenceTable
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.store import Change, Keys, Rows
+from phalanx.ps.table import Table, make_table
+
+_COUNTS = ("pushed", "dropped", "evicted")
+
+
+class Tables:
+    """Tables by name. Pulls may run beside each other and beside a change; one thread at a time changes."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Table] = {}
+        self._guards: dict[str, AbstractContextManager[Any]] = {}
+        self._counted: dict[str, list[int]] = {}
+
+    @property
+    def specs(self) -> Mapping[str, TableSpec]:
+        """Specifications by name, in the order the tables were made."""
+        return {name: table.spec for name, table in self.tables.items()}
+
+    def make(self, spec: TableSpec) -> Table:
+        """Make an empty table and return it."""
+        table = make_table(spec)
+        # The reference table is for one thread at a time.
+        self._guards[spec.name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
+        self.tables[spec.name] = table
+        return table
+
+    def pull(self, name: str, keys: Keys, out: Rows) -> None:
+        """Read rows into `out`, shape (n, dim)."""
+        with self._guards[name]:
+            self.tables[name].pull(keys, out)
+
+    def apply(self, change: Change) -> int:
+        """Apply a change and return how many gradients were dropped."""
+        with self._guards[change.table]:
+            return apply(self.tables[change.table], change)
+
+    def shrink(self, name: str) -> int:
+        """End a day of a table and return how many rows went."""
+        with self._guards[name]:
+            return self.tables[name].shrink()
+
+    @contextmanager
+    def guarded(self, name: str) -> Iterator[Table]:
+        """Be the only user of a table, where it needs that."""
+        with self._guards[name]:
+            yield self.tables[name]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every call out of every table, to fork; the child calls `release` before it reads."""
+        with ExitStack() as stack:
+            for name, table in self.tables.items():
+                stack.enter_context(self._guards[name])
+                table.hold()
+                stack.callback(table.release)
+            yield
+
+    def release(self) -> None:
+        """In a forked child: let this process read the tables that its parent held."""
+        for table in self.tables.values():
+            table.release()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows and indexes."""
+        return sum(table.bytes for table in self.tables.values())
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the counts of each table, those from before a restart included."""
+        return {
+            name: {"rows": table.rows, "bytes": table.bytes, **dict(zip(_COUNTS, counts, strict=True))}
+            for (name, table), counts in zip(self.tables.items(), self.counts().values(), strict=True)
+        }
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return pushed, dropped and evicted rows of each table since the job began."""
+        none = [0] * len(_COUNTS)
+        return {
+            name: [before + getattr(t, c) for c, before in zip(_COUNTS, self._counted.get(name, none), strict=True)]
+            for name, t in self.tables.items()
+        }
+
+    def count_from(self, counts: Mapping[str, list[int]]) -> None:
+        """Go on counting from what `counts` returned before a restart."""
+        self._counted = {name: list(c) for name, c in counts.items()}

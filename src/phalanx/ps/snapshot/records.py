@@ -1,0 +1,129 @@
+"""Records of a JSON object and arrays in a file, each with its checksum: what logs and shard files are made of.
+
+A record is a header of 24 bytes (magic, checksum of the header, length of the JSON, length of the arrays, checksum of
+both), the JSON, and the bytes of the arrays in order, little-endian.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from phalanx.errors import DataError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_MAGIC = b"PXR1"
+_HEADER = struct.Struct("<4sIIQI")
+_CHECKED = struct.Struct("<IQI")
+_DTYPES = {
+    t: np.dtype(t) for t in ("int64", "uint64", "float32", "float64", "int32", "uint32", "uint16", "int8", "uint8")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a file."""
+
+    meta: dict[str, Any]
+    arrays: list[Array]
+    offset: int
+    """Where the record begins in its file, in bytes."""
+
+    end: int
+    """Where it ends."""
+
+
+class TornRecordError(DataError):
+    """A file ends inside a record: its writer was stopped, or the file was cut."""
+
+    def __init__(self, path: Path, offset: int, found: str) -> None:
+        super().__init__(f"{path} ends inside the record that begins at byte {offset}: {found}.")
+        self.offset = offset
+
+
+def pack(meta: dict[str, Any], arrays: Sequence[Array]) -> list[bytes | memoryview]:
+    """Return the buffers of one record, in order; the first is its header.
+
+    Args:
+        meta: A JSON object; the key `arrays` is taken.
+        arrays: C-contiguous arrays. Their memory is not copied.
+    """
+    text = json.dumps({**meta, "arrays": [[a.dtype.name, a.shape] for a in arrays]}, separators=(",", ":")).encode()
+    views = [memoryview(a.reshape(-1).view(np.uint8)) for a in arrays]  # type: ignore[arg-type]
+    checksum = zlib.crc32(text)
+    for view in views:
+        checksum = zlib.crc32(view, checksum)
+    checked = _CHECKED.pack(len(text), sum(len(v) for v in views), checksum)
+    return [_MAGIC + struct.pack("<I", zlib.crc32(checked)) + checked, text, *views]
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file; their arrays are the caller's.
+
+    Raises:
+        TornRecordError: If the file ends inside a record.
+        DataError: If a record is not what was written; names file and offset.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while file.tell() < size:
+            yield _read(file, path, size)
+
+
+def _read(file: io.BufferedReader, path: Path, size: int) -> Record:
+    offset = file.tell()
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise TornRecordError(path, offset, f"{len(header)} of {_HEADER.size} bytes of its header are there")
+    magic, checksum, text_bytes, array_bytes, body_checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or zlib.crc32(header[8:]) != checksum:
+        broken(path, offset, "there is no record's header")
+    end = offset + _HEADER.size + text_bytes + array_bytes
+    if end > size:
+        raise TornRecordError(path, offset, f"it is {end - offset} bytes long, {size - offset} are there")
+    text = file.read(text_bytes)
+    body = np.empty(array_bytes, np.uint8)
+    file.readinto(body)  # type: ignore[arg-type]  # an array is a buffer
+    found = zlib.crc32(body, zlib.crc32(text))  # type: ignore[arg-type]
+    if found != body_checksum:
+        if end == size:
+            raise TornRecordError(path, offset, "its bytes do not have its checksum")
+        broken(path, offset, f"its checksum is {body_checksum:08x}, its bytes have {found:08x}")
+    meta = json.loads(text)
+    return Record(meta, _split(body, meta.pop("arrays"), path, offset), offset, end)
+
+
+def _split(body: Array, layout: list[tuple[str, list[int]]], path: Path, offset: int) -> list[Array]:
+    arrays, at = [], 0
+    for name, shape in layout:
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            broken(path, offset, f"it holds an array of {name!r}")
+        count = int(np.prod(shape)) * dtype.itemsize
+        # A copy, because a column must begin at a multiple of its item size to be read by native code.
+        arrays.append(body[at : at + count].copy().view(dtype).reshape(shape))
+        at += count
+    if at != len(body):
+        broken(path, offset, f"its arrays take {at} bytes, it has {len(body)}")
+    return arrays
+
+
+def broken(path: Path, offset: int, found: str) -> NoReturn:
+    """Raise the error of a file that does not hold what was written.
+
+    Raises:
+        DataError: Always.
+    """
+    raise DataError(
+        f"{path} is broken at byte {offset}: {found}. A disk or a copy damaged it; take another copy of the file."
+    )

@@ -1,0 +1,56 @@
+"""Requests to a parameter server's service as a worker makes them, without sockets; what several test files share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from phalanx.ps.rules import SGD, Constant, TableSpec
+from phalanx.ps.server.changes import pack
+from phalanx.ps.server.service import Service
+from phalanx.ps.store import Change
+from phalanx.ps.wire.message import Reply, Request
+
+SPEC = TableSpec(name="items", dim=2, rule=SGD(lr=1.0), init=Constant(0.0))
+
+
+def keys(*ids: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(ids, np.int64)
+
+
+def gradient(ids: tuple[int, ...], value: float, *, table: str = "items", **fields: Any) -> Change:
+    return Change(table, keys(*ids), np.full((len(ids), 2), value, np.float32), **fields)
+
+
+class FakeWorker:
+    """Calls a service as worker `worker`, numbering its requests."""
+
+    def __init__(self, service: Service, worker: int = 0, *, client: int | None = None) -> None:
+        self.service, self.worker = service, worker
+        self.client = 100 + worker if client is None else client
+        self.seq = 0
+
+    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> Reply:
+        self.seq += 1
+        number = self.seq if seq is None else seq
+        return self.service.handle(
+            Request(op, meta, list(arrays), client=self.client, seq=number, peer=f"worker {self.worker}")
+        )
+
+    def declare(self, *specs: TableSpec, mode: str = "async", bound: int = 0, workers: int = 1) -> dict[str, Any]:
+        meta = {"mode": mode, "bound": bound, "workers": workers, "worker": self.worker}
+        return dict(self.call("declare", {"specs": [s.to_json() for s in specs or (SPEC,)], **meta}).meta)
+
+    def pull(self, *ids: int, step: int = 0, table: str = "items", keep: bool = False) -> Reply:
+        return self.call("pull", {"step": step, "tables": [[table, len(ids)]], "keep": keep}, [keys(*ids)])
+
+    def push(self, *changes: Change, step: int = 0, weight: float = 1.0, seq: int | None = None) -> dict[str, Any]:
+        described, arrays = pack(changes)
+        meta = {"step": step, "weight": weight, "pull_id": None, "changes": described}
+        return dict(self.call("push", meta, arrays, seq=seq).meta)
+
+    def push_pulled(self, pull_id: int, value: float, n: int, *, step: int = 0, seq: int | None = None) -> Any:
+        change = {"table": "items", "kind": "gradient", "lr": None}
+        meta = {"step": step, "weight": 1.0, "pull_id": pull_id, "changes": [change]}
+        return self.call("push", meta, [np.full((n, 2), value, np.float32)], seq=seq).meta

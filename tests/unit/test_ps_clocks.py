@@ -1,0 +1,231 @@
+"""Who waits for whom, as counts alone; the gate that lines changes up; leases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError
+from phalanx.ps.server.clocks import Clocks, checked_worker
+from phalanx.ps.server.gate import LEFT, Gate
+from phalanx.ps.server.leases import Leases
+
+
+class Waiter:
+    """A thread in a call that is to wait; `end` says how it came out."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self._error = call, None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        self._thread.join(0.02)
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except Exception as e:  # handed to the test's thread
+            self._error = e
+
+
+def test_sync_pull_waits_until_its_step_is_applied() -> None:
+    clocks = Clocks("sync", 2)
+    waiter = Waiter(lambda: clocks.wait(1))
+    clocks.push(0)
+    assert clocks.complete == 0
+    clocks.push(1)
+    assert clocks.complete == 1
+    assert waiter.waits  # pushed, not in the tables yet
+    clocks.apply(1)
+    waiter.end()
+
+
+def test_a_worker_that_leaves_is_waited_for_no_more() -> None:
+    clocks = Clocks("sync", 3)
+    clocks.push(0)
+    clocks.push(1)
+    assert clocks.complete == 0
+    clocks.leave(2)
+    assert clocks.complete == 1
+    clocks.leave(0)
+    clocks.leave(1)
+    assert clocks.live == set()
+    assert clocks.complete == 1
+    assert clocks.next_step(2) == 0
+
+
+def test_a_worker_that_joins_again_goes_on_with_the_current_step() -> None:
+    clocks = Clocks("sync", 2)
+    clocks.leave(1)
+    for version in range(1, 4):
+        clocks.push(0)
+        clocks.apply(version)
+    clocks.join(1)
+    assert clocks.next_step(1) == 3
+    assert clocks.complete == 3
+
+
+def test_bounded_pull_waits_for_the_slowest() -> None:
+    clocks = Clocks("bounded", 2, bound=2)
+    for _ in range(3):
+        clocks.push(0)
+    clocks.wait(2)
+    waiter = Waiter(lambda: clocks.wait(3))
+    assert waiter.waits
+    clocks.push(1)
+    waiter.end()
+
+
+def test_async_waits_for_nobody() -> None:
+    clocks = Clocks("async", 2)
+    clocks.wait(1000)
+
+
+def test_a_lost_worker_ends_every_wait_by_name() -> None:
+    clocks = Clocks("sync", 2)
+    clocks.push(0)
+    waiter = Waiter(lambda: clocks.wait(1))
+    clocks.disconnect(1, now=100.0)
+    assert clocks.expire(now=100.5, grace_s=1.0) == []
+    assert waiter.waits
+    assert clocks.expire(now=101.0, grace_s=1.0) == [1]
+    with pytest.raises(PeerLostError, match=r"lost worker 1 \(at step 0\).*without a `leave`"):
+        waiter.end()
+    with pytest.raises(PeerLostError, match="worker 1"):
+        clocks.check()
+
+
+def test_a_worker_that_connects_again_is_not_lost() -> None:
+    clocks = Clocks("sync", 2)
+    clocks.disconnect(1, now=100.0)
+    clocks.connect(1)
+    assert clocks.expire(now=200.0, grace_s=1.0) == []
+    clocks.leave(0)
+    clocks.disconnect(0, now=100.0)
+    assert clocks.expire(now=200.0, grace_s=1.0) == []
+
+
+def test_stop_ends_waits() -> None:
+    clocks = Clocks("sync", 1)
+    waiter = Waiter(lambda: clocks.wait(1))
+    clocks.stop()
+    with pytest.raises(ClosedError, match="stopping"):
+        waiter.end()
+
+
+def test_clocks_come_back_from_json_without_the_open_step() -> None:
+    clocks = Clocks("sync", 3)
+    clocks.leave(2)
+    clocks.push(0)
+    clocks.push(1)
+    clocks.apply(1)
+    clocks.push(0)
+    again = Clocks.from_json(clocks.to_json())
+    assert again.next_step(0) == 1
+    assert again.version == 1
+    assert again.live == {0, 1}
+
+
+@pytest.mark.parametrize("worker", [2, -1, "0"])
+def test_a_worker_of_another_job_is_refused(worker: object) -> None:
+    with pytest.raises(ConfigError, match="workers 0 to 1"):
+        checked_worker(worker, 2)
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def test_a_freeze_holds_changes_until_it_is_let_go() -> None:
+    gate = Gate()
+    gate.freeze("a", seconds=60)
+
+    def change() -> None:
+        with gate.change():
+            pass
+
+    waiter = Waiter(change)
+    assert waiter.waits
+    with gate.still("a"):
+        pass
+    gate.resume("a")
+    waiter.end()
+
+
+def test_a_freeze_lets_through_what_other_servers_have_already() -> None:
+    gate = Gate()
+    gate.freeze("a", 60, steps=[3, LEFT])
+    with gate.change(0, 2):
+        pass
+    with gate.change(1, LEFT - 1):
+        pass
+    assert (waiter := Waiter(lambda: gate.change(0, 3).__enter__())).waits
+    gate.resume("a")
+    waiter.end()
+
+
+def test_a_freeze_ends_at_its_deadline() -> None:
+    now = [0.0]
+    gate = Gate(clock=lambda: now[0])
+    gate.freeze("a", seconds=10)
+    now[0] = 10.0
+    with gate.change():
+        pass
+    with pytest.raises(BackendError, match=r"moment of snapshot a is over.*Save again"), gate.still("a"):
+        pass
+
+
+def test_two_snapshots_at_once_are_refused() -> None:
+    gate = Gate()
+    gate.freeze("a", 60)
+    with pytest.raises(ConfigError, match="while snapshot a begins"):
+        gate.freeze("b", 60)
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_leased_once_and_those_of_a_dead_worker_again() -> None:
+    leases = Leases()
+    files = ["a", "b", "c"]
+    assert leases.lease(0, 0, files)["file"] == "a"
+    assert leases.lease(1, 0, files)["file"] == "b"
+    leases.done(0, "a", 100, end=True)
+    leases.done(0, "b", 40, end=False)
+    assert leases.lease(0, 0, files)["file"] == "c"
+    assert leases.lease(0, 0, files) == {"file": None, "offset": 0, "left": 2}
+    leases.release(1)
+    assert leases.lease(0, 0, files) == {"file": "b", "offset": 40, "left": 2}
+
+
+def test_leases_come_back_from_json() -> None:
+    leases = Leases()
+    leases.lease(0, 3, ["a", "b"])
+    leases.done(3, "a", 7, end=False)
+    same, fresh = Leases(), Leases()
+    same.restore(leases.to_json(), holders=True)
+    fresh.restore(leases.to_json(), holders=False)
+    assert same.lease(1, 3, ["a", "b"])["file"] == "b"
+    assert fresh.lease(1, 3, ["a", "b"]) == {"file": "a", "offset": 7, "left": 2}
+
+
+def test_workers_must_mean_the_same_files() -> None:
+    leases = Leases()
+    leases.lease(0, 0, ["a", "b"])
+    leases.check(0, ["a", "b"])
+    with pytest.raises(ConfigError, match="'c' is in one of them only"):
+        leases.check(0, ["a", "b", "c"])
+    with pytest.raises(ConfigError, match="another order"):
+        leases.check(0, ["b", "a"])
+    with pytest.raises(ConfigError, match="does not hold"):
+        leases.check_done(1, 0, "a")

@@ -1,0 +1,238 @@
+"""What a server answers, mode by mode, without sockets."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigError, PeerLostError
+from phalanx.ps.rules import SGD, Adagrad, TableSpec
+from phalanx.ps.server.service import Service
+from ps_requests import SPEC, FakeWorker, gradient, keys
+
+
+def started(mode: str, workers: int, bound: int = 0) -> list[FakeWorker]:
+    service = Service()
+    fakes = [FakeWorker(service, worker) for worker in range(workers)]
+    for fake in fakes:
+        fake.declare(mode=mode, workers=workers, bound=bound)
+    return fakes
+
+
+def rows(worker: FakeWorker, *ids: int, step: int = 0) -> list[float]:
+    return worker.pull(*ids, step=step).arrays[0][:, 0].tolist()
+
+
+def test_async_applies_each_push_on_arrival() -> None:
+    (worker,) = started("async", 1)
+    assert worker.push(gradient((1, 2), 1.0), step=0) == {"dropped": 0}
+    assert rows(worker, 1, 2, 3, step=1) == [-1.0, -1.0, 0.0]
+    worker.push(gradient((2,), 1.0, lr=0.5), step=1)
+    assert rows(worker, 2, step=2) == [-1.5]
+    report = worker.call("report", {}).meta
+    assert report["tables"]["items"]["rows"] == 2
+    assert report["tables"]["items"]["pushed"] == 3
+    assert report["steps"] == [2]
+
+
+def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
+    (worker,) = started("async", 1)
+    first = worker.push(gradient((1,), 1.0), step=0)
+    assert worker.push(gradient((1,), 1.0), step=0, seq=worker.seq) == first
+    # The same step under another number, as from a worker that was started again.
+    assert worker.push(gradient((1,), 1.0), step=0) == {"again": True}
+    assert rows(worker, 1, step=1) == [-1.0]
+
+
+def test_a_step_that_was_skipped_is_an_error() -> None:
+    (worker,) = started("async", 1)
+    with pytest.raises(ConfigError, match="Worker 0 pushes step 1, but its step 0 did not come"):
+        worker.push(gradient((1,), 1.0), step=1)
+
+
+def test_sync_averages_by_weight_and_applies_once() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1, 2), 1.0), step=0, weight=3)
+    assert rows(one, 1, step=0) == [0.0]
+    two.push(gradient((2, 3), 1.0), step=0, weight=1)
+    assert rows(one, 1, 2, 3, step=1) == [-0.75, -1.0, -0.25]
+
+
+def test_sync_pull_is_answered_when_the_step_is_complete() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1,), 1.0), step=0)
+    got: list[float] = []
+    thread = threading.Thread(target=lambda: got.extend(rows(one, 1, step=1)))
+    thread.start()
+    two.push(step=0)
+    thread.join(10)
+    assert got == [-0.5]
+
+
+def test_sync_does_not_depend_on_the_order_of_arrival() -> None:
+    def final(order: list[int]) -> bytes:
+        fakes = started("sync", 3)
+        values = [0.1, 0.7, 1e-8]
+        for step in range(3):
+            for worker in order:
+                fakes[worker].push(gradient((7,), values[worker]), step=step, weight=worker + 1)
+        return fakes[0].pull(7, step=3).arrays[0].tobytes()
+
+    assert final([0, 1, 2]) == final([2, 0, 1]) == final([1, 2, 0])
+
+
+def test_a_worker_out_of_data_leaves_and_the_others_go_on() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1,), 1.0), step=0)
+    two.call("leave", {})
+    assert rows(one, 1, step=1) == [-1.0]
+    one.push(gradient((1,), 1.0), step=1)
+    assert rows(one, 1, step=2) == [-2.0]
+
+
+def test_a_batch_without_rows_touches_nothing() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1,), 1.0), step=0, weight=4)
+    two.push(gradient((2,), float("nan")), step=0, weight=0)
+    assert rows(one, 1, 2, step=1) == [-1.0, 0.0]
+
+
+def test_first_values_in_sync_are_one_push_of_everybody() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1, 2), 5.0, kind="assign"), step=0)
+    two.push(step=0)
+    assert rows(two, 1, 2, step=1) == [5.0, 5.0]
+
+
+def test_deltas_are_added() -> None:
+    (worker,) = started("async", 1)
+    worker.push(gradient((1,), 2.0, kind="delta"), step=0)
+    assert rows(worker, 1, step=1) == [2.0]
+
+
+def test_a_push_names_its_pull_instead_of_keys() -> None:
+    (worker,) = started("async", 1)
+    pulled = worker.pull(4, 5, keep=True)
+    assert worker.push_pulled(pulled.meta["pull_id"], 1.0, 2) == {"dropped": 0}
+    assert rows(worker, 4, 5, step=1) == [-1.0, -1.0]
+    # The push freed the keys; the next push of that pull has to bring them.
+    assert worker.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1) == {"need_keys": True}
+
+
+def test_pushes_behind_one_that_needs_keys_wait_for_it() -> None:
+    (worker,) = started("sync", 1)
+    assert worker.push_pulled(1, 1.0, 1, step=0, seq=10) == {"need_keys": True}
+    assert worker.push(gradient((2,), 1.0), step=1, seq=12) == {"need_keys": True}
+    assert worker.pull(1, step=2).meta == {"need_push": 0}
+    worker.push(gradient((1,), 1.0), step=0, seq=10)
+    worker.push(gradient((2,), 1.0), step=1, seq=12)
+    assert rows(worker, 1, 2, step=2) == [-1.0, -1.0]
+
+
+def test_kept_pulls_are_bounded() -> None:
+    (worker,) = started("async", 1)
+    first = worker.pull(1, keep=True).meta["pull_id"]
+    for _ in range(16):
+        worker.pull(1, keep=True)
+    assert worker.push_pulled(first, 1.0, 1) == {"need_keys": True}
+
+
+def test_a_lost_worker_is_named_to_the_others() -> None:
+    one, two = started("sync", 2)
+    service = one.service
+    service.connected(two.client)
+    service.connected(two.client)  # connected again before the old connection's end was seen
+    service.disconnected(two.client)
+    assert service.clocks is not None
+    assert service.clocks.expire(1e18, 1.0) == []
+    service.disconnected(two.client)
+    assert service.clocks.expire(1e18, 1.0) == [1]
+    with pytest.raises(PeerLostError, match="lost worker 1"):
+        one.push(gradient((1,), 1.0), step=0)
+
+
+def test_a_worker_started_again_takes_its_own_place() -> None:
+    one, two = started("sync", 2)
+    one.push(gradient((1,), 1.0), step=0)
+    again = FakeWorker(one.service, 0, client=999)
+    assert again.declare(mode="sync", workers=2)["step"] == 1
+    with pytest.raises(ConfigError, match="started again since"):
+        one.push(gradient((1,), 1.0), step=1)
+    two.push(gradient((1,), 1.0), step=0)
+    assert rows(again, 1, step=1) == [-1.0]
+
+
+def test_tables_of_one_name_must_agree_field_by_field() -> None:
+    (worker,) = started("async", 1)
+    with pytest.raises(ConfigError, match=r"'items'.*dim=2.*dim=4"):
+        worker.declare(TableSpec(name="items", dim=4, rule=SGD(lr=1.0)))
+    with pytest.raises(ConfigError, match=r"rule=SGD.*rule=Adagrad"):
+        worker.declare(TableSpec(name="items", dim=2, rule=Adagrad(lr=1.0), init=SPEC.init))
+
+
+def test_workers_must_agree_on_the_mode() -> None:
+    service = Service()
+    FakeWorker(service, 0).declare(mode="sync", workers=2)
+    with pytest.raises(ConfigError, match="asks for mode='async'.*run with mode='sync'"):
+        FakeWorker(service, 1).declare(mode="async", workers=2)
+    with pytest.raises(ConfigError, match="asks for workers=3.*run with workers=2"):
+        FakeWorker(service, 1).declare(mode="sync", workers=3)
+    with pytest.raises(ConfigError, match="modes: sync, async, bounded"):
+        FakeWorker(Service(), 0).declare(mode="geo")
+
+
+def test_bad_requests_change_nothing() -> None:
+    (worker,) = started("async", 1)
+    with pytest.raises(ConfigError, match=r"no table 'item'; tables: \['items'\]. Did you mean 'items'"):
+        worker.push(gradient((1,), 1.0, table="item"), step=0)
+    with pytest.raises(ConfigError, match="no table 'other'"):
+        worker.pull(1, table="other")
+    with pytest.raises(ConfigError, match="kind 'divide'"):
+        worker.push(gradient((1,), 1.0, kind="divide"), step=0)
+    with pytest.raises(ConfigError, match="weight nan"):
+        worker.push(gradient((1,), 1.0), step=0, weight=float("nan"))
+    with pytest.raises(ConfigError, match="only 1 arrays"):
+        worker.call("push", {"step": 0, "changes": [{"table": "items"}]}, [keys(1)])
+    with pytest.raises(ConfigError, match="too many"):
+        worker.call("push", {"step": 0, "changes": []}, [keys(1)])
+    with pytest.raises(ConfigError, match="'push' is malformed"):
+        worker.call("push", {})
+    with pytest.raises(ConfigError, match="no operation 'pul'. Did you mean 'pull'"):
+        worker.call("pul", {})
+    with pytest.raises(ConfigError, match="declared no tables here"):
+        FakeWorker(worker.service, 1).push(step=0)
+    assert worker.call("report", {}).meta["steps"] == [0]
+    worker.push(gradient((1,), 1.0), step=0)
+
+
+def test_leases_go_through_the_service() -> None:
+    one, two = started("async", 2)
+    ask = {"epoch": 0, "files": ["a", "b"]}
+    assert one.call("lease", ask).meta["file"] == "a"
+    assert two.call("lease", ask).meta["file"] == "b"
+    two.call("leave", {})
+    one.call("done", {"epoch": 0, "file": "a", "offset": 10})
+    assert one.call("lease", ask).meta["file"] == "b"
+    with pytest.raises(ConfigError, match="does not hold"):
+        one.call("done", {"epoch": 0, "file": "z", "offset": 1})
+
+
+def test_bounded_lets_a_worker_run_ahead_by_the_bound() -> None:
+    one, two = started("bounded", 2, bound=1)
+    one.push(gradient((1,), 1.0), step=0)
+    assert rows(one, 1, step=1) == [-1.0]
+    one.push(gradient((1,), 1.0), step=1)
+    got: list[float] = []
+    thread = threading.Thread(target=lambda: got.extend(rows(one, 1, step=2)))
+    thread.start()
+    two.push(gradient((1,), 1.0), step=0)
+    thread.join(10)
+    assert got == [-3.0]
+
+
+def test_pulls_do_not_make_rows() -> None:
+    (worker,) = started("async", 1)
+    np.testing.assert_array_equal(worker.pull(1, 2).arrays[0], 0)
+    assert worker.call("report", {}).meta["tables"]["items"]["rows"] == 0
