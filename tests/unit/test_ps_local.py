@@ -63,3 +63,12 @@ def test_the_same_declaration_twice_keeps_the_rows_and_another_is_an_error(store
 def test_a_table_that_is_not_there_is_named_with_the_nearest(store):
     with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
         rows(store, table="idz")
+
+
+def test_one_worker_leases_every_file_once(store):
+    assert store.lease(0, ["a", "b"]) == ("a", 0, 2)
+    store.done(0, "a", 5)
+    assert store.lease(0, ["a", "b"]) == ("b", 0, 1)
+    store.done(0, "b", 3, end=False)
+    with pytest.raises(ConfigError, match="does not hold"):
+        store.done(0, "a", 6)

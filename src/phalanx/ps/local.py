@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.rules import TableSpec
+from phalanx.ps.server.leases import Leases
 from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want
 from phalanx.ps.table import Table, make_table
 
@@ -20,6 +21,7 @@ class LocalStore:
     def __init__(self) -> None:
         self._specs: dict[str, TableSpec] = {}
         self._tables: dict[str, Table] = {}
+        self._leases = Leases()
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make these tables, or check that they are there with the same specification. See `Store.declare`."""
@@ -60,6 +62,17 @@ class LocalStore:
     def shrink(self, table: str) -> int:
         """End a day. See `Store.shrink`."""
         return self._table(table).shrink()
+
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        """Return the next file of an epoch. See `Store.lease`."""
+        self._leases.check(epoch, files)
+        given = self._leases.lease(0, epoch, files)
+        return given["file"], given["offset"], given["left"]
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report progress on a leased file. See `Store.done`."""
+        self._leases.check_done(0, epoch, file)
+        self._leases.done(epoch, file, offset, end=end)
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot. See `Store.save`."""

@@ -130,6 +130,22 @@ class Store(Protocol):
         """End a day: decay and drop rows as the entry policy says. Returns how many rows went."""
         ...
 
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        """Ask for this worker's next file of an epoch; files of a worker that died come to others again.
+
+        Args:
+            epoch: Number of the epoch.
+            files: All files of the epoch, the same on every worker.
+
+        Returns:
+            The file, or None when none is free; the offset to go on from; and how many files are not done.
+        """
+        ...
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report how far a leased file was read and trained on; `end` says whether that was all of it."""
+        ...
+
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot of all tables at one moment; `mode` is `full`, `delta`, `serving` or `text`."""
         ...

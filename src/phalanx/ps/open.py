@@ -1,0 +1,112 @@
+"""From a job's role and a Plan's push to the mode a worker trains in, and what that mode promises, in words."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal
+
+from phalanx.cluster.role import Role
+from phalanx.comm.context import Context
+from phalanx.errors import ConfigError
+from phalanx.plan.value import Push
+from phalanx.ps.geo import Geo
+from phalanx.ps.local import LocalStore
+from phalanx.ps.modes import HalfAsync, Mode
+from phalanx.ps.remote import RemoteStore
+from phalanx.ps.store import Store
+
+logger = logging.getLogger("phalanx.ps")
+
+TIMEOUT_S = 300.0
+"""Seconds a server may take for one answer. In sync mode that includes waiting for the slowest worker, which may be
+evaluating or compiling; a server or a worker that ends is noticed at once."""
+
+
+def open_mode(context: Context, push: Push, *, dense: Literal["servers", "workers"] = "servers") -> Mode:
+    """Connect to the job's servers, or hold the tables here when the job is this one process; log what holds then.
+
+    Args:
+        context: Who this worker is.
+        push: Mode and its steps.
+        dense: Where dense parameters live, for the log.
+
+    Raises:
+        ConfigError: If several workers have no server, or the job's secret is not set.
+        PeerLostError: If a server does not come; names it.
+    """
+    role = context.role
+    mode = _mode(_store(role, push), push, role.worker_num)
+    for line in contract(push, workers=role.worker_num, servers=len(role.server_endpoints), dense=dense):
+        logger.info("%s", line)
+    return mode
+
+
+def contract(push: Push, *, workers: int, servers: int, dense: Literal["servers", "workers"]) -> list[str]:
+    """Say where parameters live and how stale rows can be. Pure."""
+    if not servers:
+        return ["parameter server: tables and dense parameters are in this process; nothing is stale"]
+    what = {
+        "sync": f"rows are those of the step before, never stale; every step waits for all {workers} workers",
+        "async": "gradients are applied as they come; a row lacks what other workers push between read and update, "
+        "without a bound",
+        "bounded": f"gradients are applied as they come; a worker is never more than {push.steps} steps ahead of the "
+        "slowest",
+        "half_async": f"a worker sends the sum of {push.steps} steps; a row lacks up to {push.steps} steps of its own "
+        "and what other workers did not send yet",
+        "geo": f"a worker trains a copy and sends its difference / {workers} every {push.steps} steps; a row lacks up "
+        f"to {push.steps} steps of every other worker",
+    }[push.mode]
+    lives = "on the servers, as stale as rows" if dense == "servers" else "on every worker, equal by all-reduce"
+    if workers == 1 and dense == "workers":
+        lives = "in this process"
+    return [
+        f"parameter server: mode {push.mode}, {workers} workers, {servers} servers: {what}",
+        f"parameter server: dense parameters live {lives}",
+    ]
+
+
+def _store(role: Role, push: Push) -> Store:
+    if not role.server_endpoints:
+        if role.worker_num > 1:
+            raise ConfigError(
+                f"{role.worker_num} workers share tables, but the job has no parameter server. Launch with "
+                f"`phalanx run --server_num 1 --worker_num {role.worker_num} train.py`."
+            )
+        return LocalStore()
+    if not role.secret:
+        raise ConfigError(
+            f"the servers at {', '.join(role.server_endpoints)} ask for the job's secret, but PHALANX_JOB_SECRET is "
+            "not set. `phalanx run` sets it; otherwise set it to the same 64 hexadecimal digits for every server and "
+            "worker, made by `openssl rand -hex 32`."
+        )
+    return RemoteStore(
+        role.server_endpoints,
+        secret=role.secret,
+        worker=role.rank,
+        workers=role.worker_num,
+        mode=push.mode if push.mode in ("sync", "bounded") else "async",
+        bound=push.steps or 0 if push.mode == "bounded" else 0,
+        timeout_s=TIMEOUT_S,
+        retry_s=_retry_s(),
+    )
+
+
+def _retry_s() -> float:
+    text = os.environ.get("PHALANX_SERVER_RETRY_S", "").strip() or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"PHALANX_SERVER_RETRY_S must be a number of seconds, found {text!r}. Correct it.")
+    return seconds
+
+
+def _mode(store: Store, push: Push, workers: int) -> Mode:
+    steps = push.steps or 1
+    if push.mode == "half_async":
+        return HalfAsync(store, steps=steps)
+    if push.mode == "geo":
+        return Geo(store, steps=steps, workers=workers, local_optimizer=push.local_optimizer)
+    return Mode(store)

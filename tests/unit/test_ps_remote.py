@@ -1,0 +1,192 @@
+"""A store over servers, whose servers are services in this process: what it asks them, and how it shares keys out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import ps_simulator as sim
+from phalanx.errors import ConfigError
+from phalanx.ps.local import LocalStore
+from phalanx.ps.remote import RemoteStore
+from phalanx.ps.server.service import Service
+from phalanx.ps.store import Change, Want
+from phalanx.ps.wire.message import Request
+
+
+class DirectConnection:
+    """A connection that asks its service at once and remembers what was asked."""
+
+    services: ClassVar[list[Service]] = []
+
+    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, retry_s):
+        self.service, self.client, self.me = self.services[int(endpoint)], client, me
+        self.seq = itertools.count(1)
+        self.asked = []
+
+    def send(self, op, meta, arrays=(), reply_bytes=0):
+        self.asked.append((op, dict(meta), len(arrays)))
+        request = Request(op, dict(meta), [a.copy() for a in arrays], self.client, next(self.seq), self.me)
+        reply = self.service.handle(request)
+        assert sum(a.nbytes for a in reply.arrays) <= reply_bytes
+        return Answered(reply)
+
+    def call(self, op, meta, arrays=(), reply_bytes=0):
+        return self.send(op, meta, arrays, reply_bytes).result()
+
+    def close(self):
+        self.asked.append(("close", {}, 0))
+
+
+class Answered:
+    def __init__(self, reply):
+        self.reply = reply
+
+    def result(self):
+        return self.reply
+
+
+def remote(servers, worker=0, workers=1, mode="async"):
+    DirectConnection.services = servers
+    endpoints = [str(rank) for rank in range(len(servers))]
+    return RemoteStore(endpoints, secret=b"", worker=worker, workers=workers, mode=mode)
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.remote.Connection", DirectConnection)
+
+
+def made(servers=1, **about):
+    services = [Service(rank, servers) for rank in range(servers)]
+    store = remote(services, **about)
+    store.declare([sim.SPEC])
+    return services, store
+
+
+def asked(store, op):
+    return [[meta for o, meta, _ in c.asked if o == op] for c in store._connections]
+
+
+KEYS = np.arange(40, dtype=np.int64)
+VALUES = np.arange(120, dtype=np.float32).reshape(40, 3)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_rows_come_back_in_the_order_of_the_keys_whoever_owns_them(servers):
+    services, store = made(servers)
+    store.push([Change("ids", KEYS, VALUES, kind="assign")])
+    for order in (KEYS, KEYS[::-1].copy(), np.array([7, 31], np.int64), KEYS[:0]):
+        (rows,) = store.pull([Want("ids", order)], step=1).rows()
+        np.testing.assert_array_equal(rows, VALUES[order])
+    assert sum(service.tables.tables["ids"].rows for service in services) == len(KEYS)
+    assert all(service.tables.tables["ids"].rows for service in services)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_push_names_the_pull_that_brought_its_keys(servers):
+    _, store = made(servers)
+    pulled = store.pull([Want("ids", KEYS)])
+    store.pull([Want("ids", KEYS[:2])]).rows()
+    pulled.rows()
+    store.push([Change("ids", KEYS.copy(), VALUES)])
+    store.push([Change("ids", KEYS[::-1].copy(), VALUES[::-1].copy())], step=1)
+    (rows,) = store.pull([Want("ids", KEYS)], step=2).rows()
+    np.testing.assert_allclose(rows, sim.START - 2 * sim.LR * VALUES, rtol=1e-6)
+    for of_server in asked(store, "push"):
+        first, second = of_server
+        assert first["pull_id"] is not None
+        assert second["pull_id"] is None
+
+
+def test_a_server_that_forgot_the_pull_gets_the_keys():
+    (service,), store = made()
+    pulled = store.pull([Want("ids", KEYS)])
+    pulled.rows()
+    for client in service.clients._clients.values():
+        client.kept.clear()
+    store.push([Change("ids", KEYS, VALUES)])
+    late = store.pull([Want("ids", KEYS)], step=1)
+    np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
+    assert [meta["pull_id"] is None for meta in asked(store, "push")[0]] == [False, True]
+
+
+def test_several_tables_travel_in_one_request_and_idle_servers_are_not_asked():
+    _, store = made(3)
+    store.declare([dataclasses.replace(sim.SPEC, name="more", dim=2)])
+    one = np.array([5], np.int64)
+    first, second = store.pull([Want("ids", KEYS), Want("more", one)]).rows()
+    assert (first.shape, second.shape) == ((40, 3), (1, 2))
+    assert [len(pulls) for pulls in asked(store, "pull")] == [1, 1, 1]
+    store.pull([Want("more", one)]).rows()
+    assert sum(len(pulls) for pulls in asked(store, "pull")) == 4
+    store.push([Change("ids", one, VALUES[:1], counts=np.array([3], np.uint32))])
+    store.flush()
+    assert [len(pushes) for pushes in asked(store, "push")] == [1, 1, 1]
+    assert store.report()["ids"].pushed == 1
+
+
+def test_a_restarted_worker_goes_on_where_the_servers_are():
+    services, store = made(2)
+    for step in range(3):
+        store.push([], step=step)
+    # The process died after it had pushed its fourth step to one of two servers.
+    store._connections[0].call("push", {"step": 3, "weight": 1.0, "pull_id": None, "changes": []})
+    again = remote(services)
+    again.declare([sim.SPEC])
+    again.push([Change("ids", KEYS, VALUES)], step=0)
+    (rows,) = again.pull([Want("ids", KEYS)], step=1).rows()
+    np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
+    assert [service.clocks.steps for service in services] == [[5], [5]]
+
+
+def test_servers_and_this_process_agree_on_every_row():
+    _, store = made(3)
+    local = LocalStore()
+    local.declare([sim.SPEC])
+    for step in range(4):
+        keys = sim.keys_of(0, step)
+        values = VALUES[: len(keys)] + step
+        for each in (store, local):
+            each.push([Change("ids", keys, values, counts=np.ones(len(keys), np.uint32))], step=step)
+    np.testing.assert_array_equal(sim.table_of(store), sim.table_of(local))
+    ours, theirs = store.report()["ids"], local.report()["ids"]
+    assert (ours.rows, ours.pushed) == (theirs.rows, theirs.pushed)
+    assert store.shrink("ids") == 0
+
+
+def test_leases_are_those_of_the_first_server():
+    services, store = made(2)
+    assert store.lease(0, ["a", "b"]) == ("a", 0, 2)
+    store.done(0, "a", 10)
+    assert store.lease(0, ["a", "b"]) == ("b", 0, 1)
+    assert store.lease(0, ["a", "b"]) == (None, 0, 1)
+    assert not services[1].leases.to_json()
+
+
+def test_an_unknown_table_is_named_before_anything_is_sent():
+    _, store = made()
+    with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
+        store.pull([Want("idz", KEYS)])
+    assert asked(store, "pull") == [[]]
+
+
+def test_connections_that_came_are_closed_when_another_does_not():
+    opened = []
+
+    class Refusing(DirectConnection):
+        def __init__(self, endpoint, **about):
+            if endpoint == "1":
+                raise ConfigError("refused")
+            super().__init__(endpoint, **about)
+            opened.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.ps.remote.Connection", Refusing)
+        with pytest.raises(ConfigError, match="refused"):
+            remote([Service(0, 2), Service(1, 2)])
+    assert [c.asked for c in opened] == [[("close", {}, 0)]]
