@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError
+from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
 from phalanx.ps.server.clocks import Clocks, checked_worker
 from phalanx.ps.server.gate import LEFT, Gate
 from phalanx.ps.server.leases import Leases
@@ -35,7 +35,7 @@ class Waiter:
     def _run(self) -> None:
         try:
             self._call()
-        except Exception as e:  # handed to the test's thread
+        except PhalanxError as e:  # handed to the test's thread
             self._error = e
 
 
@@ -169,7 +169,8 @@ def test_a_freeze_lets_through_what_other_servers_have_already() -> None:
         pass
     with gate.change(1, LEFT - 1):
         pass
-    assert (waiter := Waiter(lambda: gate.change(0, 3).__enter__())).waits
+    waiter = Waiter(lambda: gate.change(0, 3).__enter__())
+    assert waiter.waits
     gate.resume("a")
     waiter.end()
 

@@ -175,9 +175,9 @@ def test_tables_of_one_name_must_agree_field_by_field() -> None:
 def test_workers_must_agree_on_the_mode() -> None:
     service = Service()
     FakeWorker(service, 0).declare(mode="sync", workers=2)
-    with pytest.raises(ConfigError, match="asks for mode='async'.*run with mode='sync'"):
+    with pytest.raises(ConfigError, match=r"asks for mode='async'.*run with mode='sync'"):
         FakeWorker(service, 1).declare(mode="async", workers=2)
-    with pytest.raises(ConfigError, match="asks for workers=3.*run with workers=2"):
+    with pytest.raises(ConfigError, match=r"asks for workers=3.*run with workers=2"):
         FakeWorker(service, 1).declare(mode="sync", workers=3)
     with pytest.raises(ConfigError, match="modes: sync, async, bounded"):
         FakeWorker(Service(), 0).declare(mode="geo")
@@ -199,7 +199,7 @@ def test_bad_requests_change_nothing() -> None:
         worker.call("push", {"step": 0, "changes": []}, [keys(1)])
     with pytest.raises(ConfigError, match="'push' is malformed"):
         worker.call("push", {})
-    with pytest.raises(ConfigError, match="no operation 'pul'. Did you mean 'pull'"):
+    with pytest.raises(ConfigError, match=r"no operation 'pul'\. Did you mean 'pull'"):
         worker.call("pul", {})
     with pytest.raises(ConfigError, match="declared no tables here"):
         FakeWorker(worker.service, 1).push(step=0)
@@ -230,6 +230,15 @@ def test_bounded_lets_a_worker_run_ahead_by_the_bound() -> None:
     two.push(gradient((1,), 1.0), step=0)
     thread.join(10)
     assert got == [-3.0]
+
+
+def test_a_pull_may_name_a_table_twice() -> None:
+    (worker,) = started("async", 1)
+    worker.push(gradient((1,), 1.0), step=0)
+    meta = {"step": 1, "tables": [["items", 1], ["items", 2]], "keep": True}
+    reply = worker.call("pull", meta, [keys(1), keys(2, 1)])
+    assert [a[:, 0].tolist() for a in reply.arrays] == [[-1.0], [0.0, -1.0]]
+    assert "pull_id" not in reply.meta
 
 
 def test_pulls_do_not_make_rows() -> None:

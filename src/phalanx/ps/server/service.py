@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from phalanx.errors import ClosedError, ConfigError, InternalError, did_you_mean
+from phalanx.errors import ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.layout import layout_of
 from phalanx.ps.local import check_same
 from phalanx.ps.placement import shards_owned
@@ -90,7 +90,9 @@ class Service:
             )
         try:
             return answer(request)
-        except (KeyError, TypeError) as e:
+        except (KeyError, TypeError, ValueError) as e:
+            if isinstance(e, PhalanxError):
+                raise
             raise ConfigError(f"The request {request.op!r} is malformed: {e!r}. Send what the protocol says.") from e
 
     def offer(self, op: str, answer: Callable[[Request], Reply]) -> None:
@@ -122,18 +124,18 @@ class Service:
             # Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
             return Reply({"need_push": clocks.next_step(client.worker)})
         clocks.wait(step)
-        wanted = dict(zip((name for name, _ in request.meta["tables"]), request.arrays, strict=True))
+        names = [name for name, _ in request.meta["tables"]]
         rows = []
-        for name, keys in wanted.items():
+        for name, keys in zip(names, request.arrays, strict=True):
             spec = self.tables.specs.get(name)
             if spec is None:
                 raise changes.unknown_table(name, self.tables.specs)
             rows.append(request.room.empty((len(keys), spec.dim), np.float32))
             self.tables.pull(name, keys, rows[-1])
-        if not request.meta.get("keep"):
+        if not request.meta.get("keep") or len(set(names)) < len(names):
             return Reply({}, rows)
         number = self.clients.next_pull()
-        client.keep(number, {name: keys.copy() for name, keys in wanted.items()})
+        client.keep(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
         return Reply({"pull_id": number}, rows)
 
     def _report(self, request: Request) -> Reply:
