@@ -1,0 +1,163 @@
+"""One connected socket: exact reads, gathered writes, deadlines, and descriptors over Unix sockets.
+
+The socket never blocks; what would is waited for with `poll`. One thread may read while another writes.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from phalanx.ps.wire.frame import FrameError
+
+Part = bytes | bytearray | memoryview
+
+_AHEAD_BYTES = 1 << 16
+_MOST_PARTS = 512
+_MOST_DESCRIPTORS = 4
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+_ROOM_FOR_ONE = socket.CMSG_SPACE(array.array("i").itemsize)
+
+
+class Channel:
+    """A TCP socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._start = self._end = 0
+        self._descriptors: deque[int] = deque()
+
+    def secure(self, deadline: float) -> bytes:
+        """Agree on keys where they are needed; returns what the handshake must be bound to.
+
+        Raises:
+            OSError: If the other end does not agree before `deadline`.
+        """
+        return b""
+
+    def fill(self, view: memoryview, deadline: float | None = None) -> None:
+        """Read exactly as many bytes as `view` has.
+
+        Raises:
+            ConnectionError: If the other end closes before that.
+            TimeoutError: If `deadline` (of `time.monotonic`) passes first.
+        """
+        at = 0
+        while at < len(view):
+            if self._start < self._end:
+                count = min(self._end - self._start, len(view) - at)
+                view[at : at + count] = self._ahead[self._start : self._start + count]
+                self._start += count
+                at += count
+            elif len(view) - at >= _AHEAD_BYTES:
+                at += self._receive(view[at:], deadline)
+            else:
+                self._start, self._end = 0, self._receive(self._ahead, deadline)
+
+    def send(self, parts: Sequence[Part], *, deadline: float | None = None, descriptor: int | None = None) -> None:
+        """Write all parts in order, and a copy of `descriptor` with the first byte.
+
+        Raises:
+            ConnectionError: If the other end is gone.
+            TimeoutError: If `deadline` passes first.
+        """
+        left = [memoryview(part) for part in parts if len(part)]
+        done = 0
+        while done < len(left):
+            try:
+                sent = self._send_some(left[done : done + _MOST_PARTS], descriptor)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+                continue
+            descriptor = None
+            while sent:
+                if sent < len(left[done]):
+                    left[done] = left[done][sent:]
+                    break
+                sent -= len(left[done])
+                done += 1
+
+    def take_descriptor(self) -> int:
+        """Return the oldest descriptor that came; it is the caller's to close.
+
+        Raises:
+            FrameError: If none came.
+        """
+        if not self._descriptors:
+            raise FrameError("a frame announces a descriptor that did not come with it")
+        return self._descriptors.popleft()
+
+    def interrupt(self, how: int = socket.SHUT_RDWR) -> None:
+        """End both directions, or one; a thread that reads or writes here stops waiting."""
+        try:
+            socket.socket.shutdown(self._socket, how)
+        except OSError:
+            # The other end was faster, and nobody waits here any more.
+            return
+
+    def close(self) -> None:
+        """Give back the socket; call it when no thread uses the channel any more."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._socket.close()
+
+    def _receive(self, view: memoryview, deadline: float | None) -> int:
+        while True:
+            try:
+                count = self._receive_some(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            if not count:
+                raise ConnectionAbortedError("it closed the connection")
+            return count
+
+    def _wait(self, events: int, deadline: float | None) -> None:
+        waiting = select.poll()
+        waiting.register(self._socket, events)
+        if deadline is None:
+            waiting.poll()
+        elif not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("it did not answer in time")
+
+    def _receive_some(self, view: memoryview) -> int:
+        return self._socket.recv_into(view)
+
+    def _send_some(self, parts: list[memoryview], descriptor: int | None) -> int:
+        return self._socket.sendmsg(parts)
+
+
+class UnixChannel(Channel):
+    """A Unix socket, which also carries descriptors."""
+
+    def _receive_some(self, view: memoryview) -> int:
+        count, ancillary, flags, _ = self._socket.recvmsg_into([view], _ROOM_FOR_ONE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                self._descriptors.extend(found)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MOST_DESCRIPTORS:
+            raise FrameError("more descriptors came than frames announce")
+        return count
+
+    def _send_some(self, parts: list[memoryview], descriptor: int | None) -> int:
+        if descriptor is None:
+            return self._socket.sendmsg(parts)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+        return self._socket.sendmsg(parts, [rights])
+
+
+def prepare_tcp(connected: socket.socket) -> None:
+    """Send at once what is written, and notice a host that vanished."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,228 @@
+"""The bytes of one message: a header of 40 bytes, a JSON object, then arrays in checked chunks.
+
+    magic 4 | wire version u16 | kind u8 | flags u8 | client u64 | seq u64 | object's length u32 | payload's length u64
+    | crc32 of all before and the object u32
+
+The object names the arrays' types and shapes; each array starts at a multiple of 64 bytes of the payload. A payload
+comes in chunks of at most 4 MiB, each followed by its crc32, or lies in a shared segment that the object names.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import ConfigError
+
+Bytes = NDArray[np.uint8]
+"""A one-dimensional array of bytes: memory that is sent, received or shared."""
+
+Array = NDArray[Any]
+
+MAGIC = b"PHLX"
+WIRE_VERSION = 1
+CHUNK_BYTES = 4 << 20
+LARGEST_OBJECT = 16 << 20
+LARGEST_PAYLOAD = 1 << 40
+MOST_DIMENSIONS = 8
+MOST_ARRAYS = 1 << 16
+
+SHARED = 1
+"""Flag: the payload lies in a shared segment."""
+
+NEW_SEGMENT = 2
+"""Flag: the descriptor of that segment comes with the header."""
+
+DTYPES = {np.dtype(name): name for name in ("int64", "float32", "uint32", "uint8", "float64")}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_HEADER = struct.Struct("<4sHBBQQIQI")
+_CHECKED = _HEADER.size - 4
+_CHECKSUM = struct.Struct("<I")
+_ALIGNMENT = 64
+HEADER_BYTES = _HEADER.size
+CHECKSUM_BYTES = _CHECKSUM.size
+
+
+class FrameError(Exception):
+    """What came is not a frame of ours; nothing after it on that connection can be read."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    REPLY = 2
+    ERROR = 3
+
+
+class Header(NamedTuple):
+    """The fixed part of a frame."""
+
+    kind: Kind
+    flags: int
+    client: int
+    seq: int
+    object_bytes: int
+    payload_bytes: int
+
+
+def aligned(offset: int) -> int:
+    """Return the next place where an array may start."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the arrays of one message lie in its payload."""
+
+    places: tuple[tuple[np.dtype[Any], tuple[int, ...], int, int], ...]
+    """Type, shape, first byte and end of each array."""
+
+    payload_bytes: int
+
+    def described(self) -> list[Any]:
+        """Return types and shapes as JSON."""
+        return [[DTYPES[dtype], shape] for dtype, shape, _, _ in self.places]
+
+    def read(self, payload: Bytes) -> list[Array]:
+        """Return the arrays as views of a payload."""
+        return [payload[start:end].view(dtype).reshape(shape) for dtype, shape, start, end in self.places]
+
+    def write(self, arrays: Sequence[Array], payload: Bytes) -> None:
+        """Copy arrays to their places, but not one that was made there."""
+        for array, place in zip(arrays, self.read(payload), strict=True):
+            if array.ctypes.data != place.ctypes.data:
+                place[...] = array
+
+
+def layout_of(arrays: Sequence[Array]) -> Layout:
+    """Return where arrays will lie.
+
+    Raises:
+        ConfigError: If a type does not travel.
+    """
+    for array in arrays:
+        if array.dtype not in DTYPES:
+            raise ConfigError(f"an array of {array.dtype} cannot be sent. Convert it to one of {_names()}.")
+    return _laid_out([(array.dtype, array.shape) for array in arrays])
+
+
+def layout_from(described: Any) -> Layout:
+    """Return the layout that an object describes.
+
+    Raises:
+        FrameError: If it describes none.
+    """
+    if not isinstance(described, list) or len(described) > MOST_ARRAYS:
+        raise FrameError("arrays are not described by a list")
+    return _laid_out([_checked(entry) for entry in described])
+
+
+def _checked(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    match entry:
+        case [str(name), [*shape]] if name in _BY_NAME and len(shape) <= MOST_DIMENSIONS:
+            if all(type(size) is int and 0 <= size < LARGEST_PAYLOAD for size in shape):
+                return _BY_NAME[name], tuple(shape)
+    raise FrameError(f"an array is described as {str(entry)[:80]}; type one of {_names()}, then its shape")
+
+
+def _laid_out(described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Layout:
+    places, end = [], 0
+    for dtype, shape in described:
+        start = end = aligned(end)
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        end = start + count
+        places.append((dtype, shape, start, end))
+    if end > LARGEST_PAYLOAD:
+        raise FrameError(f"arrays of {end} bytes in one message")
+    return Layout(tuple(places), end)
+
+
+def _names() -> str:
+    return ", ".join(_BY_NAME)
+
+
+def encode(kind: Kind, flags: int, client: int, seq: int, content: dict[str, Any], payload_bytes: int) -> bytes:
+    """Return header and object of a frame."""
+    raw = json.dumps(content, separators=(",", ":")).encode()
+    if len(raw) > LARGEST_OBJECT:
+        raise ConfigError(f"a JSON object of {len(raw):,} bytes cannot be sent; send at most {LARGEST_OBJECT:,}.")
+    start = _HEADER.pack(MAGIC, WIRE_VERSION, kind, flags, client, seq, len(raw), payload_bytes, 0)[:_CHECKED]
+    return b"".join((start, _CHECKSUM.pack(zlib.crc32(raw, zlib.crc32(start))), raw))
+
+
+def decode_header(raw: bytes | bytearray) -> Header:
+    """Return the fixed part, its lengths within limits.
+
+    Raises:
+        FrameError: If it is not one.
+    """
+    magic, version, kind, flags, client, seq, object_bytes, payload_bytes, _ = _HEADER.unpack(raw)
+    if magic != MAGIC or version != WIRE_VERSION:
+        raise FrameError(f"a frame starts with {bytes(raw[:6])!r}")
+    if kind not in (Kind.REQUEST, Kind.REPLY, Kind.ERROR) or flags & ~(SHARED | NEW_SEGMENT):
+        raise FrameError(f"a frame of kind {kind} with flags {flags}")
+    if object_bytes > LARGEST_OBJECT or payload_bytes > LARGEST_PAYLOAD:
+        raise FrameError(f"a frame claims {object_bytes} and {payload_bytes} bytes")
+    return Header(Kind(kind), flags, client, seq, object_bytes, payload_bytes)
+
+
+def decode_object(header: bytes | bytearray, raw: bytes | bytearray) -> dict[str, Any]:
+    """Return the object after a header, once the checksum of both holds.
+
+    Raises:
+        FrameError: If it does not, or if it is not a JSON object.
+    """
+    if zlib.crc32(raw, zlib.crc32(memoryview(header)[:_CHECKED])) != _CHECKSUM.unpack_from(header, _CHECKED)[0]:
+        raise FrameError("the checksum of a frame is wrong")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame's object is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FrameError("a frame's object is not a JSON object")
+    return content
+
+
+def checksum_holds(chunk: Bytes, checksum: bytes | bytearray) -> bool:
+    """Return whether a received chunk is what was sent."""
+    return bool(zlib.crc32(chunk.data) == _CHECKSUM.unpack(checksum)[0])
+
+
+def chunks(layout: Layout, arrays: Sequence[Array]) -> list[memoryview | bytes]:
+    """Return the payload as it goes through a socket: views of the arrays, cut into chunks, each with its checksum."""
+    out: list[memoryview | bytes] = []
+    left, checksum = CHUNK_BYTES, 0
+    for piece in _pieces(layout, arrays):
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + left]
+            out.append(part)
+            checksum = zlib.crc32(part, checksum)
+            start, left = start + len(part), left - len(part)
+            if not left:
+                out.append(_CHECKSUM.pack(checksum))
+                left, checksum = CHUNK_BYTES, 0
+    if left < CHUNK_BYTES:
+        out.append(_CHECKSUM.pack(checksum))
+    return out
+
+
+def _pieces(layout: Layout, arrays: Sequence[Array]) -> Iterator[memoryview | bytes]:
+    at = 0
+    for array, (_, _, start, end) in zip(arrays, layout.places, strict=True):
+        if start > at:
+            yield bytes(start - at)
+        if end > start:
+            yield array.reshape(-1).view(np.uint8).data
+        at = end

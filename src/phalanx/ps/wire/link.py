@@ -1,0 +1,132 @@
+"""One connected and greeted way to a server; a `Connection` has one after the other."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.ps.wire import address, frame, secret, tls
+from phalanx.ps.wire.channel import Channel, Part, UnixChannel, prepare_tcp
+from phalanx.ps.wire.frame import Array, Bytes, Kind, Layout
+from phalanx.ps.wire.segments import SMALLEST_SHARED, Lease, Pool
+
+HANDSHAKE_S = 10.0
+
+
+@dataclass(slots=True)
+class Placed:
+    """A request on its way over one link: what was written for it, and the shared memory it uses."""
+
+    parts: list[Part]
+    lease: Lease | None = None
+    payload_bytes: int = 0
+    descriptor: int | None = None
+
+    @property
+    def request_memory(self) -> Bytes | None:
+        """Return where the request's arrays lie, when they are shared."""
+        return None if self.lease is None else self.lease.memory[: self.payload_bytes]
+
+
+class Link:
+    """A channel to a server, and the memory shared with it when it is on this host."""
+
+    def __init__(self, channel: Channel, where: str, pool: Pool | None) -> None:
+        self.channel = channel
+        self.where = where
+        self._pool = pool
+
+    def place(
+        self, client: int, seq: int, content: dict[str, Any], layout: Layout, arrays: Sequence[Array], reply_bytes: int
+    ) -> Placed:
+        """Make a request ready to be written: arrays into shared memory when that is there and they are large."""
+        lease = self._lease(layout.payload_bytes, reply_bytes)
+        content["arrays"] = layout.described()
+        if lease is None:
+            head = frame.encode(Kind.REQUEST, 0, client, seq, content, layout.payload_bytes)
+            return Placed([head, *frame.chunks(layout, arrays)])
+        layout.write(arrays, lease.memory[: layout.payload_bytes])
+        segment = lease.segment
+        content["segment"] = [segment.number, segment.size]
+        flags = frame.SHARED | (frame.NEW_SEGMENT if segment.descriptor is not None else 0)
+        head = frame.encode(Kind.REQUEST, flags, client, seq, content, layout.payload_bytes)
+        return Placed([head], lease, layout.payload_bytes, segment.descriptor)
+
+    def write(self, placed: Placed, deadline: float) -> None:
+        """Write a placed request.
+
+        Raises:
+            OSError: If the link is broken or `deadline` passes.
+        """
+        self.channel.send(placed.parts, deadline=deadline, descriptor=placed.descriptor)
+        placed.parts = []
+        if placed.lease is not None:
+            placed.lease.segment.forget_descriptor()
+
+    def _lease(self, payload_bytes: int, reply_bytes: int) -> Lease | None:
+        if self._pool is None or max(payload_bytes, reply_bytes) < SMALLEST_SHARED:
+            return None
+        return self._pool.lease(frame.aligned(payload_bytes) + reply_bytes)
+
+
+def reply_memory(placed: Placed, at: Any, count: int) -> Bytes:
+    """Return where a reply lies in the memory of its request.
+
+    Raises:
+        FrameError: If it claims a place outside of it.
+    """
+    if placed.lease is None or type(at) is not int or at < 0 or at + count > placed.lease.segment.size:
+        raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
+    return placed.lease.memory[at : at + count]
+
+
+def open_link(endpoint: str, *, key: bytes, mine: secret.Greeting, peer: str, until: float) -> Link:
+    """Try once to connect and greet.
+
+    Raises:
+        ConfigError: If something else than that server of this job and version answers.
+        OSError: If nothing answers.
+    """
+    to = address.resolve(endpoint)
+    deadline = min(until, time.monotonic() + HANDSHAKE_S)
+    connected = _connect(to, deadline)
+    channel = _channel(connected)
+    try:
+        binding = channel.secure(deadline)
+        secret.greet(channel, mine, secret=key, peer=peer, binding=binding, deadline=deadline)
+    except BaseException:
+        channel.close()
+        raise
+    if connected.family == socket.AF_UNIX:
+        return Link(channel, f"{to} (Unix socket)", Pool())
+    return Link(channel, str(to), None)
+
+
+def _connect(to: address.Address, deadline: float) -> socket.socket:
+    try:
+        return _connected(socket.AF_UNIX, to.unix_name, deadline)
+    except ConnectionRefusedError:
+        return _connected(to.family, (to.host, to.port), deadline)
+
+
+def _connected(family: int, name: Any, deadline: float) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.settimeout(max(0.001, deadline - time.monotonic()))
+        made.connect(name)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _channel(connected: socket.socket) -> Channel:
+    if connected.family == socket.AF_UNIX:
+        return UnixChannel(connected)
+    prepare_tcp(connected)
+    if address.is_private(connected.getpeername()):
+        return Channel(connected)
+    return tls.client_channel(connected)

@@ -1,0 +1,177 @@
+"""The server's end: one thread per client, over a Unix socket and TCP at once."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from phalanx.ps.wire import address
+from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
+from phalanx.ps.wire.message import Handler
+from phalanx.ps.wire.receive import Budget
+from phalanx.ps.wire.session import Session, Terms
+from phalanx.ps.wire.tls import Certificate
+
+_log = logging.getLogger("phalanx.ps.wire")
+_MOST_STRANGERS = 64
+_MOST_COMPLAINTS = 1000
+_PAUSE_S = 0.1
+_LEAVE_S = 5.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Listener:
+    """Answers requests of clients that hold the job's secret; listens from its making on.
+
+    Args:
+        listen_on: `host:port` (port 0: the system chooses), or sockets as `address.listening_sockets` makes them.
+        secret: The job's secret.
+        me: Who this server is, as `server 0`.
+        handler: Answers one request, in the thread of its client; may block. See `Request` for how long arrays live.
+        max_frame_bytes: Largest payload of one request through a socket; a larger one is an error in the client.
+        max_total_bytes: Most bytes that requests of all clients may hold here at once. Shared memory is the
+            clients' own and not counted.
+        handshake_s: How long a client may take to prove that it holds the secret.
+
+    Raises:
+        ConfigError: If an address that other hosts reach has no secret, or is taken.
+    """
+
+    def __init__(
+        self,
+        listen_on: str | Sequence[socket.socket],
+        *,
+        secret: bytes,
+        me: str,
+        handler: Handler,
+        max_frame_bytes: int = 1 << 30,
+        max_total_bytes: int = 4 << 30,
+        handshake_s: float = 10.0,
+    ) -> None:
+        if isinstance(listen_on, str):
+            listen_on = address.listening_sockets(listen_on, secret)
+        self._sockets = list(listen_on)
+        for listening in self._sockets:
+            address.require_secret(listening, secret)
+            listening.setblocking(False)
+        public = any(_is_public(listening) for listening in self._sockets)
+        self._certificate = Certificate() if public else None
+        self._terms = Terms(secret, me, handler, max_frame_bytes, Budget(max_total_bytes), handshake_s)
+        self._wake, self._woken = socket.socketpair()
+        self._stopping = threading.Event()
+        self._sessions: dict[threading.Thread, Session] = {}
+        self._complained: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        """Return `host:port` of the TCP socket, with the port that the system chose."""
+        tcp = next(made for made in self._sockets if made.family != socket.AF_UNIX)
+        return address.where(tcp.getsockname())
+
+    def serve(self) -> None:
+        """Answer until `stop`; then let running requests end for some seconds, and close everything."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                for listening in [*self._sockets, self._woken]:
+                    selector.register(listening, selectors.EVENT_READ)
+                while not self._stopping.is_set():
+                    for key, _ in selector.select():
+                        if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
+                            self._accept(key.fileobj)
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """Make `serve` return; any thread may call it, a handler's too."""
+        self._stopping.set()
+        try:
+            self._wake.send(b"x")
+        except OSError:
+            # `serve` has ended already and closed its sockets.
+            return
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connected, name = listening.accept()
+        except BlockingIOError:
+            return  # it left again before we came
+        except OSError as error:
+            _log.error("%s cannot accept a client: %s", self._terms.me, error.strerror)
+            self._stopping.wait(_PAUSE_S)  # out of descriptors: the client waits in the backlog until some are free
+            return
+        try:
+            channel, where = self._channel(connected), _who(connected, name)
+        except OSError:
+            connected.close()
+            return
+        strangers = sum(not session.admitted for session in self._running().values())
+        if strangers >= _MOST_STRANGERS:
+            self._complain(where, f"{strangers} others are in their handshake; it was turned away")
+            channel.close()
+            return
+        self._start(Session(channel, where, self._terms))
+
+    def _channel(self, connected: socket.socket) -> Channel:
+        if connected.family == socket.AF_UNIX:
+            return UnixChannel(connected)
+        prepare_tcp(connected)
+        if self._certificate is None or address.is_private(connected.getsockname()):
+            return Channel(connected)
+        return self._certificate.channel(connected)
+
+    def _start(self, session: Session) -> None:
+        thread = threading.Thread(
+            target=session.run, args=(self._complain,), name=f"{self._terms.me} client", daemon=True
+        )
+        thread.start()
+        with self._lock:
+            self._sessions[thread] = session
+
+    def _complain(self, where: str, why: str) -> None:
+        """Log what is wrong with a client, once for each."""
+        with self._lock:
+            known = where in self._complained or len(self._complained) >= _MOST_COMPLAINTS
+            self._complained.add(where)
+        if not known:
+            _log.warning("%s refuses a client from %s: %s", self._terms.me, where, why)
+
+    def _end(self) -> None:
+        for made in [*self._sockets, self._wake, self._woken]:
+            made.close()
+        for session in self._running().values():
+            session.leave()
+        self._join(_LEAVE_S)
+        left = self._running()
+        for session in left.values():
+            session.channel.interrupt()
+        self._join(_PAUSE_S)
+        if left:
+            _log.error("%s ends while %s requests are still being answered", self._terms.me, len(left))
+
+    def _running(self) -> dict[threading.Thread, Session]:
+        with self._lock:
+            self._sessions = {thread: left for thread, left in self._sessions.items() if thread.is_alive()}
+            return dict(self._sessions)
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._running():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _is_public(listening: socket.socket) -> bool:
+    return listening.family != socket.AF_UNIX and not address.is_private(listening.getsockname())
+
+
+def _who(connected: socket.socket, name: object) -> str:
+    """Return who connected: a process of this host, or a host."""
+    if connected.family == socket.AF_UNIX:
+        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return f"process {_CREDENTIALS.unpack(raw)[0]} of this host"
+    return address.where(name).rpartition(":")[0]

@@ -1,0 +1,159 @@
+"""Memory shared between a client and a server of one host.
+
+The client makes the segments and hands each over once, as a descriptor. A request's arrays lie at the start of one and
+the reply's after them, so nothing goes through a socket but the header. The client takes a segment for another request
+when nothing of its own refers to it any more: neither the request nor an array of the reply.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+
+import numpy as np
+
+from phalanx.ps.wire.frame import Bytes, FrameError
+
+SMALLEST_SHARED = 8 << 10
+"""Below so many bytes a payload goes through the socket: handing over memory costs more."""
+
+_SMALLEST = 1 << 16
+_LARGEST_KEPT = 64 << 20
+_MOST_PER_SIZE = 8
+_MOST_ATTACHED = 128
+_LARGEST = 1 << 41
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+ONCE = 0
+"""Number of a segment that serves one request and is not kept."""
+
+
+class Segment:
+    """One piece of memory that the client owns; its size never changes."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.descriptor: int | None = os.memfd_create("phalanx-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, size)
+            # Without this seal a client could cut the memory off under a server that reads it, which kills the server.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = _mapped(self.descriptor, size)
+        except OSError:
+            self.forget_descriptor()
+            raise
+        self.address: int = self.memory.ctypes.data
+
+    def forget_descriptor(self) -> None:
+        """Close the descriptor; the memory stays."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def __del__(self) -> None:
+        if getattr(self, "descriptor", None) is not None:
+            self.forget_descriptor()
+
+
+class Lease:
+    """The use of a segment for one request; it ends with the last reference to this object or a view of its memory."""
+
+    def __init__(self, segment: Segment, pool: Pool) -> None:
+        self.segment = segment
+        self._pool = pool
+        # numpy keeps the object that shows this alive for as long as any view of the memory, torch tensors included.
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (segment.address, False),
+            "typestr": "|u1",
+            "shape": (segment.size,),
+        }
+
+    @property
+    def memory(self) -> Bytes:
+        """Return the whole memory as bytes that keep the lease."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._pool.give_back(self.segment)
+
+
+class Pool:
+    """The segments of one connection, on the client."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[Segment]] = {}
+        self._made: dict[int, int] = {}
+        self._numbers = 0
+        self._lock = threading.Lock()
+
+    def lease(self, size: int) -> Lease | None:
+        """Return memory of at least `size` bytes, or None when too many pieces of that size are in use."""
+        rounded = max(_SMALLEST, 1 << (size - 1).bit_length())
+        if rounded > _LARGEST_KEPT:
+            return Lease(Segment(ONCE, rounded), self)
+        with self._lock:
+            free = self._free.setdefault(rounded, deque())
+            if free:
+                return Lease(free.pop(), self)
+            if self._made.get(rounded, 0) >= _MOST_PER_SIZE:
+                return None
+            self._made[rounded] = self._made.get(rounded, 0) + 1
+            self._numbers += 1
+            return Lease(Segment(self._numbers, rounded), self)
+
+    def give_back(self, segment: Segment) -> None:
+        """Take a segment whose lease ended. Runs whenever Python drops an object, so it takes no lock."""
+        if segment.number != ONCE:
+            self._free[segment.size].append(segment)
+
+
+class Attached:
+    """The segments of one connection, on the server."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Bytes] = {}
+
+    def attach(self, number: int, size: int, descriptor: int) -> Bytes:
+        """Map a segment that came; closes the descriptor.
+
+        Raises:
+            FrameError: If the segment is not as it says, or could shrink under the server.
+        """
+        try:
+            if len(self._kept) >= _MOST_ATTACHED or number in self._kept:
+                raise FrameError(f"segment {number} after {len(self._kept)} others")
+            _require_fixed_size(descriptor, size)
+            memory = _mapped(descriptor, size)
+        except OSError as error:
+            raise FrameError(f"segment {number} of {size} bytes cannot be mapped: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        if number != ONCE:
+            self._kept[number] = memory
+        return memory
+
+    def find(self, number: int) -> Bytes:
+        """Return a segment that came earlier.
+
+        Raises:
+            FrameError: If it did not.
+        """
+        if number not in self._kept:
+            raise FrameError(f"segment {number} was never handed over")
+        return self._kept[number]
+
+
+def _require_fixed_size(descriptor: int, size: int) -> None:
+    found = os.fstat(descriptor).st_size
+    if not 0 < size <= min(found, _LARGEST):
+        raise FrameError(f"a segment of {size} bytes has {found}")
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise FrameError("a segment could shrink while it is read")
+
+
+def _mapped(descriptor: int, size: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)

@@ -1,0 +1,181 @@
+"""One client of a `Listener`: its handshake, then its requests, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import BackendError, ConfigError, InternalError, PhalanxError
+from phalanx.ps.wire import frame, secret
+from phalanx.ps.wire.channel import Channel, Part
+from phalanx.ps.wire.frame import Array, Bytes, FrameError, Header, Kind, Layout
+from phalanx.ps.wire.message import Handler, Reply, Request, Room
+from phalanx.ps.wire.receive import Budget, Incoming, discard, read_head
+from phalanx.ps.wire.segments import Attached
+
+_log = logging.getLogger("phalanx.ps.wire")
+_LONGEST_MESSAGE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every session of a listener shares."""
+
+    key: bytes
+    me: str
+    handler: Handler
+    max_frame_bytes: int
+    budget: Budget
+    handshake_s: float
+
+
+class Session:
+    """A connection from its first byte to its last."""
+
+    def __init__(self, channel: Channel, where: str, terms: Terms) -> None:
+        self.channel = channel
+        self.admitted = False
+        self._where = where
+        self._terms = terms
+        self._segments = Attached()
+        self._peer = where
+        self._client = 0
+        self._leaving = False
+
+    def run(self, complain: Callable[[str, str], None]) -> None:
+        """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
+        try:
+            self._admit()
+            while not self._leaving:
+                self._serve_one()
+        except (ConfigError, FrameError) as error:
+            complain(self._where, f"{self._peer}: {error}")
+        except OSError as error:
+            if not self.admitted:
+                complain(self._where, f"left in the handshake: {error}")
+        finally:
+            self.channel.close()
+            self._segments = Attached()
+
+    def leave(self) -> None:
+        """End after the request that is being answered; one that waits to be read is not."""
+        self._leaving = True
+        self.channel.interrupt(socket.SHUT_RD)
+
+    def _admit(self) -> None:
+        terms = self._terms
+        deadline = time.monotonic() + terms.handshake_s
+        binding = self.channel.secure(deadline)
+        mine = secret.greeting(terms.me)
+        theirs = secret.admit(self.channel, mine, secret=terms.key, binding=binding, deadline=deadline)
+        self._peer, self._client, self.admitted = theirs.name, theirs.client, True
+
+    def _serve_one(self) -> None:
+        header, content = read_head(self.channel)
+        if header.kind != Kind.REQUEST:
+            raise FrameError(f"a {header.kind.name.lower()} where a request was due")
+        incoming = Incoming(self.channel, self._terms.budget)
+        try:
+            parts = self._answer(header, content, incoming)
+        except PhalanxError as error:
+            parts = [_encoded_error(header.seq, error)]
+        finally:
+            incoming.release()
+        self.channel.send(parts)
+
+    def _answer(self, header: Header, content: dict[str, Any], incoming: Incoming) -> list[Part]:
+        """Return the reply to a request as it is written.
+
+        Raises:
+            PhalanxError: What the handler raises, or why the request was not given to it.
+            FrameError: If the request makes no sense, so that nothing after it does.
+        """
+        op, meta, layout = _understood(header, content)
+        shared = self._shared_memory(header, content, layout)
+        payload = self._received(op, layout.payload_bytes, incoming) if shared is None else shared
+        after = frame.aligned(layout.payload_bytes)
+        room = Room(None if shared is None else shared[after:])
+        arrays = layout.read(payload)
+        request = Request(op, meta, arrays, self._client, header.seq, self._peer, room)
+        try:
+            return _encoded_reply(request, self._terms.handler(request), after)
+        except PhalanxError:
+            raise
+        except Exception as error:
+            _log.exception("%s failed at %r of %s", self._terms.me, op, self._peer)
+            raise InternalError(f"{self._terms.me} failed at {op!r} with {error!r}. Its log has more.") from error
+
+    def _shared_memory(self, header: Header, content: dict[str, Any], layout: Layout) -> Bytes | None:
+        if not header.flags & frame.SHARED:
+            return None
+        match content.get("segment"):
+            case [int(number), int(size)]:
+                pass
+            case other:
+                raise FrameError(f"a segment is described as {str(other)[:80]}")
+        if header.flags & frame.NEW_SEGMENT:
+            memory = self._segments.attach(number, size, self.channel.take_descriptor())
+        else:
+            memory = self._segments.find(number)
+        if layout.payload_bytes > len(memory):
+            raise FrameError(f"arrays of {layout.payload_bytes} bytes in a segment of {len(memory)}")
+        return memory
+
+    def _received(self, op: str, count: int, incoming: Incoming) -> Bytes:
+        terms = self._terms
+        if count > terms.max_frame_bytes:
+            discard(self.channel, count)
+            raise ConfigError(
+                f"{op!r} of {self._peer} brings {count:,} bytes; {terms.me} takes {terms.max_frame_bytes:,} at once. "
+                "Send fewer rows at a time."
+            )
+        payload = incoming.receive(count)
+        if payload is None:
+            raise BackendError(
+                f"{op!r} of {self._peer} brings {count:,} bytes; {terms.me} holds all it may ({terms.budget.limit:,} "
+                "bytes). Use more servers, or smaller batches."
+            )
+        return payload
+
+
+def _understood(header: Header, content: dict[str, Any]) -> tuple[str, dict[str, Any], Layout]:
+    op, meta = content.get("op"), content.get("meta")
+    if not isinstance(op, str) or not isinstance(meta, dict):
+        raise FrameError("a request without operation")
+    layout = frame.layout_from(content.get("arrays"))
+    if layout.payload_bytes != header.payload_bytes:
+        raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
+    return op, meta, layout
+
+
+def _encoded_reply(request: Request, reply: Reply, after: int) -> list[Part]:
+    """Return a reply's bytes; its arrays stay in the client's memory, after those of the request, if they fit."""
+    arrays = [np.asarray(array, order="C") for array in reply.arrays]
+    layout = frame.layout_of(arrays)
+    content: dict[str, Any] = {"meta": reply.meta, "arrays": layout.described()}
+    memory = request.room.memory
+    if memory is None or layout.payload_bytes > len(memory):
+        head = frame.encode(Kind.REPLY, 0, request.client, request.seq, content, layout.payload_bytes)
+        return [head, *frame.chunks(layout, arrays)]
+    layout.write(_out_of_the_way(arrays, layout, memory), memory)
+    content["at"] = after
+    return [frame.encode(Kind.REPLY, frame.SHARED, request.client, request.seq, content, layout.payload_bytes)]
+
+
+def _out_of_the_way(arrays: list[Array], layout: Layout, memory: Bytes) -> list[Array]:
+    """Copy arrays that lie in the room, but at another place than they go to: writing the others could change them."""
+    return [
+        array.copy() if np.may_share_memory(array, memory) and array.ctypes.data != place.ctypes.data else array
+        for array, place in zip(arrays, layout.read(memory), strict=True)
+    ]
+
+
+def _encoded_error(seq: int, error: PhalanxError) -> bytes:
+    content = {"error": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE]}
+    return frame.encode(Kind.ERROR, 0, 0, seq, content, 0)

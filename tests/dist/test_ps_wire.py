@@ -1,0 +1,198 @@
+"""Clients and a listener over real sockets: what arrives, in which order, and what a mistake says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ClosedError, ConfigError, InternalError, PeerLostError, PlanError
+from phalanx.ps.wire import Connection, Listener, Reply, Request
+
+pytestmark = pytest.mark.dist
+
+SECRET = b"0123456789abcdef"
+
+
+def answer(request: Request) -> Reply:
+    match request.op:
+        case "echo":
+            return Reply(request.meta, request.arrays)
+        case "who":
+            return Reply({"client": request.client, "seq": request.seq, "peer": request.peer})
+        case "rows":
+            made = request.room.empty((request.meta["n"], 16), np.float32)
+            made[...] = np.arange(request.meta["n"], dtype=np.float32)[:, None]
+            return Reply({}, [made])
+        case "sum":
+            return Reply({"sums": [int(array.sum()) for array in request.arrays]})
+        case "plan":
+            raise PlanError("that plan does not fit. Choose another.")
+        case _:
+            raise KeyError(request.op)
+
+
+@contextmanager
+def serving(handler: Callable[[Request], Reply] = answer, on: str = "127.0.0.1:0", **options) -> Iterator[Listener]:
+    listener = Listener(on, secret=SECRET, me="server 0", handler=handler, **options)
+    thread = threading.Thread(target=listener.serve)
+    thread.start()
+    try:
+        yield listener
+    finally:
+        listener.stop()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert not [left for left in threading.enumerate() if left.name == "server 0 client"]
+
+
+@contextmanager
+def connected(listener: Listener, **options) -> Iterator[Connection]:
+    options = {"secret": SECRET, "me": "worker 1", "peer": "server 0", "timeout_s": 20.0} | options
+    connection = Connection(listener.endpoint, **options)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextmanager
+def both(**options) -> Iterator[Connection]:
+    with serving() as listener, connected(listener, **options) as connection:
+        yield connection
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def way(request, monkeypatch) -> str:
+    """Both ways to a server of this host; TCP by hiding the Unix socket's name from the client."""
+    if request.param == "tcp":
+        monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    return request.param
+
+
+def tcp_only(to, deadline):
+    from phalanx.ps.wire.link import _connected
+
+    return _connected(to.family, (to.host, to.port), deadline)
+
+
+ARRAYS = [
+    np.arange(-5, 5, dtype=np.int64),
+    np.zeros((0, 16), np.float32),
+    np.full((3, 5, 2), 1.5),
+    np.array(7, np.uint32),
+    np.frombuffer(b"text", np.uint8),
+]
+
+
+def test_arrays_and_json_come_back_as_they_were_sent(way):
+    with both() as connection:
+        reply = connection.call("echo", {"a": [1, None, {"b": "é"}]}, ARRAYS)
+    assert reply.meta == {"a": [1, None, {"b": "é"}]}
+    for got, sent in zip(reply.arrays, ARRAYS, strict=True):
+        assert got.dtype == sent.dtype and got.shape == sent.shape and np.array_equal(got, sent)
+
+
+@pytest.mark.parametrize("n", [1, 8 << 10, 1 << 20])
+@pytest.mark.parametrize("reply_bytes", [0, 1 << 23])
+def test_any_size_comes_back_whole(way, n, reply_bytes):
+    rows = np.random.default_rng(n).integers(0, 1 << 60, n)
+    with both() as connection:
+        assert np.array_equal(connection.call("echo", {}, [rows, rows[::-1]], reply_bytes).arrays[1], rows[::-1])
+
+
+def test_a_push_of_200_megabytes_has_no_cliff(way):
+    rows = np.ones(25_000_000, np.int64)
+    with both() as connection:
+        assert connection.call("sum", {}, [rows, rows[:10]]).meta["sums"] == [25_000_000, 10]
+
+
+def test_a_reply_made_in_the_room_lies_in_the_clients_own_memory():
+    with both() as connection:
+        pending = connection.send("rows", {"n": 1000}, reply_bytes=1000 * 64)
+        memory = pending.placed.lease.memory
+        (rows,) = pending.result().arrays
+        assert np.shares_memory(rows, memory)
+        assert rows[:, 3].tolist() == list(range(1000))
+
+
+def test_a_kept_reply_is_not_overwritten_by_later_ones():
+    with both() as connection:
+        kept = [connection.call("echo", {}, [np.full(2000, k)], 16000).arrays[0] for k in range(20)]
+    assert [int(array[0]) for array in kept] == list(range(20))
+    assert all((array == array[0]).all() for array in kept)
+
+
+def test_requests_are_numbered_and_answered_in_order(way):
+    with both(client=2**64 - 1) as connection:
+        pending = [connection.send("who", {}) for _ in range(100)]
+        metas = [one.result().meta for one in pending]
+    assert [meta["seq"] for meta in metas] == list(range(1, 101))
+    assert {(meta["client"], meta["peer"]) for meta in metas} == {(2**64 - 1, "worker 1")}
+
+
+def test_several_threads_share_a_connection(way):
+    wrong = []
+
+    def ask(number: int) -> None:
+        for step in range(50):
+            sent = np.full(3000, number * 1000 + step)
+            wrong.extend([] if np.array_equal(connection.call("echo", {}, [sent], 24000).arrays[0], sent) else [step])
+
+    with both() as connection:
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_an_error_of_the_handler_is_raised_as_its_class_and_the_connection_lives():
+    with both() as connection:
+        with pytest.raises(PlanError, match=r"that plan does not fit\. Choose another\."):
+            connection.call("plan", {})
+        with pytest.raises(InternalError, match=r"server 0 failed at 'nonsense' with KeyError"):
+            connection.call("nonsense", {})
+        assert connection.call("echo", {"still": True}).meta == {"still": True}
+
+
+def test_an_array_of_another_type_is_refused_before_it_is_sent():
+    with both() as connection:
+        with pytest.raises(
+            ConfigError, match=r"array of complex128 cannot be sent\. Convert it to one of int64, float"
+        ):
+            connection.call("echo", {}, [np.zeros(2, complex)])
+        assert connection.call("echo", {}).meta == {}
+
+
+def test_a_closed_connection_says_so():
+    with both() as connection:
+        connection.close()
+        with pytest.raises(ClosedError, match=r"connection to server 0 is closed; 'echo' was not sent"):
+            connection.send("echo", {})
+
+
+def test_a_server_that_ends_is_an_error_at_once_naming_all():
+    entered = threading.Event()
+
+    def block(request: Request) -> Reply:
+        entered.set()
+        listener.stop()
+        raise OSError("gone")
+
+    with serving(block) as listener, connected(listener, log_file="/logs/serverlog.0") as connection:
+        first = connection.send("pull", {})
+        entered.wait(10)
+        second = connection.send("push", {})
+        with pytest.raises(InternalError, match="server 0 failed at 'pull'"):
+            first.result()
+        with pytest.raises(
+            PeerLostError,
+            match=r"worker 1 asked server 0 at 127\.0\.0\.1:\d+ \(Unix socket\) for 'push' and waited \d\.\d s: "
+            r".*\. Its log: /logs/serverlog\.0",
+        ):
+            second.result()
