@@ -22,7 +22,7 @@ from phalanx.data.order import BatchOrder, Order, RowOrder, Shard
 from phalanx.data.ranks import place
 from phalanx.data.shuffle import mixed_seed
 from phalanx.data.sources import batch_sizes, read_source
-from phalanx.data.stream import PortionDataset, agree
+from phalanx.data.stream import PortionDataset, agree, decides_batches
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.data")
@@ -91,7 +91,8 @@ class ShardedLoader:
         source.loading |= loading
         source.num_workers = _first(num_workers, source.num_workers)
         source.collate_fn = collate_fn or source.collate_fn
-        self._source, self._stream, self._shard = source, stream, _read_shard(shard)
+        self._source, self._shard = source, _read_shard(shard)
+        self._stream = "own" if decides_batches(source.dataset) else stream
         self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
         self._seed = _first(seed, _first(source.seed, 0))
         self._drop_last = _first(drop_last, _first(source.drop_last, False))

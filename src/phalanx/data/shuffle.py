@@ -71,6 +71,11 @@ def mixed_seed(*words: int) -> int:
     return state
 
 
+def hash_numbers(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each number, shape (n,); another one for every seed."""
+    return _mix(values ^ np.uint64(seed & _WORD))
+
+
 class _Network:
     """The Feistel network over the smallest power of two that holds [0, n)."""
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.shuffle import HAS_NATIVE
+from phalanx.data.slot_rows import SlotRows
 from phalanx.data.slots_python import BROKEN, Broken, SlotParser, hash_texts_python
 from phalanx.errors import ConfigError, did_you_mean
 
@@ -69,26 +70,6 @@ class SlotSchema:
     def names(self) -> tuple[str, ...]:
         """All fields in the order of the columns."""
         return (*([self.label] if self.label else []), *self.dense, *self.sparse)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """Rows of a click log as arrays."""
-
-    label: NDArray[np.float32]
-    """Shape (n,); (0,) when the schema has no label."""
-
-    dense: NDArray[np.float32]
-    """Shape (n, dense fields)."""
-
-    ids: NDArray[np.int64]
-    """Shape (n, slots) for columns; for tokens shape (ids,): row by row, and slot by slot within a row."""
-
-    offsets: NDArray[np.int64] | None
-    """For tokens, shape (n * slots + 1,): bag row * slots + slot holds ids[offsets[bag]:offsets[bag + 1]]."""
-
-    def __len__(self) -> int:
-        return len(self.dense)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,10 @@ class PortionDataset(IterableDataset[Portion]):
         self.chunk = global_batch if is_shared else max(own_rows, 1)
 
     def __iter__(self) -> Iterator[Portion]:
+        if decides_batches(self.dataset):
+            for batch in self.dataset.batches(self.chunk, drop_last=self.drop_last):  # type: ignore[attr-defined]
+                yield Portion(batch, len(batch[0]), len(batch[0]))
+            return
         items = itertools.islice(iter(self.dataset), self.first, None)
         while rows := list(itertools.islice(items, self.chunk)):
             if len(rows) == self.chunk or not self.drop_last:
@@ -65,6 +69,11 @@ class PortionDataset(IterableDataset[Portion]):
         offset, count = even_split(len(rows), self.shard.count, self.shard.index)
         kept = rows[offset : offset + count] or rows[:1]
         return Portion(self.collate_fn(kept), count, len(rows))
+
+
+def decides_batches(dataset: Any) -> bool:
+    """Return whether a dataset hands out ready batches of this rank's own rows (`batches`), not one row at a time."""
+    return getattr(dataset, "decides_batches", False)
 
 
 def agree(portions: Iterator[Portion], shard: Shard, *, is_shared: bool) -> Iterator[tuple[Any, BatchShare]]:

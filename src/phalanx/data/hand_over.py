@@ -1,0 +1,74 @@
+"""A bounded queue between the thread that reads and the one that trains, which either side may close."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class HandOver(Generic[T]):
+    """Runs an iterator in a thread of its own, at most `capacity` items ahead.
+
+    Iterate it once. An error of the iterator is raised where the items are taken. Leaving the loop early closes the
+    iterator and ends the thread.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[T]], capacity: int) -> None:
+        self._make, self._capacity = make, capacity
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._is_done = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, name="phalanx reader", daemon=True)
+
+    def __iter__(self) -> Iterator[T]:
+        self._thread.start()
+        try:
+            while (item := self._take()) is not None:
+                yield item[0]
+        finally:
+            self._close()
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> tuple[T] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._is_done)
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return (item,)
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _read(self) -> None:
+        try:
+            for item in self._make():
+                if not self._put(item):
+                    return
+        except BaseException as error:  # noqa: BLE001 -- raised in the thread that takes the items
+            self._error = error
+        finally:
+            with self._changed:
+                self._is_done = True
+                self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
+        """Wait for room and add an item; False once the other side has closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._items) < self._capacity or self._is_closed)
+            if self._is_closed:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True

@@ -1,0 +1,75 @@
+"""Click logs that are read while they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phalanx.data.hand_over import HandOver
+from phalanx.data.slot_dataset import SlotDataset, check_rows
+from phalanx.data.slot_rows import Batch, SlotRows, join
+
+READ_AHEAD = 16
+"""Batches that may wait for the training."""
+
+_Mark = tuple[str, int, bool]
+"""A file, its rows read so far, and whether these were all."""
+
+
+class QueueDataset(SlotDataset):
+    """Streams this worker's files in their order; a thread reads ahead, a bounded number of batches.
+
+    `state_dict` holds how far each file was handed to training, so a job that resumes reads no row twice and
+    leaves none out. Arguments: see `SlotDataset`.
+
+        dataset = QueueDataset("logs/", criteo_schema(), batch_size=512)
+        for epoch in range(2):
+            for dense, ids, label in dataset: ...
+    """
+
+    _epoch: int | None = None
+
+    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
+        """Return an iterator over one epoch of this worker's rows in batches of `rows`.
+
+        Raises:
+            DataError: While iterating, if a file cannot be read or a line is broken.
+        """
+        check_rows(self, rows)
+        epoch = self.source.next_epoch() if self._epoch is None else self._epoch
+        self._epoch = epoch + 1
+        return self._train_on(epoch, HandOver(lambda: self._read(epoch, rows, drop_last), READ_AHEAD))
+
+    def _train_on(self, epoch: int, read: HandOver[tuple[SlotRows | None, list[_Mark]]]) -> Iterator[Batch]:
+        for batch, marks in read:
+            for file, done, is_finished in marks:
+                self.source.done(epoch, file, done, is_finished=is_finished)
+            if batch is not None:
+                yield batch.tensors()
+
+    def _read(self, epoch: int, rows: int, drop_last: bool) -> Iterator[tuple[SlotRows | None, list[_Mark]]]:
+        pending: list[SlotRows] = []
+        marks: list[_Mark] = []
+        missing = rows
+        while (lease := self.source.lease(epoch)) is not None:
+            row = lease.first_row
+            for block in self.reader.blocks(lease.file, row):
+                start = 0
+                while start < len(block):
+                    piece = block.cut(start, start + missing)
+                    pending.append(piece)
+                    start, row, missing = start + len(piece), row + len(piece), missing - len(piece)
+                    if not missing:
+                        yield join(pending), [*marks, (lease.file, row, False)]
+                        pending, marks, missing = [], [], rows
+            marks.append((lease.file, row, True))
+        yield (join(pending) if pending and not drop_last else None), marks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the files were handed out, the batch in hand included; see `FileSource`. Not collective."""
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration go on where `state` was taken; for another number of workers `merge_states` first."""
+        self.source.load_state_dict(state)
+        self._epoch = None
