@@ -93,7 +93,8 @@ def test_arrays_and_json_come_back_as_they_were_sent(way):
         reply = connection.call("echo", {"a": [1, None, {"b": "é"}]}, ARRAYS)
     assert reply.meta == {"a": [1, None, {"b": "é"}]}
     for got, sent in zip(reply.arrays, ARRAYS, strict=True):
-        assert got.dtype == sent.dtype and got.shape == sent.shape and np.array_equal(got, sent)
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert np.array_equal(got, sent)
 
 
 @pytest.mark.parametrize("n", [1, 8 << 10, 1 << 20])

@@ -61,9 +61,9 @@ class Listener:
             listening.setblocking(False)
         public = any(_is_public(listening) for listening in self._sockets)
         self._certificate = Certificate() if public else None
-        self._terms = Terms(secret, me, handler, max_frame_bytes, Budget(max_total_bytes), handshake_s)
-        self._wake, self._woken = socket.socketpair()
         self._stopping = threading.Event()
+        self._terms = Terms(secret, me, handler, max_frame_bytes, Budget(max_total_bytes), handshake_s, self._stopping)
+        self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}
         self._complained: set[str] = set()
         self._lock = threading.Lock()

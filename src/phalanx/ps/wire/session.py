@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Terms:
     max_frame_bytes: int
     budget: Budget
     handshake_s: float
+    stopping: threading.Event
+    """Set when no session begins another request."""
 
 
 class Session:
@@ -46,13 +49,12 @@ class Session:
         self._segments = Attached()
         self._peer = where
         self._client = 0
-        self._leaving = False
 
     def run(self, complain: Callable[[str, str], None]) -> None:
         """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
         try:
             self._admit()
-            while not self._leaving:
+            while not self._terms.stopping.is_set():
                 self._serve_one()
         except (ConfigError, FrameError) as error:
             complain(self._where, f"{self._peer}: {error}")
@@ -64,8 +66,7 @@ class Session:
             self._segments = Attached()
 
     def leave(self) -> None:
-        """End after the request that is being answered; one that waits to be read is not."""
-        self._leaving = True
+        """End the wait for the next request; the one that is being answered ends as usual."""
         self.channel.interrupt(socket.SHUT_RD)
 
     def _admit(self) -> None:
