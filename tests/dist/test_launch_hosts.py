@@ -220,6 +220,7 @@ def test_listed_servers_and_workers_over_two_launchers(folder: Path) -> None:
         "role = os.environ['TRAINING_ROLE']\n"
         "print(role, os.environ['PHALANX_RANK'], os.environ['PADDLE_CURRENT_ENDPOINT'],\n"
         "      os.environ['PADDLE_PSERVERS_IP_PORT_LIST'], os.environ['PADDLE_TRAINER_ENDPOINTS'], flush=True)\n"
+        "open(f'secret.{role}.{os.environ[\"PHALANX_RANK\"]}', 'w').write(os.environ['PHALANX_JOB_SECRET'])\n"
         "if role == 'PSERVER': signal.pause()\n"
     )
     ports = [free_port() for _ in range(3)]
@@ -229,6 +230,9 @@ def test_listed_servers_and_workers_over_two_launchers(folder: Path) -> None:
         Launch((*lists, "--node_rank", str(rank), "--log_dir", f"log{rank}", "roles.py"), folder) for rank in range(2)
     ]
     assert [one.wait().code for one in running] == [0, 0], running[0].out + running[1].out
+    secrets = {path.read_text() for path in folder.glob("secret.*")}
+    assert [len(secret) for secret in secrets] == [64]
+    assert not any(secret in one.out + one.err for secret in secrets for one in running)
     assert (folder / "log0" / "serverlog.0").read_text() == f"PSERVER 0 {servers} {servers} {workers}\n"
     assert (folder / "log1" / "workerlog.0").read_text() == f"TRAINER 0 {workers.split(',')[0]} {servers} {workers}\n"
     assert (folder / "log0" / "workerlog.1").read_text() == f"TRAINER 1 {workers.split(',')[1]} {servers} {workers}\n"
@@ -248,3 +252,44 @@ def test_the_meeting_port_in_use_names_its_owner(folder: Path) -> None:
 
 def test_a_counted_job_of_one_host_needs_no_address(folder: Path) -> None:
     assert launch(folder, "--nnodes", "1", "--master_addr", "127.0.0.1", "-n", "2", "meet.py").code == 0
+
+
+@pytest.mark.parametrize(
+    ("lists", "ranks"),
+    [
+        (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.2,127.0.0.3"), (0, 1)),
+        (("127.0.0.1,127.0.0.2", "127.0.0.1,127.0.0.3,127.0.0.2"), (0, 2)),
+        (("127.0.0.1,127.0.0.2", "127.0.0.2,127.0.0.1"), (0, 0)),
+    ],
+    ids=["longer", "other place", "other order"],
+)
+def test_lists_of_hosts_that_differ_are_named_on_both_hosts(
+    folder: Path, lists: tuple[str, str], ranks: tuple[int, int]
+) -> None:
+    port = free_port()
+    running = [
+        Launch(("--ips", ips, "--node_rank", str(rank), "--http_port", port, "--log_dir", f"log{n}", "meet.py"), folder)
+        for n, (ips, rank) in enumerate(zip(lists, ranks, strict=True))
+    ]
+    for one in running:
+        assert one.wait(20).code == 2, one.out + one.err
+        assert re.search(r"--ips is 127[\d.,]+ on .* \(node \d\) and 127[\d.,]+ on .*Start every node with", one.err)
+        assert all(f" {ips} on " in one.err for ips in lists)
+        one.gone_within(0.5)
+
+
+def test_secrets_that_differ_are_refused_before_the_start(folder: Path) -> None:
+    ports = [free_port() for _ in range(2)]
+    lists = ("--servers", f"127.0.0.1:{ports[0]}", "--workers", f"127.0.0.2:{ports[1]}", "--http_port", free_port())
+    running = [
+        Launch(
+            (*lists, "--node_rank", str(rank), "--log_dir", f"log{rank}", "meet.py"),
+            folder,
+            environment={"PHALANX_JOB_SECRET": str(rank) * 64},
+        )
+        for rank in range(2)
+    ]
+    for one in running:
+        assert one.wait(20).code == 2
+        assert re.search(r"PHALANX_JOB_SECRET is \(sha256 \w{8}\) on .* and \(sha256 \w{8}\) on", one.err)
+        assert "0" * 64 not in one.out + one.err

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch import environment, tables
-from phalanx.launch.layout import Layout, Offer, arrange
+from phalanx.launch.layout import Layout, Offer, arrange, check_terms
 
 
 def offer(node: int, **endpoints: list[str]) -> Offer:
@@ -66,7 +66,13 @@ def test_listed_endpoints_decide_the_ranks() -> None:
 def test_nodes_with_other_terms_are_refused() -> None:
     other = Offer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max_restarts": "0"}})
     with pytest.raises(LaunchError, match=r"mode is collective on host0 \(node 0\) and ps on host1 \(node 1\)"):
-        arrange([TWO_NODES[0], other], 0, {}, "/logs")
+        check_terms([TWO_NODES[0], other])
+    listed = [
+        Offer(**{**TWO_NODES[n].to_json(), "terms": {"the number of hosts": str(n + 2), "--ips": "a,b,c"[: 3 + 2 * n]}})
+        for n in range(2)
+    ]
+    with pytest.raises(LaunchError, match=r"--ips is a,b on host0 \(node 0\) and a,b,c on host1 \(node 1\)"):
+        check_terms(listed)
 
 
 def test_every_family_of_names_agrees() -> None:

@@ -224,6 +224,7 @@ class Job:
                     "node_rank": nodes.rank,
                     "node_count": nodes.count,
                     "timeout_s": self._options.timeout_s,
+                    "hosts": list(nodes.hosts),
                     "names": [nodes.name(rank) for rank in range(nodes.count)],
                 },
             )

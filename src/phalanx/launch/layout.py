@@ -85,12 +85,13 @@ def check_terms(offers: Sequence[Offer]) -> None:
     """Raise LaunchError if the nodes were started with settings that differ where they must not."""
     first = offers[0]
     for offer in offers[1:]:
-        for flag, value in first.terms.items():
-            if offer.terms.get(flag) != value:
+        # The last differing term says most: a list of hosts rather than their number.
+        for name in reversed([n for n in first.terms if n in offer.terms]):
+            if offer.terms[name] != first.terms[name]:
                 raise LaunchError(
-                    f"{flag} is {value} on {first.hostname} (node {first.node_rank}) and "
-                    f"{offer.terms.get(flag)} on "
-                    f"{offer.hostname} (node {offer.node_rank}). Start every node with the same value."
+                    f"{name} is {first.terms[name]} on {first.hostname} (node {first.node_rank}) and "
+                    f"{offer.terms[name]} on {offer.hostname} (node {offer.node_rank}). "
+                    "Start every node with the same value."
                 )
 
 
@@ -105,7 +106,6 @@ def arrange(offers: Sequence[Offer], node_rank: int, listed: dict[RoleName, tupl
         listed: Endpoints the user listed, by role.
         log_dir: Folder of the log files on this node.
     """
-    check_terms(offers)
     endpoints: dict[RoleName, tuple[str, ...]] = {}
     local: list[Process] = []
     for role in ROLES:

@@ -6,11 +6,15 @@ network: the store is torch's own, as unauthenticated as every store torch opens
     launcher -> link   {"offer": {...}, "attempt": n}    {"failed": [endings], "attempt": n}    {"done": n}
      {"bye": true} link -> launcher   {"waiting": [nodes], "why": text}    {"offers": [...], "attempt": n}
      {"failures": [...], "attempt": n}
-                       {"all_done": n}    {"error": text}    {"bye": true}
+                       {"all_done": n}    {"error": text, "user": bool}    {"bye": true}
+
+`user` says that the user can correct it. A host that finds one of the others started with other terms says so in the
+store, and looks at the hosts that are late: with another list, or another order, they hold a store of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -20,7 +24,9 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx.cluster import messages
+from phalanx.errors import LaunchError
 from phalanx.launch import wire
+from phalanx.launch.layout import Offer, check_terms
 
 POLL_S = 0.1
 """How often the store is asked for news."""
@@ -33,12 +39,27 @@ is told at once, and one of its network breaks the ranks' own connections first.
 SAY_S = 3.0
 """How often missing hosts are named."""
 
+ELSEWHERE_S = 0.3
+"""How long a late host may take to answer at the meeting port."""
+
+_REFUSED = "refused"
+"""Key under which a host says why the job cannot start."""
+
 BYE_S = 5.0
 """How long the first host keeps the store for the others to read the end of the job."""
 
 
 class _LinkError(Exception):
     """Ends the link with a sentence for the user."""
+
+    is_users = False
+    """Whether the user can correct it."""
+
+
+class _TermsError(_LinkError):
+    """Hosts were started with terms that differ."""
+
+    is_users = True
 
 
 def join(
@@ -49,6 +70,7 @@ def join(
     node_rank: int,
     node_count: int,
     timeout_s: float,
+    hosts: list[str],
     names: list[str],
 ) -> int:
     """Run the link until the launcher says goodbye.
@@ -60,14 +82,15 @@ def join(
         node_rank: This host.
         node_count: All hosts.
         timeout_s: Seconds to wait for the others.
+        hosts: Address of each host, as far as they are known.
         names: What to call each host in messages.
     """
     launcher = socket.socket(fileno=fds[0])
     try:
         store = _open_store(launcher, fds[1] if len(fds) > 1 else None, host, port, timeout_s)
-        _Link(launcher, store, node_rank, node_count, timeout_s, names).run()
+        _Link(launcher, store, port, node_rank, node_count, timeout_s, hosts, names).run()
     except _LinkError as error:
-        wire.send(launcher, {"error": str(error)})
+        wire.send(launcher, {"error": str(error), "user": error.is_users})
         return 1
     except BrokenPipeError:
         return 1  # The launcher is gone, and the fork server is about to end us.
@@ -107,9 +130,11 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
 class _Link:
     launcher: socket.socket
     store: Any
+    port: int
     node_rank: int
     node_count: int
     timeout_s: float
+    hosts: list[str]
     names: list[str]
     _beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     _beat_at: float = 0.0
@@ -188,6 +213,7 @@ class _Link:
 
     def _look_for_offers(self) -> None:
         offers = [self._get("offer", n) for n in range(self.node_count)]
+        self._compare([offer for offer in offers if offer])
         if all(offers):
             self._met = True
             wire.send(self.launcher, {"offers": offers, "attempt": self._attempt})
@@ -207,6 +233,38 @@ class _Link:
         if now - self._said_at >= SAY_S:
             self._said_at = now
             wire.send(self.launcher, {"waiting": missing, "why": messages.text("not started yet")})
+            self._look_elsewhere([n for n, offer in enumerate(offers) if offer is None], offers[self.node_rank])
+
+    def _compare(self, offers: list[dict[str, Any]], elsewhere: Any = None) -> None:
+        """End the link on every host when two were started with terms that differ."""
+        if self.store.check([_REFUSED]):
+            refusal = self.store.get(_REFUSED).decode()
+        else:
+            try:
+                check_terms([Offer(**offer) for offer in offers])
+                return
+            except LaunchError as error:
+                refusal = str(error)
+        for store in (self.store, elsewhere):
+            if store is not None:
+                store.set(_REFUSED, refusal)
+        # The others read the same; that this host is gone would be news of less use to them.
+        self._say_goodbye(within_s=SAY_S / 2)
+        raise _TermsError(refusal)
+
+    def _look_elsewhere(self, missing: list[int], own: dict[str, Any]) -> None:
+        """See whether a late host holds a meeting of its own, having been given another list or another order."""
+        known = [n for n in missing if n < len(self.hosts) and n != self.node_rank]
+        if not known:
+            return
+        node = known[int((self._said_at - self._offered_at) / SAY_S) % len(known)]
+        with contextlib.suppress(OSError, RuntimeError):  # Nothing listens there, or no store: the host is just late.
+            socket.create_connection((self.hosts[node], self.port), timeout=ELSEWHERE_S).close()
+            from torch._C._distributed_c10d import TCPStore
+
+            store = TCPStore(self.hosts[node], self.port, None, False, timeout=timedelta(seconds=2))
+            if store.check(["0/offer/0"]):
+                self._compare([own, json.loads(store.get("0/offer/0"))], store)
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -230,10 +288,10 @@ class _Link:
                     "Look at that host: it may be down, out of memory, or cut off."
                 )
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, within_s: float = BYE_S) -> None:
         """Leave; the first host last, as the store goes with it."""
         self.store.set(f"bye/{self.node_rank}", "1")
-        deadline = time.monotonic() + BYE_S
+        deadline = time.monotonic() + within_s
         while self.node_rank == 0 and time.monotonic() < deadline:
             if self.store.check([f"bye/{n}" for n in range(self.node_count)]):
                 return

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from phalanx.cluster import messages
-from phalanx.errors import PeerLostError
+from phalanx.errors import LaunchError, PeerLostError
 from phalanx.launch import wire
 from phalanx.launch.layout import Offer
 from phalanx.launch.link import BYE_S, POLL_S
@@ -59,6 +59,7 @@ class LinkHandle:
 
         Raises:
             PeerLostError: If another host is missing or lost.
+            LaunchError: If another host was started with other terms.
         """
         answer = wire.receive(self.socket)
         if answer is None:
@@ -67,7 +68,7 @@ class LinkHandle:
             )
         message = answer[0]
         if "error" in message:
-            raise PeerLostError(message["error"])
+            raise LaunchError(message["error"]) if message["user"] else PeerLostError(message["error"])
         if "waiting" in message:
             logger.info(messages.text("waiting"))
             logger.info(messages.text("waiting because", names=message["waiting"], why=message["why"]))

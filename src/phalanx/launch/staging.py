@@ -76,7 +76,14 @@ class Stage:
 
     def offer(self, job_id: str, options: Options, secret: str) -> Offer:
         """Return what this host brings into the job."""
-        terms = {"mode": self.request.mode, "--max_restarts": str(options.max_restarts)}
+        terms = {
+            "mode": self.request.mode,
+            "--max_restarts": str(options.max_restarts),
+            "the number of hosts": str(self.request.nodes.count),
+        }
+        for name in ("ips", "servers", "workers", "heter_workers"):
+            if listed := getattr(options, name):
+                terms[f"--{name}"] = listed.replace(" ", "")
         if secret:
             terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
         return Offer(
