@@ -147,6 +147,7 @@ def run(modes, schedule):
     """Take the steps of a schedule (worker numbers) through real modes, and end them."""
     for worker in schedule:
         take_step(modes[worker], worker)
+        modes[worker].store.flush()  # so that the next worker reads what this one pushed
     for mode in modes:
         mode.finish()
 

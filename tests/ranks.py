@@ -27,6 +27,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+PRELOAD = ["torch", "torch.distributed", "phalanx.comm", "phalanx.comm.context"]
+"""What the server that all test processes are forked from has imported."""
+
 GRACE_S = 8.0
 """Seconds the other ranks get to end by themselves after one failed, when no failure is expected."""
 
@@ -142,7 +145,7 @@ def _start(
     timeout_s: float,
 ) -> _Rank:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "phalanx.comm", "phalanx.comm.context"])
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe(duplex=False)
     log = folder / f"workerlog.{rank}"
     process = context.Process(
@@ -151,14 +154,14 @@ def _start(
         name=f"rank {rank}",
         daemon=False,
     )
-    with _bare_main():
+    with bare_main():
         process.start()
     theirs.close()
     return _Rank(process, ours, Outcome(rank), log)
 
 
 @contextlib.contextmanager
-def _bare_main() -> Iterator[None]:
+def bare_main() -> Iterator[None]:
     """Keep multiprocessing from importing the test runner's `__main__` again in every rank."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)

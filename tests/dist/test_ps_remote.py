@@ -1,0 +1,86 @@
+"""Rows on real server processes, as one worker sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import ps_simulator as sim
+from phalanx.errors import ConfigError, PeerLostError
+from phalanx.ps.remote import RemoteStore
+from phalanx.ps.store import Change, Want
+from ps_servers import SECRET, servers
+
+pytestmark = pytest.mark.dist
+
+
+def connected(endpoints, **about):
+    about = {"secret": SECRET, "worker": 0, "workers": 1, "timeout_s": 30.0} | about
+    return RemoteStore(endpoints, **about)
+
+
+def train(store, steps):
+    for step in range(steps):
+        store.push([], step=step)
+        store.pull([Want("ids", sim.EVERY_KEY)], step=step + 1).rows()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_are_read_as_they_were_written(count):
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 5000)
+    values = np.random.default_rng(1).random((len(keys), sim.DIM), np.float32)
+    with servers(count) as endpoints:
+        store = connected(endpoints)
+        store.declare([sim.SPEC])
+        store.push([Change("ids", keys, values, kind="assign")])
+        for step in (1, 2):
+            pulled = store.pull([Want("ids", keys)], step=step)
+            np.testing.assert_array_equal(pulled.rows()[0], values)
+            # What a pull returned is the caller's: later requests do not write over it.
+            pulled.rows()[0][:] = -1.0
+            store.push([Change("ids", keys, np.zeros_like(values))], step=step)
+        assert store.report()["ids"].rows == len(keys)
+        store.leave()
+        store.close()
+
+
+def test_a_push_of_200_mb_arrives():
+    keys = np.arange(50_000, dtype=np.int64)
+    spec = dataclasses.replace(sim.SPEC, name="wide", dim=1024)
+    with servers() as endpoints:
+        store = connected(endpoints)
+        store.declare([spec])
+        store.push([Change("wide", keys, np.ones((len(keys), 1024), np.float32))])
+        (rows,) = store.pull([Want("wide", keys[-3:])], step=1).rows()
+        np.testing.assert_allclose(rows, sim.START - sim.LR)
+        store.leave()
+        store.close()
+
+
+def test_a_killed_server_is_an_error_that_names_it_at_once():
+    with servers(2) as endpoints:
+        store = connected(endpoints)
+        store.declare([sim.SPEC])
+        os.kill(endpoints.processes[1].pid, signal.SIGKILL)
+        endpoints.processes[1].join()
+        with pytest.raises(PeerLostError, match=r"worker 0 asked server 1 at .* for '(pull|push)'"):
+            train(store, steps=3)
+        store.close()
+
+
+def test_an_error_of_a_server_is_raised_as_what_it_is():
+    with servers() as endpoints:
+        store = connected(endpoints)
+        store.declare([sim.SPEC])
+        with pytest.raises(ConfigError, match=r"table 'ids' was made with dim=3 and is now asked with dim=4"):
+            store.declare([dataclasses.replace(sim.SPEC, dim=4)])
+        with pytest.raises(ConfigError, match=r"servers run with mode='async'"):
+            connected(endpoints, mode="sync").declare([])
+        with pytest.raises(ConfigError, match=r"secret"):
+            connected(endpoints, secret=bytes(32))
+        store.leave()
+        store.close()
