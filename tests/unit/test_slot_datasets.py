@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.data import ShardedLoader
 from phalanx.data.criteo import criteo_schema
-from phalanx.data.file_sources import SplitFiles, merge_states
+from phalanx.data.file_sources import LeasedFiles, SplitFiles, merge_states
 from phalanx.data.hand_over import HandOver
 from phalanx.data.in_memory import InMemoryDataset
 from phalanx.data.queue import QueueDataset
@@ -293,3 +293,50 @@ def test_rows_of_many_ids_are_picked_cut_and_joined_like_lines(order: list[int],
     if start < stop:
         assert same(rows.cut(start, stop), parse(lines[start:stop]))
         assert same(join([rows.cut(0, start), rows.cut(start, 5)]), rows)
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """What the first parameter server keeps, and every call."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        self.taken: set[str] = set()
+        self.calls: list[tuple[str, int, bool]] = []
+
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        free = [f for f in files if f not in self.taken]
+        self.taken.update(free[:1])
+        return (free[0], self.rows.get(free[0], 0), len(free)) if free else (None, 0, 0)
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        self.calls.append((Path(file).name, offset, end))
+        self.rows[file] = offset
+
+
+def leased(folder: Path, server: Server) -> QueueDataset:
+    return QueueDataset(folder, SCHEMA, batch_size=4, source=LeasedFiles(server, list_files(folder)))
+
+
+def test_a_worker_that_asks_gets_the_next_free_file(folder: Path) -> None:
+    server = Server()
+    first, second = iter(leased(folder, server)), iter(leased(folder, server))
+    found = seen([next(first), next(second)]) + seen(first) + seen(second)
+    assert sorted(found) == list(range(ROWS))
+    assert sorted(server.calls) == [(f"part-{i}", size, True) for i, size in enumerate(SIZES)]
+
+
+def test_progress_is_reported_once_a_batch_is_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.data.file_sources.REPORT_ROWS", 4)
+    server = Server()
+    batches = iter(leased(folder, server))
+    next(batches)
+    assert server.calls == []
+    next(batches)
+    assert server.calls == [("part-0", 4, False)]
+    batches.close()
+    # The worker is gone; another goes on from the last report.
+    server.taken.clear()
+    assert seen(leased(folder, server)) == list(range(4, ROWS))

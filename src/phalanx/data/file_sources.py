@@ -27,7 +27,7 @@ class Lease:
 
 
 class FileSource(Protocol):
-    """Hands files out to this worker. The thread that reads ahead calls `lease`, the training's thread the rest."""
+    """Hands files out to this worker; one thread of it asks."""
 
     def lease(self, epoch: int) -> Lease | None:
         """Return the next file of an epoch, counted from 0; None when this worker has no more to read of it."""
@@ -35,6 +35,10 @@ class FileSource(Protocol):
 
     def done(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
         """Say that the first `rows` rows of a leased file were handed to training, and whether these were all."""
+        ...
+
+    def settle(self) -> None:
+        """Say that all rows handed to training so far were trained on."""
         ...
 
     def next_epoch(self) -> int:
@@ -96,6 +100,9 @@ class SplitFiles:
         """Note how far a file was read; see `FileSource`."""
         self._progress[file] = (epoch + 1, 0) if is_finished else (epoch, rows)
 
+    def settle(self) -> None:
+        """Do nothing: a state counts the batch in hand as done."""
+
     def next_epoch(self) -> int:
         """Return the first epoch that was not read to its end, by any worker of a merged state."""
         return min((epochs for epochs, _ in self._progress.values()), default=0)
@@ -118,6 +125,71 @@ class SplitFiles:
             )
         self._progress = {file: (int(at[0]), int(at[1])) for file, at in state["files"].items()}
         self._leased = (-1, set())
+
+
+class LeaseStore(Protocol):
+    """What `LeasedFiles` asks; a job's `phalanx.ps.store.Store` is one."""
+
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        """Return a file that nobody reads (or None), the rows of it that are done, and how many files are left."""
+        ...
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report the rows of a leased file that were trained on, and whether these were all."""
+        ...
+
+
+REPORT_ROWS = 65_536
+"""Rows of a file between two reports of its progress; at its end there always is one."""
+
+
+class LeasedFiles:
+    """Gives each worker that is free the next file that nobody reads; the parameter servers keep who has which.
+
+    A fast worker reads more files. The file of a worker that died goes to the next that asks, from the last report
+    on: at most `REPORT_ROWS` rows and a batch are then trained on twice, none is left out. Progress is in the servers'
+    snapshots.
+
+    Args:
+        store: The job's store.
+        files: All files of the job, the same list on every worker.
+    """
+
+    def __init__(self, store: LeaseStore, files: Sequence[str]) -> None:
+        self._store, self.files = store, list(files)
+        self._reported: dict[str, int] = {}
+        self._handed_out: dict[str, tuple[int, int, bool]] = {}
+
+    def lease(self, epoch: int) -> Lease | None:
+        """Return a file that nobody reads; None when all are done or being read."""
+        file, rows, _ = self._store.lease(epoch, self.files)
+        if file is None:
+            return None
+        self._reported[file] = rows
+        return Lease(file, rows)
+
+    def done(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+        """Note what is handed to training; see `FileSource`."""
+        self._handed_out[file] = (epoch, rows, is_finished)
+
+    def settle(self) -> None:
+        """Report what was trained on, where there is enough of it."""
+        for file, (epoch, rows, is_finished) in list(self._handed_out.items()):
+            if is_finished or rows - self._reported[file] >= REPORT_ROWS:
+                self._store.done(epoch, file, rows, end=is_finished)
+                self._reported[file] = rows
+                del self._handed_out[file]
+
+    def next_epoch(self) -> int:
+        """Return 0: of an epoch that is done the servers have no file to give."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing to load: the servers keep the progress."""
+        return {"version": 1, "files": {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: the servers keep the progress."""
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

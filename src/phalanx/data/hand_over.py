@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class HandOver(Generic[T]):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._read, name="phalanx reader", daemon=True)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Generator[T, None, None]:
         self._thread.start()
         try:
             while (item := self._take()) is not None:

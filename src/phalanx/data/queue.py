@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from queue import SimpleQueue
 from typing import Any
 
+from phalanx.data.file_sources import Lease
 from phalanx.data.hand_over import HandOver
 from phalanx.data.slot_dataset import SlotDataset, check_rows
 from phalanx.data.slot_rows import Batch, SlotRows, join
@@ -14,6 +17,10 @@ READ_AHEAD = 16
 
 _Mark = tuple[str, int, bool]
 """A file, its rows read so far, and whether these were all."""
+
+
+_Item = tuple[SlotRows | None, list[_Mark]] | None
+"""A batch and what is read with it, or None to ask for the next file."""
 
 
 class QueueDataset(SlotDataset):
@@ -38,20 +45,33 @@ class QueueDataset(SlotDataset):
         check_rows(self, rows)
         epoch = self.source.next_epoch() if self._epoch is None else self._epoch
         self._epoch = epoch + 1
-        return self._train_on(epoch, HandOver(lambda: self._read(epoch, rows, drop_last), READ_AHEAD))
+        return self._train_on(epoch, rows, drop_last)
 
-    def _train_on(self, epoch: int, read: HandOver[tuple[SlotRows | None, list[_Mark]]]) -> Iterator[Batch]:
-        for batch, marks in read:
-            for file, done, is_finished in marks:
-                self.source.done(epoch, file, done, is_finished=is_finished)
-            if batch is not None:
-                yield batch.tensors()
+    def _train_on(self, epoch: int, rows: int, drop_last: bool) -> Iterator[Batch]:
+        leases: SimpleQueue[Lease | None] = SimpleQueue()
+        with closing(iter(HandOver(lambda: self._read(leases, rows, drop_last), READ_AHEAD))) as read:
+            try:
+                for item in read:
+                    self.source.settle()
+                    # Asked here and not by the reader: a source may share its connection with the training.
+                    if item is None:
+                        leases.put(self.source.lease(epoch))
+                        continue
+                    batch, marks = item
+                    for file, done, is_finished in marks:
+                        self.source.done(epoch, file, done, is_finished=is_finished)
+                    if batch is not None:
+                        yield batch.tensors()
+                self.source.settle()
+            finally:
+                leases.put(None)
 
-    def _read(self, epoch: int, rows: int, drop_last: bool) -> Iterator[tuple[SlotRows | None, list[_Mark]]]:
+    def _read(self, leases: SimpleQueue[Lease | None], rows: int, drop_last: bool) -> Iterator[_Item]:
         pending: list[SlotRows] = []
         marks: list[_Mark] = []
         missing = rows
-        while (lease := self.source.lease(epoch)) is not None:
+        yield None
+        while (lease := leases.get()) is not None:
             row = lease.first_row
             for block in self.reader.blocks(lease.file, row):
                 start = 0
@@ -63,6 +83,7 @@ class QueueDataset(SlotDataset):
                         yield join(pending), [*marks, (lease.file, row, False)]
                         pending, marks, missing = [], [], rows
             marks.append((lease.file, row, True))
+            yield None
         yield (join(pending) if pending and not drop_last else None), marks
 
     def state_dict(self) -> dict[str, Any]:
