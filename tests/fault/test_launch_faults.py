@@ -164,6 +164,18 @@ def test_a_stop_signal_ends_the_job_cleanly(tmp_path: Path, number: signal.Signa
     running.gone_within(0.5)
 
 
+def test_ctrl_c_while_the_launcher_still_imports_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    running = Launch(("train.py",), tmp_path)
+    while len(running.alive()) < 2:  # The fork server is there, and little else.
+        assert running.process.poll() is None
+    running.process.send_signal(signal.SIGINT)
+    running.wait(10)
+    assert running.code in (-signal.SIGINT, 130)
+    assert running.err == ""
+    running.gone_within(5.0)
+
+
 def test_a_second_stop_signal_cuts_the_grace_short(stubborn: Launch) -> None:
     started = time.monotonic()
     stubborn.process.send_signal(signal.SIGINT)

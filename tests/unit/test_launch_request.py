@@ -201,6 +201,19 @@ def test_the_script_must_be_a_readable_file(tmp_path: Path) -> None:
         request.check_script(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (("-n", "2"), "-n"),
+        (("--lr", "0.1", "--nproc-per-node=2"), "--nproc-per-node=2"),
+        (("--server_num", "1"), "--server_num"),
+        (("--lr", "0.1", "--log_dir", "x", "n"), ""),
+    ],
+)
+def test_a_flag_of_the_launcher_after_the_script_is_seen(script: str, arguments: tuple[str, ...], found: str) -> None:
+    assert options(script, training_script_args=arguments).misplaced == found
+
+
 def test_the_banner_has_thirteen_settings_in_order(script: str) -> None:
     names = [name for name, _ in options(script).banner_items()]
     assert names == sorted(names)

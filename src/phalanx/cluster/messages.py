@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 LANGUAGES = ("en", "zh")
 
+LOG_LINE = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
+"""How a log line looks, the launcher's and a script's own."""
+
 TABLE: dict[str, tuple[str, str]] = {
     "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
     "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),

@@ -15,6 +15,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from phalanx.cluster import port_owner
 from phalanx.cluster.environment import split_endpoint
+from phalanx.cluster.messages import text
 from phalanx.cluster.role import Role
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 
@@ -152,8 +153,8 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             )
         if now >= next_line:
             next_line = now + RETRY_S
-            logger.warning("server not ready, wait 3 sec to retry...")
-            logger.warning("not ready endpoints:%s", [f"{host}:{port}"])
+            logger.warning("%s", text("waiting"))
+            logger.warning("%s", text("waiting for", names=[f"{host}:{port}"]))
         time.sleep(0.05)
 
 

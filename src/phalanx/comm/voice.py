@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-LINE = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
+from phalanx.cluster.messages import LOG_LINE
 
 
 class _Voice(logging.StreamHandler):  # type: ignore[type-arg]
@@ -26,6 +26,6 @@ def speak(rank: int) -> None:
     if logging.getLogger().handlers or logger.handlers:
         return
     voice = _Voice(sys.stderr)
-    voice.setFormatter(logging.Formatter(LINE))
+    voice.setFormatter(logging.Formatter(LOG_LINE))
     logger.addHandler(voice)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,10 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wan
         name: How the program calls itself in messages; `fleetrun` or `phalanx run`, as started, when omitted.
         wants_servers: Whether only a parameter-server job will do (`launch_ps`).
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the job takes its signals into its own hands, Ctrl-C ends this process, and with it the fork server,
+        # without a traceback of whatever was being imported.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if name is None:
         name = "fleetrun" if os.path.basename(sys.argv[0]) == "fleetrun" else "phalanx run"

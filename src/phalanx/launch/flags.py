@@ -218,10 +218,6 @@ def run(arguments: Sequence[str], server: ServerHandle | None, *, name: str, wan
     program = {"server": server, "wants_servers": wants_servers}
     try:
         return int(command.main(list(arguments), prog_name=name, standalone_mode=False, obj=program) or 0)
-    except click.Abort:
-        # Ctrl-C before the job takes its signals into its own hands.
-        sys.stderr.write(f"\n{name}: {messages.text('stopped', signal='SIGINT')}\n")
-        return 130
     except click.NoSuchOption as error:
         sys.stderr.write(f"{name}: {_unknown_flag(error, arguments, name)}\n")
         return 2

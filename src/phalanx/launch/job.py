@@ -60,6 +60,13 @@ class Job:
         threads = self._fix_threads(request, here)
         self._console.write(tables.banner(self._options.banner_items()))
         self._say_mode(request, here)
+        if flag := self._options.misplaced:
+            logger.warning(
+                "%s stands after the script, so the script gets it. To give it to the launcher: phalanx run %s ... %s",
+                flag,
+                flag,
+                self._options.training_script,
+            )
         logger.info(threads)
         self._stops = StopSignals()
         self._logs = LogFolder(self._options.log_dir)

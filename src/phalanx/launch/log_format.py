@@ -8,6 +8,8 @@ import sys
 from datetime import datetime
 from typing import Protocol
 
+from phalanx.cluster.messages import LOG_LINE
+
 FORMATS = ("default", "bar", "json")
 """Values of `--log_format`."""
 
@@ -21,7 +23,7 @@ class LineFormatter(logging.Formatter):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__("%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s")
+        super().__init__(LOG_LINE)
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:

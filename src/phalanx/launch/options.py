@@ -48,6 +48,11 @@ class Options:
     wants_servers: bool = field(default=False)
     """Started as `launch_ps`, so parameter-server mode is meant whatever the flags."""
 
+    @property
+    def misplaced(self) -> str:
+        """The first of the script's arguments that looks as if it were meant for the launcher, or ""."""
+        return next((a for a in self.training_script_args if a.partition("=")[0].replace("-", "_") in _MISPLACED), "")
+
     def named(self, name: str) -> str:
         """Return a field as the user would find it: `--node_rank 1`, or `PET_NODE_RANK=1`."""
         value = getattr(self, name)
@@ -68,6 +73,13 @@ class Options:
             return "127.0.0.1"
         return f"{self.master_addr} and {self.nnodes - 1} more{self._source('master_addr')}"
 
+
+_MISPLACED = {
+    f"__{name}"
+    for name in ("nproc_per_node", "gpus", "ips", "nnodes", "node_rank", "master_addr", "http_port", "server_num",
+                 "worker_num", "servers", "workers", "max_restarts")
+} | {"_n"}  # fmt: skip
+"""The launcher's own flags, with _ for -; those that scripts have too are left out."""
 
 _BANNER = {
     "gpus",
