@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PhalanxError, did_you_mean
+from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import comm, data, fleet, ps
@@ -51,11 +51,9 @@ __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
-        from phalanx.old_names import replacement
+        from phalanx.old_names import missing
 
-        old = replacement(name)
-        hint = f" {old}." if old else did_you_mean(name, __all__)
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}.{hint}")
+        raise missing("phalanx", name, __all__)
     if name not in _TORCH_FREE:
         from phalanx.versions import require_torch
 

@@ -15,8 +15,8 @@ from phalanx.cluster.role import Role
 from phalanx.cluster.settings import warn_dead
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import wait_for_all
-from phalanx.errors import ConfigError, RoleError, did_you_mean
-from phalanx.old_names import replacement
+from phalanx.errors import ConfigError, RoleError
+from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
 from phalanx.strategy import DistributedStrategy, check_strategy
 
@@ -207,9 +207,6 @@ def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
 
 
 def __getattr__(name: str) -> Any:
-    old = replacement(name)
-    if old:
-        raise AttributeError(f"fleet.{name}: {old}")
     if name in _NEEDS_SERVER:
         raise AttributeError(f"fleet.{name} belongs to the parameter server, which this version does not have yet.")
-    raise AttributeError(f"fleet has no '{name}'.{did_you_mean(name, __all__)}")
+    raise missing("phalanx.fleet", name, __all__)

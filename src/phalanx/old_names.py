@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import sys
+from collections.abc import Iterable
+
+from phalanx.errors import did_you_mean
+
 REPLACED: dict[str, str] = {
     # Fleet and its namespaces
     "Distributedstrategy": "fleet.DistributedStrategy",
@@ -37,3 +43,21 @@ def replacement(name: str) -> str | None:
     """Return `"'name' is not here: write ..."` for a word of an older framework, or None for any other."""
     instead = REPLACED.get(name)
     return f"'{name}' belongs to an older framework. Write instead: {instead}" if instead else None
+
+
+def missing(module: str, name: str, known: Iterable[str]) -> Exception:
+    """Return the error for a name that a module does not have; to be raised by the module's `__getattr__`.
+
+    Python answers `from module import name` with words of its own when it gets an AttributeError, so there it is an
+    ImportError; everywhere else, `hasattr` among it, an AttributeError.
+
+    Args:
+        module: What was asked.
+        name: What is not there.
+        known: The names it has.
+    """
+    old = replacement(name)
+    message = f"module '{module}' has no attribute '{name}'.{f' {old}.' if old else did_you_mean(name, known)}"
+    asking = sys._getframe(2)  # Above this function and the module's __getattr__.
+    is_import = asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]
+    return ImportError(message) if is_import else AttributeError(message)

@@ -1,5 +1,6 @@
 """Words of older frameworks get an error that says what to write, from one table that the docs show too."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ DOCS = Path(__file__).parents[2] / "docs" / "coming-from.md"
 def test_an_old_word_says_what_to_write(module, word):
     with pytest.raises(AttributeError, match="Write instead"):
         getattr(module, word)
+
+
+@pytest.mark.parametrize("module", ["phalanx", "phalanx.fleet", "phalanx.distributed"])
+def test_an_import_of_an_old_word_says_so_too(module):
+    with pytest.raises(ImportError, match="Write instead: from phalanx import fleet"):
+        exec(f"from {module} import fluid")
+    with pytest.raises(ImportError, match="Did you mean 'DistributedStrategy'"):
+        exec(f"from {module} import DistributedStrateg")
+    assert not hasattr(importlib.import_module(module), "fluid")
 
 
 def test_the_docs_show_the_whole_table():

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from phalanx.errors import did_you_mean
-from phalanx.old_names import replacement
+from phalanx.old_names import missing
 
 _HOMES = {
     "DataParallel": "phalanx.parallel.distribute",
@@ -31,9 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"phalanx.distributed.{name}")
     if name not in _HOMES:
-        old = replacement(name)
-        hint = f" {old}." if old else did_you_mean(name, __all__)
-        raise AttributeError(f"module 'phalanx.distributed' has no attribute {name!r}.{hint}")
+        raise missing("phalanx.distributed", name, __all__)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
