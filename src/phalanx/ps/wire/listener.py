@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phalanx.ps.wire import address
 from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
@@ -37,6 +37,8 @@ class Listener:
         max_total_bytes: Most bytes that requests of all clients may hold here at once. Shared memory is the
             clients' own and not counted.
         handshake_s: How long a client may take to prove that it holds the secret.
+        opened: Called with a client's number when a connection of it is admitted, in the thread of that connection.
+        closed: Called with it when that connection ended.
 
     Raises:
         ConfigError: If an address that other hosts reach has no secret, or is taken.
@@ -52,6 +54,8 @@ class Listener:
         max_frame_bytes: int = 1 << 30,
         max_total_bytes: int = 4 << 30,
         handshake_s: float = 10.0,
+        opened: Callable[[int], None] = lambda client: None,
+        closed: Callable[[int], None] = lambda client: None,
     ) -> None:
         if isinstance(listen_on, str):
             listen_on = address.listening_sockets(listen_on, secret)
@@ -62,7 +66,8 @@ class Listener:
         public = any(_is_public(listening) for listening in self._sockets)
         self._certificate = Certificate() if public else None
         self._stopping = threading.Event()
-        self._terms = Terms(secret, me, handler, max_frame_bytes, Budget(max_total_bytes), handshake_s, self._stopping)
+        budget = Budget(max_total_bytes)
+        self._terms = Terms(secret, me, handler, max_frame_bytes, budget, handshake_s, self._stopping, opened, closed)
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[threading.Thread, Session] = {}
         self._complained: set[str] = set()

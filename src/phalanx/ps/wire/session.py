@@ -37,6 +37,12 @@ class Terms:
     stopping: threading.Event
     """Set when no session begins another request."""
 
+    opened: Callable[[int], None]
+    """Called with the client's number when its connection is admitted."""
+
+    closed: Callable[[int], None]
+    """Called with the client's number when an admitted connection ended."""
+
 
 class Session:
     """A connection from its first byte to its last."""
@@ -47,23 +53,26 @@ class Session:
         self._where = where
         self._terms = terms
         self._segments = Attached()
-        self._peer = where
+        self._peer = ""
         self._client = 0
 
     def run(self, complain: Callable[[str, str], None]) -> None:
         """Serve until the client leaves, or breaks the rules; then `complain(who, why)` is called."""
         try:
             self._admit()
+            self._terms.opened(self._client)
             while not self._terms.stopping.is_set():
                 self._serve_one()
         except (ConfigError, FrameError) as error:
-            complain(self._where, f"{self._peer}: {error}")
+            complain(self._where, f"{error} (it is {self._peer})" if self._peer else str(error))
         except OSError as error:
             if not self.admitted:
                 complain(self._where, f"left in the handshake: {error}")
         finally:
             self.channel.close()
             self._segments = Attached()
+            if self.admitted:
+                self._terms.closed(self._client)
 
     def leave(self) -> None:
         """End the wait for the next request; the one that is being answered ends as usual."""
