@@ -6,3 +6,5 @@
 
 void bind_shuffle(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
+void bind_table(nanobind::module_& module);
+void bind_unique(nanobind::module_& module);

@@ -6,4 +6,6 @@ NB_MODULE(_core, module) {
   module.doc() = "Native core of Phalanx.";
   bind_shuffle(module);
   bind_slots(module);
+  bind_table(module);
+  bind_unique(module);
 }

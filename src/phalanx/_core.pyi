@@ -27,3 +27,85 @@ class SlotParser:
 
 def hash_texts(slot: str, texts: list[str], hash_space: int = 0) -> numpy.typing.NDArray[numpy.int64]:
     """Ids of texts in a slot."""
+
+class EmbeddingTable:
+    """A table of rows by 64-bit id; see phalanx.ps.table.Table."""
+
+    def __init__(self, spec: object, layout: object, salt: int) -> None: ...
+    def pull(self, keys: numpy.typing.NDArray[numpy.int64], out: numpy.typing.NDArray[numpy.float32]) -> None: ...
+    def push(
+        self,
+        keys: numpy.typing.NDArray[numpy.int64],
+        gradients: numpy.typing.NDArray[numpy.float32],
+        lr: float,
+        counts: numpy.typing.NDArray[numpy.uint32] | None,
+        shows: numpy.typing.NDArray[numpy.float32] | None,
+        clicks: numpy.typing.NDArray[numpy.float32] | None,
+    ) -> int: ...
+    def add(self, keys: numpy.typing.NDArray[numpy.int64], deltas: numpy.typing.NDArray[numpy.float32]) -> None: ...
+    def assign(self, keys: numpy.typing.NDArray[numpy.int64], values: numpy.typing.NDArray[numpy.float32]) -> None: ...
+    def shrink(self) -> int: ...
+    def clear(self) -> None: ...
+    def export(
+        self, shard: int, since: int
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.int64],
+        numpy.typing.NDArray[numpy.uint64],
+        numpy.typing.NDArray[numpy.float32],
+        numpy.typing.NDArray[numpy.int64],
+        numpy.typing.NDArray[numpy.uint64],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint64],
+        int,
+        bool,
+    ]: ...
+    def restore(
+        self,
+        shard: int,
+        keys: numpy.typing.NDArray[numpy.int64],
+        ticks: numpy.typing.NDArray[numpy.uint64],
+        rows: numpy.typing.NDArray[numpy.float32],
+        waiting_keys: numpy.typing.NDArray[numpy.int64],
+        waiting_ticks: numpy.typing.NDArray[numpy.uint64],
+        waiting_counts: numpy.typing.NDArray[numpy.uint32],
+        days: numpy.typing.NDArray[numpy.uint64],
+        tick: int,
+        whole: bool,
+    ) -> None: ...
+    def keys(self, shard: int) -> numpy.typing.NDArray[numpy.int64]: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def pushed(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def tick(self) -> int: ...
+
+def unique(
+    arrays: list[numpy.typing.NDArray[numpy.int64]], places: numpy.typing.NDArray[numpy.int64]
+) -> tuple[numpy.typing.NDArray[numpy.int64], numpy.typing.NDArray[numpy.uint32]]:
+    """The distinct ids and their counts; fills `places` with the place of each id."""
+
+def add_weighted(
+    places: numpy.typing.NDArray[numpy.int64],
+    rows: numpy.typing.NDArray[numpy.float32],
+    weight: float,
+    sums: numpy.typing.NDArray[numpy.float32],
+) -> None:
+    """Adds weight * rows to the rows of sums at places."""
+
+def split_by_owner(
+    keys: numpy.typing.NDArray[numpy.int64],
+    salt: int,
+    servers: int,
+    order: numpy.typing.NDArray[numpy.int64],
+    offsets: numpy.typing.NDArray[numpy.int64],
+) -> None:
+    """Positions sorted by the server that owns their id, and where each server's part begins."""

@@ -12,6 +12,9 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.ps.placement import SHARDS, shard_of
 from phalanx.ps.rules import FTRL, TableSpec
 
+MOST_WAITED = 2**24 - 2
+"""Highest count of an id that waits for a row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -53,6 +56,8 @@ def check_rows(spec: TableSpec, keys: NDArray[np.int64], rows: NDArray[np.float3
             f"Asked table '{spec.name}' for keys of type {keys.dtype} and shape {keys.shape}. "
             "Give int64 keys in one dimension."
         )
+    if not (keys.flags.c_contiguous and rows.flags.c_contiguous):
+        raise ConfigError(f"Gave table '{spec.name}' {what} or keys with gaps in memory. Give C-contiguous arrays.")
     if rows.dtype != np.float32 or rows.shape != (len(keys), spec.dim):
         raise ConfigError(
             f"Gave table '{spec.name}' {what} of type {rows.dtype} and shape {rows.shape} for {len(keys)} keys; "
@@ -94,6 +99,12 @@ def check_columns(spec: TableSpec, salt: int, shard: int, columns: Columns, widt
         raise DataError(
             f"Asked to restore {where} from {m} waiting keys, {len(columns.waiting_counts)} counts and "
             f"{len(columns.waiting_ticks)} ticks. The snapshot is broken; use another one."
+        )
+    most = int(columns.waiting_counts.max(initial=0))
+    if most > MOST_WAITED:
+        raise DataError(
+            f"Asked to restore {where} with a waiting count of {most}; the most is {MOST_WAITED}. "
+            "The snapshot is broken; use another one."
         )
     for keys in (columns.keys, columns.waiting_keys):
         strange = np.flatnonzero(shard_of(keys, salt) != shard)

@@ -1,4 +1,7 @@
-"""Ids that occur more than once, and ids that go to several servers: what happens around a table's calls."""
+"""Ids that occur more than once, and ids that go to several servers: what happens around a table's calls.
+
+The native core does the work; the NumPy twins give the same and take over where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.ps.placement import owner_of, shard_of
+from phalanx.data.shuffle import HAS_NATIVE
+from phalanx.errors import ConfigError
+from phalanx.ps.placement import check_servers, owner_of, shard_of
 
 Keys = NDArray[np.int64]
+Places = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
-def unique(ids: Sequence[Keys]) -> tuple[Keys, Keys, NDArray[np.uint32]]:
+def unique(ids: Sequence[Keys]) -> tuple[Keys, Places, NDArray[np.uint32]]:
     """Find the distinct ids of several arrays laid end to end.
 
     Args:
@@ -23,10 +29,17 @@ def unique(ids: Sequence[Keys]) -> tuple[Keys, Keys, NDArray[np.uint32]]:
         The distinct ids in the order of their first occurrence, shape (u,); for each id given, its place among them,
         shape (total,); and how often each occurs, shape (u,).
     """
-    return unique_numpy(ids)
+    if not HAS_NATIVE:
+        return unique_numpy(ids)
+    from phalanx import _core
+
+    flat = [np.ascontiguousarray(part).reshape(-1) for part in ids]
+    places = np.empty(sum(part.size for part in flat), np.int64)
+    keys, counts = _core.unique(flat, places)
+    return keys, places, counts
 
 
-def unique_numpy(ids: Sequence[Keys]) -> tuple[Keys, Keys, NDArray[np.uint32]]:
+def unique_numpy(ids: Sequence[Keys]) -> tuple[Keys, Places, NDArray[np.uint32]]:
     """Return what `unique` does, computed with NumPy alone."""
     flat = np.concatenate([np.empty(0, np.int64), *(part.reshape(-1) for part in ids)])
     ordered, first, inverse, counts = np.unique(flat, return_index=True, return_inverse=True, return_counts=True)
@@ -42,23 +55,27 @@ def merge(keys: Sequence[Keys], values: Sequence[Floats], weights: Sequence[floa
     The order of the additions is fixed, so the same parts give the same bits.
 
     Args:
-        keys: Ids of each part, unique within it.
+        keys: Ids of each part, at least one part.
         values: Rows of each part, (n, dim).
         weights: One per part; rounded to float32.
 
     Returns:
         The distinct ids in the order of their first occurrence, and their sums, shape (u, dim).
+
+    Raises:
+        ConfigError: If there is no part, or the parts do not have one row per id and one dim.
     """
+    dim = _dim_of(keys, values, weights)
     distinct, places, _ = unique(keys)
-    sums = np.zeros((len(distinct), values[0].shape[1] if values else 0), np.float32)
+    sums = np.zeros((len(distinct), dim), np.float32)
     start = 0
     for part, weight in zip(values, weights, strict=True):
-        sums[places[start : start + len(part)]] += np.float32(weight) * part
+        _add_weighted(places[start : start + len(part)], part, weight, sums)
         start += len(part)
     return distinct, sums
 
 
-def split_by_owner(keys: Keys, salt: int, servers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_by_owner(keys: Keys, salt: int, servers: int) -> tuple[Places, Places]:
     """Sort ids by the server that owns them, keeping their order within one server.
 
     Returns:
@@ -68,7 +85,38 @@ def split_by_owner(keys: Keys, salt: int, servers: int) -> tuple[NDArray[np.int6
     Raises:
         ConfigError: If there are fewer than 1 or more than 1024 servers.
     """
+    check_servers(servers)
+    if not HAS_NATIVE:
+        return split_by_owner_numpy(keys, salt, servers)
+    from phalanx import _core
+
+    order, offsets = np.empty(len(keys), np.int64), np.empty(servers + 1, np.int64)
+    _core.split_by_owner(np.ascontiguousarray(keys), salt, servers, order, offsets)
+    return order, offsets
+
+
+def split_by_owner_numpy(keys: Keys, salt: int, servers: int) -> tuple[Places, Places]:
+    """Return what `split_by_owner` does, computed with NumPy alone."""
     owners = owner_of(shard_of(keys, salt), servers)
     order = np.argsort(owners, kind="stable")
-    offsets = np.searchsorted(owners[order], np.arange(servers + 1))
-    return order, offsets
+    return order, np.searchsorted(owners[order], np.arange(servers + 1))
+
+
+def _add_weighted(places: Places, rows: Floats, weight: float, sums: Floats) -> None:
+    if HAS_NATIVE:
+        from phalanx import _core
+
+        _core.add_weighted(places, np.ascontiguousarray(rows), weight, sums)
+    else:
+        np.add.at(sums, places, np.float32(weight) * rows)
+
+
+def _dim_of(keys: Sequence[Keys], values: Sequence[Floats], weights: Sequence[float]) -> int:
+    shapes = [part.shape for part in values]
+    dims = {shape[1:] for shape in shapes}
+    if len(dims) != 1 or [len(part) for part in keys] != [shape[0] for shape in shapes] or len(weights) != len(keys):
+        raise ConfigError(
+            f"Asked to add up rows of shapes {shapes} for {[len(part) for part in keys]} ids with {len(weights)} "
+            "weights. Give parts of one width, each with one row per id and one weight."
+        )
+    return int(shapes[0][1])

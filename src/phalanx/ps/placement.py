@@ -51,7 +51,7 @@ def owner_of(shards: NDArray[np.int64], servers: int) -> NDArray[np.int64]:
     Raises:
         ConfigError: If there are fewer than 1 or more than 1024 servers.
     """
-    _check_servers(servers)
+    check_servers(servers)
     return shards * servers // SHARDS
 
 
@@ -61,10 +61,15 @@ def shards_owned(server: int, servers: int) -> range:
     Raises:
         ConfigError: If there are fewer than 1 or more than 1024 servers.
     """
-    _check_servers(servers)
+    check_servers(servers)
     return range(-(-server * SHARDS // servers), -(-(server + 1) * SHARDS // servers))
 
 
-def _check_servers(servers: int) -> None:
+def check_servers(servers: int) -> None:
+    """Check that every server can own a shard.
+
+    Raises:
+        ConfigError: If there are fewer than 1 or more than 1024 servers.
+    """
     if not 1 <= servers <= SHARDS:
         raise ConfigError(f"Asked for {servers} servers; a table has {SHARDS} shards. Start 1 to {SHARDS} servers.")

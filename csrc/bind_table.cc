@@ -1,0 +1,211 @@
+// Python's view of the table. No logic here: settings and arrays in, arrays out, the GIL released in between.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind.h"
+#include "bind_array.h"
+#include "table.h"
+
+namespace nb = nanobind;
+using phalanx::EmbeddingTable;
+
+namespace {
+
+template <class T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<const T> view(const Column<T>& column) {
+  return {column.data(), column.size()};
+}
+
+template <class T>
+const T* data_or_null(const std::optional<Column<T>>& column) {
+  return column ? column->data() : nullptr;
+}
+
+nb::object rows_array(std::unique_ptr<float[]>&& rows, std::size_t n, std::size_t width) {
+  float* data = rows.release();
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(data, {n, width}, owner));
+}
+
+std::string kind_of(nb::handle value) {
+  return value.is_none() ? std::string("any") : std::string(nb::str(value.attr("kind")).c_str());
+}
+
+// The field of a settings object, or nothing for a kind that lacks it.
+template <class T>
+void read(nb::handle settings, const char* field, T& into) {
+  if (nb::hasattr(settings, field)) into = nb::cast<T>(settings.attr(field));
+}
+
+phalanx::RuleSpec read_rule(nb::handle rule) {
+  using enum phalanx::RuleKind;
+  static const std::map<std::string, phalanx::RuleKind> kinds = {
+      {"sgd", kSgd},   {"momentum", kMomentum}, {"adagrad", kAdagrad}, {"row_wise_adagrad", kRowWiseAdagrad},
+      {"adam", kAdam}, {"rmsprop", kRmsprop},   {"ftrl", kFtrl}};
+  phalanx::RuleSpec spec;
+  spec.kind = kinds.at(kind_of(rule));
+  read(rule, "lr", spec.lr);
+  read(rule, "weight_decay", spec.weight_decay);
+  read(rule, "momentum", spec.momentum);
+  read(rule, "dampening", spec.dampening);
+  read(rule, "nesterov", spec.nesterov);
+  read(rule, "lr_decay", spec.lr_decay);
+  read(rule, "initial_accumulator_value", spec.initial_accumulator);
+  read(rule, "decoupled", spec.decoupled);
+  read(rule, "alpha", spec.alpha);
+  read(rule, "eps", spec.eps);
+  read(rule, "beta", spec.beta);
+  read(rule, "l1", spec.l1);
+  read(rule, "l2", spec.l2);
+  if (nb::hasattr(rule, "betas")) {
+    spec.first_beta = nb::cast<double>(rule.attr("betas")[0]);
+    spec.second_beta = nb::cast<double>(rule.attr("betas")[1]);
+  }
+  return spec;
+}
+
+phalanx::InitSpec read_init(nb::handle init) {
+  const std::string kind = kind_of(init);
+  phalanx::InitSpec spec;
+  spec.kind = kind == "uniform"  ? phalanx::InitKind::kUniform
+              : kind == "normal" ? phalanx::InitKind::kNormal
+                                 : phalanx::InitKind::kConstant;
+  read(init, "scale", spec.scale);
+  read(init, "std", spec.scale);
+  read(init, "value", spec.scale);
+  return spec;
+}
+
+phalanx::EntrySpec read_entry(nb::handle entry) {
+  using enum phalanx::EntryKind;
+  static const std::map<std::string, phalanx::EntryKind> kinds = {
+      {"any", kAny}, {"count", kCount}, {"probability", kProbability}, {"show_click", kShowClick}};
+  phalanx::EntrySpec spec;
+  spec.kind = kinds.at(kind_of(entry));
+  read(entry, "count", spec.count);
+  read(entry, "p", spec.probability);
+  read(entry, "show_weight", spec.show_weight);
+  read(entry, "click_weight", spec.click_weight);
+  read(entry, "decay", spec.decay);
+  read(entry, "drop_below", spec.drop_below);
+  read(entry, "unseen_days", spec.unseen_days);
+  return spec;
+}
+
+phalanx::TableSpec read_spec(nb::handle spec, nb::handle layout, std::uint64_t salt) {
+  phalanx::TableSpec read;
+  read.salt = salt;
+  read.seed = nb::cast<std::uint64_t>(spec.attr("seed"));
+  read.dim = nb::cast<std::size_t>(spec.attr("dim"));
+  read.state = nb::cast<std::size_t>(layout.attr("state"));
+  read.has_statistics = nb::cast<bool>(layout.attr("has_statistics"));
+  read.is_bfloat16 = nb::cast<std::size_t>(layout.attr("value_bytes")) == 2;
+  if (!spec.attr("max_bytes").is_none()) read.max_bytes = nb::cast<std::uint64_t>(spec.attr("max_bytes"));
+  read.rule = read_rule(spec.attr("rule"));
+  read.init = read_init(spec.attr("init"));
+  read.entry = read_entry(spec.attr("entry"));
+  return read;
+}
+
+void make(EmbeddingTable* at, nb::handle spec, nb::handle layout, std::uint64_t salt) {
+  new (at) EmbeddingTable(read_spec(spec, layout, salt));
+}
+
+void pull(const EmbeddingTable& table, Column<std::int64_t> keys, OutRows out) {
+  nb::gil_scoped_release release;
+  table.pull(view(keys), out.data());
+}
+
+std::uint64_t push(EmbeddingTable& table, Column<std::int64_t> keys, Rows gradients, double lr,
+                   std::optional<Column<std::uint32_t>> counts, std::optional<Column<float>> shows,
+                   std::optional<Column<float>> clicks) {
+  nb::gil_scoped_release release;
+  return table.push(view(keys),
+                    {gradients.data(), lr, data_or_null(counts), data_or_null(shows), data_or_null(clicks)});
+}
+
+void add(EmbeddingTable& table, Column<std::int64_t> keys, Rows deltas) {
+  nb::gil_scoped_release release;
+  table.add(view(keys), deltas.data());
+}
+
+void assign(EmbeddingTable& table, Column<std::int64_t> keys, Rows values) {
+  nb::gil_scoped_release release;
+  table.assign(view(keys), values.data());
+}
+
+nb::tuple export_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
+  phalanx::ShardColumns found;
+  {
+    nb::gil_scoped_release release;
+    found = table.read(shard, since);
+  }
+  const std::size_t n = found.keys.size();
+  return nb::make_tuple(array_of(std::move(found.keys)), array_of(std::move(found.ticks)),
+                        rows_array(std::move(found.rows), n, table.spec().width()),
+                        array_of(std::move(found.waiting_keys)), array_of(std::move(found.waiting_ticks)),
+                        array_of(std::move(found.waiting_counts)), array_of(std::move(found.days)), found.tick,
+                        found.whole);
+}
+
+void restore(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
+             Column<std::int64_t> waiting_keys, Column<std::uint64_t> waiting_ticks,
+             Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, std::uint64_t tick, bool whole) {
+  nb::gil_scoped_release release;
+  table.restore(shard, {view(keys), view(ticks), rows.data(), view(waiting_keys), view(waiting_ticks),
+                        view(waiting_counts), view(days), tick, whole});
+}
+
+nb::object keys(const EmbeddingTable& table, int shard) {
+  std::vector<std::int64_t> found;
+  {
+    nb::gil_scoped_release release;
+    found = table.keys(shard);
+  }
+  return array_of(std::move(found));
+}
+
+}  // namespace
+
+void bind_table(nb::module_& module) {
+  using Released = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.Table.")
+      .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"))
+      .def("pull", &pull, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
+      .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(), nb::arg("lr"),
+           nb::arg("counts").noconvert().none(), nb::arg("shows").noconvert().none(),
+           nb::arg("clicks").noconvert().none())
+      .def("add", &add, nb::arg("keys").noconvert(), nb::arg("deltas").noconvert())
+      .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("values").noconvert())
+      .def("shrink", &EmbeddingTable::shrink, Released())
+      .def("clear", &EmbeddingTable::clear, Released())
+      .def("export", &export_shard, nb::arg("shard"), nb::arg("since"))
+      .def("restore", &restore, nb::arg("shard"), nb::arg("keys"), nb::arg("ticks"), nb::arg("rows"),
+           nb::arg("waiting_keys"), nb::arg("waiting_ticks"), nb::arg("waiting_counts"), nb::arg("days"),
+           nb::arg("tick"), nb::arg("whole"))
+      .def("keys", &keys, nb::arg("shard"))
+      .def("hold", &EmbeddingTable::hold, Released())
+      .def("release", &EmbeddingTable::release)
+      .def_prop_ro("rows", &EmbeddingTable::rows)
+      .def_prop_ro("bytes", &EmbeddingTable::bytes, Released())
+      .def_prop_ro("pushed", &EmbeddingTable::pushed)
+      .def_prop_ro("dropped", &EmbeddingTable::dropped)
+      .def_prop_ro("evicted", &EmbeddingTable::evicted)
+      .def_prop_ro("tick", &EmbeddingTable::tick);
+}

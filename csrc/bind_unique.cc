@@ -1,0 +1,57 @@
+// Python's view of distinct ids. No logic here: arrays in, arrays out, the GIL released in between.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "bind.h"
+#include "bind_array.h"
+#include "unique.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutIds = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::tuple unique(const std::vector<Ids>& arrays, OutIds places) {
+  std::vector<std::span<const std::int64_t>> views;
+  for (const Ids& ids : arrays) views.emplace_back(ids.data(), ids.size());
+  phalanx::Distinct found;
+  {
+    nb::gil_scoped_release release;
+    found = phalanx::unique(views, {places.data(), places.size()});
+  }
+  return nb::make_tuple(array_of(std::move(found.keys)), array_of(std::move(found.counts)));
+}
+
+void add_weighted(Ids places, Rows rows, float weight, OutRows sums) {
+  nb::gil_scoped_release release;
+  phalanx::add_weighted({places.data(), places.size()}, rows.data(), rows.shape(1), weight, sums.data());
+}
+
+void split_by_owner(Ids keys, std::uint64_t salt, int servers, OutIds order, OutIds offsets) {
+  nb::gil_scoped_release release;
+  phalanx::split_by_owner({keys.data(), keys.size()}, salt, servers, {order.data(), order.size()},
+                          {offsets.data(), offsets.size()});
+}
+
+}  // namespace
+
+void bind_unique(nb::module_& module) {
+  module.def("unique", &unique, nb::arg("arrays"), nb::arg("places").noconvert(),
+             "The distinct ids and their counts; fills `places` with the place of each id.");
+  module.def("add_weighted", &add_weighted, nb::arg("places").noconvert(), nb::arg("rows").noconvert(),
+             nb::arg("weight"), nb::arg("sums").noconvert(), "Adds weight * rows to the rows of sums at places.");
+  module.def("split_by_owner", &split_by_owner, nb::arg("keys").noconvert(), nb::arg("salt"), nb::arg("servers"),
+             nb::arg("order").noconvert(), nb::arg("offsets").noconvert(),
+             "Positions sorted by the server that owns their id, and where each server's part begins.");
+}

@@ -1,0 +1,189 @@
+#include "table.h"
+
+#include <bit>
+#include <stdexcept>
+#include <string>
+
+namespace phalanx {
+namespace {
+
+// The keys of a call sorted by lane, keeping their order within one.
+class Routed {
+ public:
+  Routed(std::span<const std::int64_t> keys, std::uint64_t salt)
+      : hashes_(std::make_unique_for_overwrite<std::uint64_t[]>(keys.size())),
+        positions_(std::make_unique_for_overwrite<std::uint32_t[]>(keys.size())),
+        rows_(std::make_unique_for_overwrite<std::uint32_t[]>(keys.size())) {
+    if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
+    const auto hash = [&](std::size_t i) { return mix64(std::bit_cast<std::uint64_t>(keys[i]) ^ salt); };
+    for (std::size_t i = 0; i < keys.size(); ++i) ++starts_[static_cast<std::size_t>(lane_of(hash(i))) + 1];
+    for (std::size_t lane = 0; lane < kLanes; ++lane) starts_[lane + 1] += starts_[lane];
+    std::array<std::uint32_t, kLanes + 1> next = starts_;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      const std::uint64_t hashed = hash(i);
+      const std::uint32_t place = next[static_cast<std::size_t>(lane_of(hashed))]++;
+      hashes_[place] = hashed;
+      positions_[place] = static_cast<std::uint32_t>(i);
+    }
+  }
+
+  Slice slice(std::size_t lane) const {
+    const std::size_t start = starts_[lane], size = starts_[lane + 1] - start;
+    return {{hashes_.get() + start, size}, {positions_.get() + start, size}, {rows_.get() + start, size}};
+  }
+
+ private:
+  std::unique_ptr<std::uint64_t[]> hashes_;
+  std::unique_ptr<std::uint32_t[]> positions_;
+  std::unique_ptr<std::uint32_t[]> rows_;
+  std::array<std::uint32_t, kLanes + 1> starts_{};
+};
+
+}  // namespace
+
+EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(spec.init, spec.seed) {
+  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_);
+}
+
+// Calls work(lane, slice) for each lane that has keys, with its lock held.
+template <class Work>
+void EmbeddingTable::each_lane(Keys keys, Work work) const {
+  const Routed routed(keys, spec_.salt);
+  for (std::size_t number = 0; number < kLanes; ++number) {
+    Slice slice = routed.slice(number);
+    if (slice.hashes.empty()) continue;
+    Lane& lane = *lanes_[number];
+    const std::lock_guard locked(lane.lock);
+    work(lane, slice);
+  }
+}
+
+void EmbeddingTable::pull(Keys keys, float* values) const {
+  each_lane(keys, [&](const Lane& lane, Slice& slice) { lane.pull(slice, values); });
+}
+
+std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
+  const std::uint64_t tick = next_tick();
+  std::uint64_t dropped = 0;
+  each_lane(keys, [&](Lane& lane, Slice& slice) { dropped += lane.push(slice, gradients, now(tick)); });
+  pushed_ += keys.size();
+  dropped_ += dropped;
+  evict(tick);
+  return dropped;
+}
+
+void EmbeddingTable::add(Keys keys, const float* deltas) {
+  const std::uint64_t tick = next_tick();
+  each_lane(keys, [&](Lane& lane, Slice& slice) { lane.add(slice, deltas, now(tick)); });
+  pushed_ += keys.size();
+  evict(tick);
+}
+
+void EmbeddingTable::assign(Keys keys, const float* values) {
+  const std::uint64_t tick = next_tick();
+  each_lane(keys, [&](Lane& lane, Slice& slice) { lane.assign(slice, values, now(tick)); });
+  pushed_ += keys.size();
+  evict(tick);
+}
+
+std::uint64_t EmbeddingTable::shrink() {
+  const std::uint64_t tick = next_tick();
+  if (spec_.entry.kind != EntryKind::kShowClick) return 0;
+  std::uint64_t gone = 0;
+  for (int shard = 0; shard < kShards; ++shard) {
+    Lane& lane = lane_at(shard);
+    const std::lock_guard locked(lane.lock);
+    gone += lane.end_day(shard >> kLaneBits, now(tick));
+  }
+  return gone;
+}
+
+void EmbeddingTable::clear() {
+  const std::uint64_t tick = next_tick();
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    lane->clear(now(tick));
+  }
+}
+
+ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
+  const Lane& lane = lane_at(shard);
+  const std::lock_guard locked(lane.lock);
+  return lane.read(shard >> kLaneBits, since, now(tick_));
+}
+
+void EmbeddingTable::restore(int shard, const ShardView& columns) {
+  const std::lock_guard clocked(clock_);
+  go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
+  Lane& lane = lane_at(shard);
+  const std::lock_guard locked(lane.lock);
+  lane.restore(shard >> kLaneBits, columns, now(tick_));
+}
+
+std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
+  const Lane& lane = lane_at(shard);
+  const std::lock_guard locked(lane.lock);
+  return lane.keys(shard >> kLaneBits);
+}
+
+void EmbeddingTable::hold() {
+  clock_.lock();
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->lock.lock();
+}
+
+void EmbeddingTable::release() {
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->lock.unlock();
+  clock_.unlock();
+}
+
+std::uint64_t EmbeddingTable::rows() const {
+  std::uint64_t sum = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) sum += lane->rows();
+  return sum;
+}
+
+std::uint64_t EmbeddingTable::bytes() const {
+  std::uint64_t sum = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const std::lock_guard locked(lane->lock);
+    sum += lane->bytes();
+  }
+  return sum;
+}
+
+std::uint64_t EmbeddingTable::next_tick() {
+  const std::lock_guard clocked(clock_);
+  go_to(tick_ + 1);
+  return tick_;
+}
+
+void EmbeddingTable::go_to(std::uint64_t tick) {
+  tick_ = tick;
+  if (tick - oldest_ < kRenumberAt) return;
+  const std::uint64_t oldest = tick - kKeepTicks;
+  std::array<std::unique_lock<std::mutex>, kLanes> locked;
+  for (std::size_t lane = 0; lane < kLanes; ++lane) locked[lane] = std::unique_lock(lanes_[lane]->lock);
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->renumber(oldest, oldest_);
+  oldest_ = oldest;
+}
+
+std::uint64_t EmbeddingTable::cost() const {
+  std::uint64_t rows = 0, entries = 0;
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    rows += lane->rows();
+    entries += lane->entries();
+  }
+  return rows * spec_.row_bytes() + entries * kIndexBytes;
+}
+
+// Shard after shard gives up its least recent eighth, from one picked by the tick, until the rest fits.
+void EmbeddingTable::evict(std::uint64_t tick) {
+  if (spec_.max_bytes == 0) return;
+  for (int shard = shard_of(mix64(tick)); cost() > spec_.max_bytes; shard = (shard + 1) % kShards) {
+    Lane& lane = lane_at(shard);
+    const std::lock_guard locked(lane.lock);
+    evicted_ += lane.drop_eighth(shard >> kLaneBits, now(tick));
+  }
+}
+
+}  // namespace phalanx

@@ -1,0 +1,88 @@
+// A table of rows `[values | optimizer state | show, click]` by 64-bit id, made on the first push of an id.
+//
+// An id is hashed (table_hash.h); the hash picks one of 1024 virtual shards and, with it, one of 16 lanes. A lane has
+// an index, a slab of rows and a lock, which a call takes once for all of its keys that belong there; no lock and no
+// locked instruction is met in the loops over rows. A call first finds the rows of a lane's keys, asking for places
+// of the index ahead of their use, then works on the rows, asking for them ahead too: so memory answers many
+// questions at a time.
+//
+// Semantics: ps/table.py. ps/reference.py is the twin in NumPy and passes the same tests.
+//
+// Thread-safety: all methods may be called from any thread; the calling thread does the work. A call that meets a
+// change sees it whole or not at all within one lane, not over lanes.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "table_lane.h"
+#include "table_spec.h"
+
+namespace phalanx {
+
+class EmbeddingTable {
+ public:
+  using Keys = std::span<const std::int64_t>;  // fewer than 2^32, each once
+
+  // Ticks of entries have 32 bits. When they run out, those older than kKeepTicks become one.
+  static constexpr std::uint64_t kRenumberAt = (std::uint64_t{1} << 32) - (1 << 16);
+  static constexpr std::uint64_t kKeepTicks = std::uint64_t{1} << 31;
+  static constexpr std::uint64_t kIndexBytes = 32;  // what an entry counts against the budget
+
+  explicit EmbeddingTable(const TableSpec& spec);
+  EmbeddingTable(const EmbeddingTable&) = delete;
+
+  const TableSpec& spec() const { return spec_; }
+
+  // Values and gradients are (keys, dim).
+  void pull(Keys keys, float* values) const;
+  std::uint64_t push(Keys keys, const Gradients& gradients);  // returns how many gradients were dropped
+  void add(Keys keys, const float* deltas);
+  void assign(Keys keys, const float* values);
+  std::uint64_t shrink();  // returns how many rows went
+  void clear();
+
+  // REQUIRES: 0 <= shard < 1024; a restored shard's keys belong to it.
+  ShardColumns read(int shard, std::uint64_t since) const;
+  void restore(int shard, const ShardView& columns);
+  std::vector<std::int64_t> keys(int shard) const;
+
+  // Keeps every call out until `release`, by the same thread or, after a fork, its copy.
+  void hold();
+  void release();
+
+  std::uint64_t rows() const;
+  std::uint64_t bytes() const;
+  std::uint64_t pushed() const { return pushed_; }
+  std::uint64_t dropped() const { return dropped_; }
+  std::uint64_t evicted() const { return evicted_; }
+  std::uint64_t tick() const { return tick_; }
+
+ private:
+  template <class Work>
+  void each_lane(Keys keys, Work work) const;
+  Lane& lane_at(int shard) const { return *lanes_[static_cast<std::size_t>(shard & (kLanes - 1))]; }
+  Time now(std::uint64_t tick) const { return {tick, oldest_}; }  // REQUIRES: a lane is locked
+  std::uint64_t next_tick();
+  void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked
+  std::uint64_t cost() const;
+  void evict(std::uint64_t tick);
+
+  const TableSpec spec_;
+  const Starter starter_;
+  std::array<std::unique_ptr<Lane>, kLanes> lanes_;
+  std::mutex clock_;  // locked before lanes, and these in their order
+  std::atomic<std::uint64_t> tick_ = 0;
+  std::uint64_t oldest_ = 0;  // changes with clock_ and every lane locked
+  std::atomic<std::uint64_t> pushed_ = 0;
+  std::atomic<std::uint64_t> dropped_ = 0;
+  std::atomic<std::uint64_t> evicted_ = 0;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,206 @@
+#include "table_lane.h"
+
+#include <algorithm>
+
+#include "table_rules.h"
+
+namespace phalanx {
+namespace {
+
+// How far ahead of its use a place of the index, and a row, is asked of memory.
+constexpr std::size_t kPlacesAhead = 24;
+constexpr std::size_t kRowsAhead = 12;
+constexpr std::size_t kCacheLine = 64;
+
+template <int kForWriting>
+void prefetch(const void* start, std::size_t bytes) {
+  const auto* first = static_cast<const std::byte*>(start);
+  for (std::size_t offset = 0; offset < std::min<std::size_t>(bytes, 4 * kCacheLine); offset += kCacheLine) {
+    __builtin_prefetch(first + offset, kForWriting);
+  }
+}
+
+}  // namespace
+
+Lane::Lane(const TableSpec& spec, const Starter& starter)
+    : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(spec.row_bytes(), Entry::kWaiting) {}
+
+// Calls use(i, place in the index) for each key.
+template <class Use>
+void Lane::each_place(const Slice& slice, Use use) const {
+  const std::size_t n = slice.hashes.size();
+  for (std::size_t i = 0; i < std::min(n, kPlacesAhead); ++i) __builtin_prefetch(index_.home(slice.hashes[i]), 1);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kPlacesAhead < n) __builtin_prefetch(index_.home(slice.hashes[i + kPlacesAhead]), 1);
+    use(i, index_.find(slice.hashes[i]));
+  }
+}
+
+// Calls use(i, row in memory) for each key that has a row.
+template <class Use>
+void Lane::each_row(const Slice& slice, Use use) const {
+  const std::size_t n = slice.rows.size();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kRowsAhead < n && slice.rows[i + kRowsAhead] != Entry::kEmpty) {
+      prefetch<1>(slab_.row(slice.rows[i + kRowsAhead]), spec_.row_bytes());
+    }
+    if (slice.rows[i] != Entry::kEmpty) use(i, slab_.row(slice.rows[i]));
+  }
+}
+
+void Lane::pull(Slice& slice, float* out) const {
+  each_place(slice, [&](std::size_t i, const Entry* place) {
+    slice.rows[i] = place->has_row() ? place->row : Entry::kEmpty;
+  });
+  const std::size_t n = slice.rows.size();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kRowsAhead < n && slice.rows[i + kRowsAhead] != Entry::kEmpty) {
+      prefetch<0>(slab_.row(slice.rows[i + kRowsAhead]), value_bytes_);
+    }
+    float* const values = out + slice.positions[i] * spec_.dim;
+    if (slice.rows[i] != Entry::kEmpty) {
+      load_values(slab_.row(slice.rows[i]), spec_.is_bfloat16, values, spec_.dim);
+    } else if (spec_.entry.kind != EntryKind::kCount && welcomes(slice.hashes[i])) {
+      start_values(slice.hashes[i], values);
+    } else {
+      std::fill_n(values, spec_.dim, 0.0f);
+    }
+  }
+}
+
+std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
+  const std::uint64_t dropped = admit(slice, gradients.counts, time);
+  with_rule(spec_.rule, gradients.lr, [&](const auto& rule) { train(slice, gradients, time, rule); });
+  return dropped;
+}
+
+template <class Rule>
+void Lane::train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule) {
+  std::vector<float> wide(spec_.is_bfloat16 ? spec_.dim : 0);
+  each_row(slice, [&](std::size_t i, std::byte* row) {
+    const std::size_t position = slice.positions[i];
+    float* const state = floats(row);
+    const float* const gradient = gradients.values + position * spec_.dim;
+    if (spec_.is_bfloat16) {
+      load_values(row, true, wide.data(), spec_.dim);
+      rule(wide.data(), state, gradient, spec_.dim);
+      keep(row, slice.hashes[i], time.tick, wide.data());
+    } else {
+      rule(reinterpret_cast<float*>(row), state, gradient, spec_.dim);
+    }
+    if (spec_.has_statistics) {
+      const float count = gradients.counts != nullptr ? static_cast<float>(gradients.counts[position]) : 1.0f;
+      state[spec_.state] += gradients.shows != nullptr ? gradients.shows[position] : count;
+      state[spec_.state + 1] += gradients.clicks != nullptr ? gradients.clicks[position] : 0.0f;
+    }
+  });
+}
+
+void Lane::add(Slice& slice, const float* deltas, Time time) {
+  make(slice, time);
+  std::vector<float> sum(spec_.dim);
+  each_row(slice, [&](std::size_t i, std::byte* row) {
+    const float* const delta = deltas + slice.positions[i] * spec_.dim;
+    load_values(row, spec_.is_bfloat16, sum.data(), spec_.dim);
+    for (std::size_t j = 0; j < spec_.dim; ++j) sum[j] += delta[j];
+    keep(row, slice.hashes[i], time.tick, sum.data());
+  });
+}
+
+void Lane::assign(Slice& slice, const float* values, Time time) {
+  make(slice, time);
+  each_row(slice, [&](std::size_t i, std::byte* row) {
+    store_nearest(row, spec_.is_bfloat16, values + slice.positions[i] * spec_.dim, spec_.dim);
+  });
+}
+
+// Finds the rows of gradients, making them as the entry policy says; returns how many keys have none.
+std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) {
+  const std::uint32_t tick = time.shortened(time.tick);
+  std::uint64_t dropped = 0;
+  each_place(slice, [&](std::size_t i, Entry* place) {
+    const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
+    if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
+    if (!place->is_empty()) place->tick = tick;
+    slice.rows[i] = place->has_row() ? place->row : Entry::kEmpty;
+    dropped += !place->has_row();
+  });
+  return dropped;
+}
+
+// Decides about an id without a row, which occurred `count` times. Returns its entry, or an empty place.
+Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
+  if (spec_.entry.kind == EntryKind::kCount) {
+    const std::uint64_t seen = (entry->is_waiting() ? entry->waited() : 0) + std::uint64_t{count};
+    if (seen < spec_.entry.count) {
+      entry = occupied(entry, hash);
+      entry->row = Entry::kWaiting + static_cast<std::uint32_t>(seen);
+      return entry;
+    }
+  } else if (!welcomes(hash)) {
+    return entry;
+  }
+  return with_row(entry, hash);
+}
+
+// Finds the rows of keys, making those that are missing, whatever the entry policy.
+void Lane::make(Slice& slice, Time time) {
+  const std::uint32_t tick = time.shortened(time.tick);
+  each_place(slice, [&](std::size_t i, Entry* place) {
+    Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
+    entry->tick = tick;
+    slice.rows[i] = entry->row;
+  });
+}
+
+// Returns the entry of a hash, which may be new and then has an empty row that the caller sets at once.
+Entry* Lane::occupied(Entry* entry, std::uint64_t hash) {
+  if (!entry->is_empty()) return entry;
+  entry = index_.insert(hash, entry);
+  bump(entries_, 1);
+  return entry;
+}
+
+// Starts the row of an id that has none.
+Entry* Lane::with_row(Entry* entry, std::uint64_t hash) {
+  const std::uint32_t row = slab_.take();
+  std::byte* const memory = slab_.row(row);
+  if (spec_.is_bfloat16) {
+    std::vector<float> values(spec_.dim);
+    starter_.fill(hash, values.data(), spec_.dim);
+    store_nearest(memory, true, values.data(), spec_.dim);
+  } else {
+    starter_.fill(hash, reinterpret_cast<float*>(memory), spec_.dim);
+  }
+  start_state(spec_, floats(memory));
+  if (spec_.has_statistics) std::fill_n(floats(memory) + spec_.state, 2, 0.0f);
+  entry = occupied(entry, hash);
+  entry->row = row;
+  bump(rows_, 1);
+  return entry;
+}
+
+// Writes trained values: in bfloat16 a small step must not always round to none.
+void Lane::keep(std::byte* row, std::uint64_t hash, std::uint64_t tick, const float* values) {
+  if (spec_.is_bfloat16) {
+    store_stochastic(row, starter_.number_of(hash), tick, values, spec_.dim);
+  } else {
+    store_nearest(row, false, values, spec_.dim);
+  }
+}
+
+// Whether the entry policy lets an id in by what it is, not by how often it came.
+bool Lane::welcomes(std::uint64_t hash) const {
+  if (spec_.entry.kind != EntryKind::kProbability) return true;
+  const std::uint64_t draw = mix64(starter_.number_of(hash) ^ kAdmission) >> 11;
+  return static_cast<double>(draw) * 0x1p-53 < spec_.entry.probability;
+}
+
+void Lane::start_values(std::uint64_t hash, float* values) const {
+  starter_.fill(hash, values, spec_.dim);
+  if (spec_.is_bfloat16) {
+    for (std::size_t j = 0; j < spec_.dim; ++j) values[j] = widened(nearest(values[j]));
+  }
+}
+
+}  // namespace phalanx

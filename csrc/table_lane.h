@@ -1,0 +1,141 @@
+// One lane of a table: its index, its rows, and what each call does to them.
+//
+// Not thread-safe: every method but `rows` and `entries` REQUIRES that the caller holds `lock`.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "table_index.h"
+#include "table_memory.h"
+#include "table_spec.h"
+#include "table_values.h"
+
+namespace phalanx {
+
+// When a call happens: the table's tick, and the oldest one that is told apart; an entry keeps the difference.
+struct Time {
+  std::uint64_t tick;
+  std::uint64_t oldest;
+
+  std::uint32_t shortened(std::uint64_t full) const {
+    return full <= oldest ? 0 : static_cast<std::uint32_t>(full - oldest);
+  }
+};
+
+// The keys of one call that belong to one lane.
+struct Slice {
+  std::span<const std::uint64_t> hashes;
+  std::span<const std::uint32_t> positions;  // of each key in the call
+  std::span<std::uint32_t> rows;             // found for each key: a row of the slab, or Entry::kEmpty
+};
+
+// Gradients and what comes with them; the last three may be null, and have one value per key of the call.
+struct Gradients {
+  const float* values;
+  double lr;
+  const std::uint32_t* counts;
+  const float* shows;
+  const float* clicks;
+};
+
+// What a shard holds; `rows` is (keys, width). See `Columns` in ps/arrays.py.
+struct ShardColumns {
+  std::vector<std::int64_t> keys;
+  std::vector<std::uint64_t> ticks;
+  std::unique_ptr<float[]> rows;
+  std::vector<std::int64_t> waiting_keys;
+  std::vector<std::uint64_t> waiting_ticks;
+  std::vector<std::uint32_t> waiting_counts;
+  std::vector<std::uint64_t> days;
+  std::uint64_t tick = 0;
+  bool whole = false;
+};
+
+// The same, lent by the caller.
+struct ShardView {
+  std::span<const std::int64_t> keys;
+  std::span<const std::uint64_t> ticks;
+  const float* rows;
+  std::span<const std::int64_t> waiting_keys;
+  std::span<const std::uint64_t> waiting_ticks;
+  std::span<const std::uint32_t> waiting_counts;
+  std::span<const std::uint64_t> days;
+  std::uint64_t tick;
+  bool whole;
+};
+
+class Lane {
+ public:
+  Lane(const TableSpec& spec, const Starter& starter);
+
+  mutable std::mutex lock;
+
+  void pull(Slice& slice, float* out) const;
+  std::uint64_t push(Slice& slice, const Gradients& gradients, Time time);  // returns how many were dropped
+  void add(Slice& slice, const float* deltas, Time time);
+  void assign(Slice& slice, const float* values, Time time);
+
+  // Of one shard of the lane; the first three return how many rows went.
+  std::uint64_t end_day(int part, Time time);
+  std::uint64_t drop_eighth(int part, Time time);
+  std::uint64_t drop_part(int part, Time time);
+  ShardColumns read(int part, std::uint64_t since, Time time) const;
+  void restore(int part, const ShardView& columns, Time time);
+  std::vector<std::int64_t> keys(int part) const;
+
+  void clear(Time time);
+  // Takes all ticks before `oldest` for it; `before` is what ticks were counted from so far.
+  void renumber(std::uint64_t oldest, std::uint64_t before);
+
+  std::uint64_t rows() const { return rows_.load(std::memory_order_relaxed); }
+  std::uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
+  std::uint64_t bytes() const { return index_.bytes() + slab_.bytes(); }
+
+ private:
+  // A count that one thread at a time changes and any may read.
+  using Count = std::atomic<std::uint64_t>;
+  static void bump(Count& count, std::int64_t by) {
+    count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint64_t>(by), std::memory_order_relaxed);
+  }
+
+  template <class Use>
+  void each_place(const Slice& slice, Use use) const;
+  template <class Use>
+  void each_row(const Slice& slice, Use use) const;
+  template <class Rule>
+  void train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule);
+
+  std::uint64_t admit(Slice& slice, const std::uint32_t* counts, Time time);
+  Entry* admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count);
+  void make(Slice& slice, Time time);
+  Entry* occupied(Entry* entry, std::uint64_t hash);
+  Entry* with_row(Entry* entry, std::uint64_t hash);
+  void keep(std::byte* row, std::uint64_t hash, std::uint64_t tick, const float* values);
+
+  bool welcomes(std::uint64_t hash) const;
+  void start_values(std::uint64_t hash, float* values) const;
+  std::vector<Entry> in_order(int part) const;
+  std::uint64_t drop(std::span<const Entry> entries);
+  float* floats(std::byte* row) const { return reinterpret_cast<float*>(row + value_bytes_); }
+  std::int64_t id_of(std::uint64_t hash) const { return static_cast<std::int64_t>(unmix64(hash) ^ spec_.salt); }
+
+  const TableSpec& spec_;
+  const Starter& starter_;
+  const std::size_t value_bytes_;
+  LaneIndex index_;
+  Slab slab_;
+  std::array<std::vector<std::uint64_t>, kParts> days_;  // ticks at which days began, the one under way first
+  std::array<std::uint64_t, kParts> swept_{};            // tick of the last change that the rows' own do not tell
+  Count rows_ = 0;
+  Count entries_ = 0;
+};
+
+}  // namespace phalanx

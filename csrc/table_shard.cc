@@ -1,0 +1,164 @@
+// What happens to a whole shard of a lane: days, eviction, export, restore.
+
+#include <algorithm>
+#include <bit>
+#include <tuple>
+
+#include "table_lane.h"
+
+namespace phalanx {
+
+std::uint64_t Lane::end_day(int part, Time time) {
+  const EntrySpec& policy = spec_.entry;
+  std::vector<std::uint64_t>& days = days_[part];
+  const bool can_expire = days.size() >= policy.unseen_days;
+  const std::uint64_t began = can_expire ? days[policy.unseen_days - 1] : 0;
+  std::vector<Entry> gone;
+  for (const Entry& entry : index_.places(part)) {
+    if (!entry.has_row()) continue;
+    float* const show = floats(slab_.row(entry.row)) + spec_.state;
+    float* const click = show + 1;
+    *show *= policy.decay;
+    *click *= policy.decay;
+    const float score = policy.show_weight * (*show - *click) + policy.click_weight * *click;
+    if (score < policy.drop_below || (can_expire && time.oldest + entry.tick <= began)) gone.push_back(entry);
+  }
+  days.insert(days.begin(), time.tick);
+  if (days.size() > policy.unseen_days) days.pop_back();
+  swept_[part] = time.tick;
+  return drop(gone);
+}
+
+// Drops the eighth of a shard, rounded up, that was changed longest ago; of one tick, the smallest hashes first.
+std::uint64_t Lane::drop_eighth(int part, Time time) {
+  std::vector<Entry> entries;
+  for (const Entry& entry : index_.places(part)) {
+    if (!entry.is_empty()) entries.push_back(entry);
+  }
+  if (entries.empty()) return 0;
+  const std::size_t goes = (entries.size() + 7) / 8;
+  const auto older = [](const Entry& a, const Entry& b) { return std::tie(a.tick, a.hash) < std::tie(b.tick, b.hash); };
+  std::nth_element(entries.begin(), entries.begin() + static_cast<std::ptrdiff_t>(goes - 1), entries.end(), older);
+  entries.resize(goes);
+  swept_[part] = time.tick;
+  return drop(entries);
+}
+
+std::uint64_t Lane::drop_part(int part, Time time) {
+  std::uint64_t rows = 0;
+  for (const Entry& entry : index_.places(part)) {
+    if (!entry.has_row()) continue;
+    slab_.give_back(entry.row);
+    ++rows;
+  }
+  bump(rows_, -static_cast<std::int64_t>(rows));
+  bump(entries_, -static_cast<std::int64_t>(index_.used(part)));
+  index_.erase_part(part);
+  days_[part].clear();
+  swept_[part] = time.tick;
+  return rows;
+}
+
+std::uint64_t Lane::drop(std::span<const Entry> entries) {
+  std::uint64_t rows = 0;
+  for (const Entry& entry : entries) {
+    index_.erase(entry.hash);
+    if (!entry.has_row()) continue;
+    slab_.give_back(entry.row);
+    ++rows;
+  }
+  bump(rows_, -static_cast<std::int64_t>(rows));
+  bump(entries_, -static_cast<std::int64_t>(entries.size()));
+  return rows;
+}
+
+void Lane::clear(Time time) {
+  for (int part = 0; part < kParts; ++part) drop_part(part, time);
+  slab_.clear();
+  index_ = LaneIndex();
+}
+
+// The entries of a shard, ordered by hash, so that equal tables read equal.
+std::vector<Entry> Lane::in_order(int part) const {
+  std::vector<Entry> entries;
+  entries.reserve(index_.used(part));
+  for (const Entry& entry : index_.places(part)) {
+    if (!entry.is_empty()) entries.push_back(entry);
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
+  return entries;
+}
+
+std::vector<std::int64_t> Lane::keys(int part) const {
+  std::vector<std::int64_t> ids;
+  for (const Entry& entry : in_order(part)) {
+    if (entry.has_row()) ids.push_back(id_of(entry.hash));
+  }
+  return ids;
+}
+
+ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
+  ShardColumns found;
+  found.tick = time.tick;
+  found.whole = since == 0 || since < std::max(swept_[part], time.oldest);
+  found.days = days_[part];
+  std::vector<std::uint32_t> numbers;
+  for (const Entry& entry : in_order(part)) {
+    const std::uint64_t tick = time.oldest + entry.tick;
+    if (!found.whole && tick <= since) continue;
+    if (entry.has_row()) {
+      found.keys.push_back(id_of(entry.hash));
+      found.ticks.push_back(tick);
+      numbers.push_back(entry.row);
+    } else {
+      found.waiting_keys.push_back(id_of(entry.hash));
+      found.waiting_ticks.push_back(tick);
+      found.waiting_counts.push_back(entry.waited());
+    }
+  }
+  const std::size_t width = spec_.width();
+  found.rows = std::make_unique_for_overwrite<float[]>(numbers.size() * width);
+  float* out = found.rows.get();
+  for (const std::uint32_t number : numbers) {
+    std::byte* const row = slab_.row(number);
+    load_values(row, spec_.is_bfloat16, out, spec_.dim);
+    std::copy_n(floats(row), width - spec_.dim, out + spec_.dim);
+    out += width;
+  }
+  return found;
+}
+
+void Lane::restore(int part, const ShardView& columns, Time time) {
+  if (columns.whole) drop_part(part, time);
+  days_[part].assign(columns.days.begin(), columns.days.end());
+  for (std::uint64_t& day : days_[part]) day = std::max(day, time.oldest);
+  swept_[part] = time.tick;
+  const std::size_t width = spec_.width();
+  for (std::size_t i = 0; i < columns.keys.size(); ++i) {
+    const std::uint64_t hash = mix64(std::bit_cast<std::uint64_t>(columns.keys[i]) ^ spec_.salt);
+    Entry* entry = index_.find(hash);
+    if (!entry->has_row()) entry = with_row(entry, hash);
+    entry->tick = time.shortened(columns.ticks[i]);
+    const float* const row = columns.rows + i * width;
+    store_nearest(slab_.row(entry->row), spec_.is_bfloat16, row, spec_.dim);
+    std::copy_n(row + spec_.dim, width - spec_.dim, floats(slab_.row(entry->row)));
+  }
+  for (std::size_t i = 0; i < columns.waiting_keys.size(); ++i) {
+    const std::uint64_t hash = mix64(std::bit_cast<std::uint64_t>(columns.waiting_keys[i]) ^ spec_.salt);
+    const Entry found = *index_.find(hash);
+    if (found.has_row()) drop({&found, 1});
+    Entry* const entry = occupied(index_.find(hash), hash);
+    entry->row = Entry::kWaiting + columns.waiting_counts[i];
+    entry->tick = time.shortened(columns.waiting_ticks[i]);
+  }
+}
+
+void Lane::renumber(std::uint64_t oldest, std::uint64_t before) {
+  const Time now{0, oldest};
+  for (int part = 0; part < kParts; ++part) {
+    for (Entry& entry : index_.places(part)) entry.tick = now.shortened(before + entry.tick);
+    for (std::uint64_t& day : days_[part]) day = std::max(day, oldest);
+  }
+}
+
+}  // namespace phalanx
