@@ -88,7 +88,7 @@ class SlotDataset(IterableDataset[Batch]):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
-def check_rows(dataset: SlotDataset, rows: int) -> None:
+def check_rows(dataset: IterableDataset[Batch], rows: int) -> None:
     """Raise unless batches of `rows` rows can be read here."""
     if rows < 1:
         raise ConfigError(f"Asked for batches of {rows} rows. Give at least 1.")
