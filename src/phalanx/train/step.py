@@ -114,6 +114,8 @@ class TrainStep:
             The loss and the fetches of this rank's batch.
         """
         inputs, target = self._unpack(batch)
+        if self.compiled and self.steps == 0:
+            logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
         self._optimizer.zero_grad(set_to_none=True)
         loss, fetched = self._forward(inputs, target)
