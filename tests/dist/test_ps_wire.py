@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from phalanx.errors import ClosedError, ConfigError, InternalError, PeerLostError, PlanError
-from phalanx.ps.wire import Connection, Listener, Reply, Request
+from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PeerLostError, PlanError
+from phalanx.ps.wire import Connection, Handler, Listener, Reply, Request
+from wiring import SECRET, connected, serving, tcp_only
 
 pytestmark = pytest.mark.dist
-
-SECRET = b"0123456789abcdef"
 
 
 def answer(request: Request) -> Reply:
@@ -36,47 +35,17 @@ def answer(request: Request) -> Reply:
 
 
 @contextmanager
-def serving(handler: Callable[[Request], Reply] = answer, on: str = "127.0.0.1:0", **options) -> Iterator[Listener]:
-    listener = Listener(on, secret=SECRET, me="server 0", handler=handler, **options)
-    thread = threading.Thread(target=listener.serve)
-    thread.start()
-    try:
-        yield listener
-    finally:
-        listener.stop()
-        thread.join(10)
-    assert not thread.is_alive()
-    assert not [left for left in threading.enumerate() if left.name == "server 0 client"]
-
-
-@contextmanager
-def connected(listener: Listener, **options) -> Iterator[Connection]:
-    options = {"secret": SECRET, "me": "worker 1", "peer": "server 0", "timeout_s": 20.0} | options
-    connection = Connection(listener.endpoint, **options)
-    try:
-        yield connection
-    finally:
-        connection.close()
-
-
-@contextmanager
-def both(**options) -> Iterator[Connection]:
-    with serving() as listener, connected(listener, **options) as connection:
+def both(handler: Handler = answer, **options) -> Iterator[Connection]:
+    with serving(handler) as listener, connected(listener, **options) as connection:
         yield connection
 
 
 @pytest.fixture(params=["unix", "tcp"])
 def way(request, monkeypatch) -> str:
-    """Both ways to a server of this host; TCP by hiding the Unix socket's name from the client."""
+    """Both ways to a server of this host; TCP by hiding the Unix socket from the client."""
     if request.param == "tcp":
         monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
     return request.param
-
-
-def tcp_only(to, deadline):
-    from phalanx.ps.wire.link import _connected
-
-    return _connected(to.family, (to.host, to.port), deadline)
 
 
 ARRAYS = [
@@ -197,3 +166,89 @@ def test_a_server_that_ends_is_an_error_at_once_naming_all():
             r".*\. Its log: /logs/serverlog\.0",
         ):
             second.result()
+
+
+def test_send_waits_while_too_much_is_unanswered():
+    go, sent = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> Reply:
+        go.wait(10)
+        return Reply()
+
+    def push_another() -> None:
+        connection.send("push", {}, [np.zeros(4000)]).result()
+        sent.set()
+
+    with both(slow, max_unanswered_bytes=50_000) as connection:
+        connection.send("push", {}, [np.zeros(4000)])
+        thread = threading.Thread(target=push_another)
+        thread.start()
+        assert not sent.wait(0.1)
+        go.set()
+        assert sent.wait(10)
+        thread.join()
+
+
+def test_a_caller_may_change_its_arrays_once_send_returned(way):
+    go = threading.Event()
+
+    def slow(request: Request) -> Reply:
+        go.wait(10)
+        return answer(request)
+
+    with both(slow, retry_s=5.0) as connection:
+        rows = np.ones(200_000, np.int64)
+        first, second = connection.send("who", {}), connection.send("sum", {}, [rows])
+        rows[...] = 7
+        go.set()
+        first.result()
+        assert second.result().meta["sums"] == [200_000]
+
+
+def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    with serving(answer, max_frame_bytes=1 << 20) as listener, connected(listener) as connection:
+        with pytest.raises(ConfigError, match=r"'sum' of worker 1 brings 8,000,000 bytes; server 0 takes 1,048,576 at"):
+            connection.call("sum", {}, [np.zeros(1_000_000)])
+        assert connection.call("sum", {}, [np.ones(1000, np.int64)]).meta["sums"] == [1000]
+
+
+def test_requests_of_all_clients_share_one_budget(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> Reply:
+        inside.set()
+        go.wait(10)
+        return answer(request)
+
+    with (
+        serving(hold, max_total_bytes=10 << 20) as listener,
+        connected(listener) as one,
+        connected(listener, me="worker 2") as two,
+    ):
+        first = one.send("sum", {}, [np.ones(1_000_000, np.int64)])
+        inside.wait(10)
+        with pytest.raises(BackendError, match=r"'sum' of worker 2 brings 8,000,000 bytes; server 0 holds all it may"):
+            two.call("sum", {}, [np.ones(1_000_000, np.int64)])
+        go.set()
+        assert first.result().meta["sums"] == [1_000_000]
+        assert two.call("sum", {}, [np.ones(1_000_000, np.int64)]).meta["sums"] == [1_000_000]
+
+
+def test_two_servers_of_one_port_on_two_addresses_are_told_apart():
+    with serving(answer) as listener:
+        port = listener.endpoint.rpartition(":")[2]
+        with serving(answer, on=f"127.0.0.2:{port}", me="server 1") as other:
+            with connected(other, peer="server 1") as connection:
+                assert connection.call("echo", {"at": 1}).meta == {"at": 1}
+            with connected(listener) as connection:
+                assert connection.call("echo", {"at": 0}).meta == {"at": 0}
+
+
+def test_a_taken_endpoint_is_named():
+    with (
+        serving(answer) as listener,
+        pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1:\d+: Address already"),
+    ):
+        Listener(listener.endpoint, secret=SECRET, me="server 1", handler=answer)

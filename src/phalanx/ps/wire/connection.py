@@ -105,7 +105,7 @@ class Connection:
         try:
             self._link = self._connect(started + timeout_s)
         except OSError as error:
-            raise self._lost("connect", started, f"{_words(error)}. Is it running?") from None
+            raise self._lost("connect", started, f"{_words(error)}. Start it, or correct the address") from None
         self._reader = self._read_in_thread(self._link)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:

@@ -1,0 +1,49 @@
+"""A listener in a thread and clients of it, for the tests of the parameter server's wire."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.ps.wire import Connection, Handler, Listener
+from phalanx.ps.wire.address import Address
+
+SECRET = b"0123456789abcdef"
+
+
+@contextmanager
+def serving(handler: Handler, on: str = "127.0.0.1:0", me: str = "server 0", **options: Any) -> Iterator[Listener]:
+    """Serve until the block ends, and make sure that no thread of it is left."""
+    listener = Listener(on, secret=SECRET, me=me, handler=handler, **options)
+    thread = threading.Thread(target=listener.serve)
+    thread.start()
+    try:
+        yield listener
+    finally:
+        listener.stop()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert not [left for left in threading.enumerate() if left.name == f"{me} client"]
+
+
+@contextmanager
+def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
+    """Connect for a block, and make sure that no thread of it is left."""
+    options = {"secret": SECRET, "me": "worker 1", "peer": "server 0", "timeout_s": 20.0} | options
+    connection = Connection(listener.endpoint, **options)
+    try:
+        yield connection
+    finally:
+        connection.close()
+    assert not connection._reader.is_alive()
+
+
+def tcp_only(to: Address, deadline: float) -> socket.socket:
+    """Connect as a client on another host would; takes the place of `link._connect`."""
+    made = socket.socket(to.family, socket.SOCK_STREAM)
+    made.settimeout(10)
+    made.connect((to.host, to.port))
+    return made
