@@ -20,7 +20,9 @@ Array = NDArray[Any]
 class Deal:
     """Which of n ids go to which server."""
 
-    count: int
+    keys: list[Keys]
+    """Each server's ids."""
+
     order: NDArray[np.int64] | None
     """Positions of the ids, server by server, shape (n,); None when one server has them all."""
 
@@ -31,9 +33,10 @@ class Deal:
     def of(cls, keys: Keys, salt: int, servers: int) -> Deal:
         """Return the deal of a table's ids over so many servers."""
         if servers == 1:
-            return cls(len(keys), None, [0, len(keys)])
+            return cls([keys], None, [0, len(keys)])
         order, offsets = split_by_owner(keys, salt, servers)
-        return cls(len(keys), order, offsets.tolist())
+        ordered = keys.take(order)
+        return cls([ordered[start:end] for start, end in pairwise(offsets)], order, offsets.tolist())
 
     def parts(self, array: Array) -> list[Array]:
         """Return each server's part of what belongs to the ids, shape (n, ...)."""
@@ -46,7 +49,7 @@ class Deal:
         """Return rows in the order of the ids, shape (n, dim), from each server's part by its rank."""
         if self.order is None and parts:
             return parts[0]
-        rows = np.empty((self.count, dim), np.float32)
+        rows = np.empty((self.offsets[-1], dim), np.float32)
         for rank, part in parts.items():
             assert self.order is not None
             rows[self.order[self.offsets[rank] : self.offsets[rank + 1]]] = part

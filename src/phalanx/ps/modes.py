@@ -1,20 +1,24 @@
 """What a worker does at a pull and at a push, in each training mode.
 
-`Mode` itself sends every step as it is: sync, async and bounded staleness, which differ in what the servers wait for.
-`HalfAsync` sends the sum of several steps; `phalanx.ps.geo.Geo` trains a replica and sends differences.
-The exact definitions are in `docs/design/parameter-server.md`.
+`Mode` itself sends every step as it is: sync and bounded staleness, which differ in what the servers wait for. `Async`
+may also read ahead, `HalfAsync` sends the sum of several steps, `phalanx.ps.geo.Geo` trains a replica. The exact definitions are in `docs/design/parameter-server.md`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.ps.dedup import merge
 from phalanx.ps.rules import TableSpec
-from phalanx.ps.store import Change, Pulled, Store, Want
+from phalanx.ps.store import Change, Pulled, Rows, Store, Want
+
+MOST_AHEAD = 64
+"""Tables' parts that are remembered of pulls ahead; older ones that no pull took are dropped."""
 
 
 class Mode:
@@ -43,6 +47,9 @@ class Mode:
     def pull(self, wants: Sequence[Want]) -> Pulled:
         """Ask for the rows that the next step computes with; `rows()` of what comes back waits for them."""
         return self.store.pull(wants, step=self.pushes)
+
+    def ahead(self, wants: Sequence[Want]) -> None:
+        """Say which rows a later step will pull. Only async mode asks for them now: the others promise newer rows."""
 
     def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
         """End an optimizer step. Every step must end, with an empty list where there is nothing to send.
@@ -85,6 +92,64 @@ class Mode:
     def _send(self, changes: Sequence[Change], weight: float = 1.0) -> None:
         self.store.push(changes, step=self.pushes, weight=weight)
         self.pushes += 1
+
+
+class Async(Mode):
+    """Sends each step as it is, and takes rows that were asked for ahead: they lack the steps taken since."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._names: set[str] = set()
+        self._asked: deque[_Ahead] = deque(maxlen=MOST_AHEAD)
+
+    def declare(self, specs: Sequence[TableSpec]) -> None:
+        """Make these tables. See `Mode.declare`."""
+        super().declare(specs)
+        self._names |= {spec.name for spec in specs}
+
+    def ahead(self, wants: Sequence[Want]) -> None:
+        """Ask for the rows of a later step; a pull of the same keys then takes them. Skips tables not declared yet."""
+        known = [want for want in wants if want.table in self._names]
+        if known:
+            pulled = self.store.pull(known, step=self.pushes)
+            self._asked.extend(_Ahead(want, pulled, place) for place, want in enumerate(known))
+
+    def pull(self, wants: Sequence[Want]) -> Pulled:
+        """Take the rows that were asked for ahead, and ask for the others. See `Mode.pull`."""
+        found = [self._take(want) for want in wants]
+        if not any(found):
+            return super().pull(wants)
+        others = [want for want, ahead in zip(wants, found, strict=True) if ahead is None]
+        fresh = super().pull(others) if others else None
+        rest = iter(_Ahead(want, fresh, place) for place, want in enumerate(others) if fresh)
+        return _Gathered([ahead or next(rest) for ahead in found])
+
+    def _take(self, want: Want) -> _Ahead | None:
+        for ahead in self._asked:
+            if ahead.want.table == want.table and np.array_equal(ahead.want.keys, want.keys):
+                self._asked.remove(ahead)
+                return ahead
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """One table's part of a pull."""
+
+    want: Want
+    pulled: Pulled
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Parts of several pulls."""
+
+    parts: list[_Ahead]
+
+    def rows(self) -> list[Rows]:
+        """Wait and return the rows of each part."""
+        return [part.pulled.rows()[part.place] for part in self.parts]
 
 
 class HalfAsync(Mode):

@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
 from phalanx.ps.geo import Geo
 from phalanx.ps.local import LocalStore
-from phalanx.ps.modes import HalfAsync, Mode
+from phalanx.ps.modes import Async, HalfAsync, Mode
 from phalanx.ps.remote import RemoteStore
 from phalanx.ps.store import Store
 
@@ -109,4 +109,5 @@ def _mode(store: Store, push: Push, workers: int) -> Mode:
         return HalfAsync(store, steps=steps)
     if push.mode == "geo":
         return Geo(store, steps=steps, workers=workers, local_optimizer=push.local_optimizer)
-    return Mode(store)
+    # Without servers there is nothing to wait for, so nothing is read ahead.
+    return Async(store) if push.mode == "async" and isinstance(store, RemoteStore) else Mode(store)

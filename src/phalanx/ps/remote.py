@@ -216,9 +216,8 @@ class _Pull:
 
     def send(self, connections: Sequence[Connection], step: int) -> None:
         """Ask every server that owns some of the keys."""
-        parts = [deal.parts(want.keys) for want, deal in zip(self._wants, self._deals, strict=True)]
         for rank, connection in enumerate(connections):
-            keys = [of_want[rank] for of_want in parts]
+            keys = [deal.keys[rank] for deal in self._deals]
             if any(map(len, keys)):
                 tables = [[want.table, len(k)] for want, k in zip(self._wants, keys, strict=True)]
                 meta = {"step": step, "tables": tables, "keep": self.named is not None}
@@ -285,8 +284,8 @@ def _header(change: Change) -> dict[str, Any]:
 def _dealt(change: Change, deal: Deal) -> list[list[Array]]:
     """Return the arrays of a change by server, the keys first."""
     columns = [getattr(change, column) for column in _COLUMNS]
-    arrays = [deal.parts(array) for array in (change.keys, change.values, *columns) if array is not None]
-    return [list(of_server) for of_server in zip(*arrays, strict=True)]
+    arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
+    return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]
 
 
 def _equal(known: Keys, keys: Keys) -> bool:

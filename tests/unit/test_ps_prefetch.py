@@ -1,0 +1,117 @@
+"""Rows of later batches are asked ahead where the mode allows it, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import ps_simulator as sim
+from phalanx.comm import context
+from phalanx.comm.context import BatchShare
+from phalanx.errors import ConfigError
+from phalanx.ps import SGD, Constant, SparseEmbedding
+from phalanx.ps.attach import current
+from phalanx.ps.geo import Geo
+from phalanx.ps.local import LocalStore
+from phalanx.ps.modes import Async, HalfAsync, Mode
+from phalanx.ps.prefetch import prefetch
+from phalanx.ps.store import Change, Want
+
+KEYS = np.array([4, 9], np.int64)
+OTHERS = np.array([1, 4], np.int64)
+
+
+class Recording(LocalStore):
+    """Tables in this process that remember the order of what was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def pull(self, wants, *, step=0):
+        self.asked.append(("pull", [want.keys.tolist() for want in wants]))
+        return super().pull(wants, step=step)
+
+    def push(self, changes, *, step=0, weight=1.0):
+        self.asked.append(("push", step))
+        super().push(changes, step=step, weight=weight)
+
+
+def made(make):
+    mode = make(Recording())
+    mode.declare([sim.SPEC])
+    return mode
+
+
+def test_a_pull_takes_what_was_asked_ahead_and_reads_no_newer_row():
+    mode = made(Async)
+    mode.ahead([Want("ids", KEYS)])
+    mode.push([Change("ids", KEYS, np.ones((2, sim.DIM), np.float32))])
+    np.testing.assert_array_equal(mode.pull([Want("ids", KEYS.copy())]).rows()[0], sim.START)
+    np.testing.assert_allclose(mode.pull([Want("ids", KEYS)]).rows()[0], sim.START - sim.LR)
+    assert mode.store.asked == [("pull", [[4, 9]]), ("push", 0), ("pull", [[4, 9]])]
+
+
+def test_a_pull_asks_for_what_was_not_asked_ahead():
+    mode = made(Async)
+    mode.ahead([Want("ids", KEYS), Want("not there yet", KEYS)])
+    mode.push([Change("ids", KEYS, np.ones((2, sim.DIM), np.float32))])
+    first, second, third = mode.pull([Want("ids", OTHERS), Want("ids", KEYS), Want("ids", KEYS)]).rows()
+    assert mode.store.asked == [("pull", [[4, 9]]), ("push", 0), ("pull", [[1, 4], [4, 9]])]
+    np.testing.assert_allclose(first[:, 0], [sim.START, sim.START - sim.LR])
+    np.testing.assert_array_equal(second, sim.START)
+    np.testing.assert_allclose(third, sim.START - sim.LR)
+
+
+@pytest.mark.parametrize("make", [Mode, lambda s: HalfAsync(s, steps=2), lambda s: Geo(s, steps=2, workers=1)])
+def test_modes_that_promise_newer_rows_ask_nothing_ahead(make):
+    mode = made(make)
+    mode.ahead([Want("ids", KEYS)])
+    assert mode.store.asked == []
+
+
+def train(batches, opened=None):
+    """Train an embedding over some batches of ids and return rows and the order of what was asked."""
+    embedding = SparseEmbedding(2, optimizer=SGD(lr=0.5), init=Constant(1.0), name="ids")
+    attachment = current()
+    store = Recording()
+    attachment._mode = (opened or Mode)(store)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    shares = []
+
+    def loader():
+        for rows, ids in enumerate(batches):
+            context.current().batch = BatchShare(rows + 1, rows + 1)
+            yield ids
+
+    for ids in prefetch(loader(), lambda ids: [(embedding, ids)], depth=2):
+        shares.append(context.current().batch.rows)
+        embedding(ids).sum().backward()
+        optimizer.step()
+    (rows,) = store.pull([Want("ids", np.array([1, 2, 3], np.int64))]).rows()
+    return rows, store.asked[:-1], shares
+
+
+BATCHES = [torch.tensor(ids) for ids in ([1, 2], [2, 2, 3], [1], [3, 1])]
+
+
+def test_batches_come_in_order_with_their_shares_and_rows_are_asked_before_the_step_ahead():
+    _, asked, shares = train(BATCHES, Async)
+    assert shares == [1, 2, 3, 4]
+    pulls = [keys for what, (keys,) in ((w, k) for w, k in asked if w == "pull")]
+    # The table is made by the first lookup; what the first batches need is asked when they come.
+    assert sorted(map(tuple, pulls)) == [(1,), (1, 2), (2, 3), (3, 1)]
+    assert asked.index(("pull", [[3, 1]])) < asked.index(("push", 1))
+
+
+def test_without_async_mode_results_are_the_same_with_and_without():
+    rows, asked, _ = train(BATCHES)
+    assert [what for what, _ in asked] == ["pull", "push"] * 4
+    # Each occurrence of an id has a gradient of one, at a learning rate of a half.
+    np.testing.assert_allclose(rows[:, 0], [1 - 0.5 * 3, 1 - 0.5 * 3, 1 - 0.5 * 2])
+
+
+def test_a_depth_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="found depth=0"):
+        next(prefetch([1], lambda batch: [], depth=0))
