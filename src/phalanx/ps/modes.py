@@ -1,7 +1,8 @@
 """What a worker does at a pull and at a push, in each training mode.
 
 `Mode` itself sends every step as it is: sync and bounded staleness, which differ in what the servers wait for. `Async`
-may also read ahead, `HalfAsync` sends the sum of several steps, `phalanx.ps.geo.Geo` trains a replica. The exact definitions are in `docs/design/parameter-server.md`.
+may also read ahead, `HalfAsync` sends the sum of several steps, `phalanx.ps.geo.Geo` trains a replica. The exact
+definitions are in `docs/design/parameter-server.md`.
 """
 
 from __future__ import annotations
