@@ -71,7 +71,7 @@ class _Asked:
     def __init__(self, handle: Handle, features: list[Feature]) -> None:
         self.handle = handle
         self._features = features
-        keys, self._inverse, counts = unique([_keys_of(feature.ids) for feature in features])
+        keys, self._inverse, counts = unique([keys_of(feature.ids) for feature in features])
         self.seen = Occurrences(keys, counts, self._clicks(len(keys)))
 
     def found(self, rows: Rows, attachment: Attachment) -> list[Found]:
@@ -115,7 +115,12 @@ def _hand_over(attachment: Attachment, handle: Handle, seen: Occurrences, paddin
     attachment.add(handle, seen, gradient)
 
 
-def _keys_of(ids: Tensor) -> Keys:
+def keys_of(ids: Tensor) -> Keys:
+    """Return ids of any shape as the keys of a table, int64 in one row.
+
+    Raises:
+        ConfigError: If they are no integers.
+    """
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise ConfigError(f"ids must be integers, found dtype {ids.dtype}. Convert them with ids.long().")
     keys: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
