@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import BackendError, DataError
+from phalanx.ps.snapshot.durable import sync_directory
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, pack, read_records
 
 Durability = Literal["process", "disk"]
@@ -131,7 +132,7 @@ class Log:
             path = self.directory / f"log-{self.segment:08d}"
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             if self.durability == "disk":
-                fsync_directory(self.directory)
+                sync_directory(self.directory)
             return self.segment
 
     def forget(self, before: int) -> None:
@@ -168,15 +169,6 @@ class Log:
             f"A record of {size} bytes was to be written to the log in {self.directory}, which has {free} bytes free: "
             f"{error.strerror}. Nothing was changed; make room there and push again."
         )
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write(fd: int, buffers: list[bytes | memoryview]) -> None:

@@ -1,7 +1,7 @@
 """Records of a JSON object and arrays in a file, each with its checksum: what logs and shard files are made of.
 
-A record is a header of 24 bytes (magic, checksum of the header, length of the JSON, length of the arrays, checksum of
-both), the JSON, and the bytes of the arrays in order, little-endian.
+A record is a header of 28 bytes (magic, checksum of the header, length of the JSON, length of the arrays, checksum of
+each), the JSON, and the bytes of the arrays in order, little-endian.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +23,8 @@ from phalanx.errors import DataError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _MAGIC = b"PXR1"
-_HEADER = struct.Struct("<4sIIQI")
-_CHECKED = struct.Struct("<IQI")
+_HEADER = struct.Struct("<4sIIQII")
+_CHECKED = struct.Struct("<IQII")
 _DTYPES = {
     t: np.dtype(t) for t in ("int64", "uint64", "float32", "float64", "int32", "uint32", "uint16", "int8", "uint8")
 }
@@ -60,15 +60,19 @@ def pack(meta: dict[str, Any], arrays: Sequence[Array]) -> list[bytes | memoryvi
     """
     text = json.dumps({**meta, "arrays": [[a.dtype.name, a.shape] for a in arrays]}, separators=(",", ":")).encode()
     views = [memoryview(a.reshape(-1).view(np.uint8)) for a in arrays]  # type: ignore[arg-type]
-    checksum = zlib.crc32(text)
+    checksum = 0
     for view in views:
         checksum = zlib.crc32(view, checksum)
-    checked = _CHECKED.pack(len(text), sum(len(v) for v in views), checksum)
+    checked = _CHECKED.pack(len(text), sum(len(v) for v in views), zlib.crc32(text), checksum)
     return [_MAGIC + struct.pack("<I", zlib.crc32(checked)) + checked, text, *views]
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda meta: True) -> Iterator[Record]:
     """Yield the records of a file; their arrays are the caller's.
+
+    Args:
+        path: The file.
+        wanted: Says by a record's JSON whether to read its arrays; others are passed over, unchecked.
 
     Raises:
         TornRecordError: If the file ends inside a record.
@@ -77,30 +81,41 @@ def read_records(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while file.tell() < size:
-            yield _read(file, path, size)
+            record = _read(file, path, size, wanted)
+            if record is not None:
+                yield record
 
 
-def _read(file: io.BufferedReader, path: Path, size: int) -> Record:
+def _read(file: io.BufferedReader, path: Path, size: int, wanted: Callable[[dict[str, Any]], bool]) -> Record | None:
     offset = file.tell()
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise TornRecordError(path, offset, f"{len(header)} of {_HEADER.size} bytes of its header are there")
-    magic, checksum, text_bytes, array_bytes, body_checksum = _HEADER.unpack(header)
+    magic, checksum, text_bytes, array_bytes, text_checksum, array_checksum = _HEADER.unpack(header)
     if magic != _MAGIC or zlib.crc32(header[8:]) != checksum:
         broken(path, offset, "there is no record's header")
     end = offset + _HEADER.size + text_bytes + array_bytes
     if end > size:
         raise TornRecordError(path, offset, f"it is {end - offset} bytes long, {size - offset} are there")
     text = file.read(text_bytes)
+    _check(text, text_checksum, path, offset, at_end=end == size)
+    meta = json.loads(text)
+    if not wanted(meta):
+        file.seek(end)
+        return None
     body = np.empty(array_bytes, np.uint8)
     file.readinto(body)  # type: ignore[arg-type]  # an array is a buffer
-    found = zlib.crc32(body, zlib.crc32(text))  # type: ignore[arg-type]
-    if found != body_checksum:
-        if end == size:
-            raise TornRecordError(path, offset, "its bytes do not have its checksum")
-        broken(path, offset, f"its checksum is {body_checksum:08x}, its bytes have {found:08x}")
-    meta = json.loads(text)
+    _check(body, array_checksum, path, offset, at_end=end == size)
     return Record(meta, _split(body, meta.pop("arrays"), path, offset), offset, end)
+
+
+def _check(data: bytes | Array, expected: int, path: Path, offset: int, *, at_end: bool) -> None:
+    found = zlib.crc32(data)  # type: ignore[arg-type]
+    if found == expected:
+        return
+    if at_end:
+        raise TornRecordError(path, offset, "its bytes do not have its checksum")
+    broken(path, offset, f"its checksum is {expected:08x}, its bytes have {found:08x}")
 
 
 def _split(body: Array, layout: list[tuple[str, list[int]]], path: Path, offset: int) -> list[Array]:

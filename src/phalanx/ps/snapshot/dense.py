@@ -1,0 +1,86 @@
+"""What is saved beside tables: a tree of JSON values and tensors. Tensors go to a safetensors file, never a pickle."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigError, DataError
+from phalanx.ps.snapshot.manifest import File, Manifest
+
+_TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
+
+
+def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tuple[Any, File | None]:
+    """Write the tensors of a tree of dicts, lists and tuples, and return the rest of it as JSON, and the file.
+
+    Raises:
+        ConfigError: If the tree holds something that is neither JSON nor a tensor; names where.
+    """
+    tensors: dict[str, Any] = {}
+    value = _packed(dict(extra), "extra", tensors)
+    if not tensors:
+        return value, None
+    from safetensors.torch import save as as_bytes
+
+    # A tensor may share its memory with another; each is written for itself.
+    data = as_bytes({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()})
+    path = directory / f"dense-{save}.safetensors"
+    path.write_bytes(data)
+    return value, File(path.name, len(data), zlib.crc32(data))
+
+
+def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the tree that `write_extra` took.
+
+    Raises:
+        DataError: If the tensors' file is broken; names it.
+    """
+    tensors: dict[str, Any] = {}
+    if manifest.dense is not None:
+        from safetensors.torch import load
+
+        path = directory / manifest.dense.name
+        data = path.read_bytes()
+        if zlib.crc32(data) != manifest.dense.checksum:
+            raise DataError(f"{path} is broken: its bytes do not have the checksum of the manifest. Take another copy.")
+        tensors = load(data)
+    value: dict[str, Any] = _unpacked(manifest.extra, tensors)
+    return value
+
+
+def _packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensors[where] = value
+        return {_TENSOR: where}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _packed(v, f"{where}.{key}", tensors) for key, v in value.items()}
+        # Optimizers number their state: JSON has no such keys.
+        return {_ITEMS: [[_packed(k, where, tensors), _packed(v, f"{where}.{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        parts = [_packed(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
+        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"Asked to save {where}, which is a {type(value).__name__}. Save tensors, numbers, text, lists, tuples, dicts."
+    )
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _ITEMS in value:
+        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in value[_ITEMS]}
+    if _TUPLE in value:
+        return tuple(_unpacked(v, tensors) for v in value[_TUPLE])
+    return {key: _unpacked(v, tensors) for key, v in value.items()}

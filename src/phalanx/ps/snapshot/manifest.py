@@ -1,0 +1,155 @@
+"""The manifest of a snapshot: written last, so a folder with one holds a whole snapshot."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from phalanx.errors import ConfigError, DataError, did_you_mean
+from phalanx.ps.placement import SHARDS
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.snapshot.durable import sync_directory
+
+MANIFEST = "manifest.json"
+Mode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
+MODES: tuple[Mode, ...] = ("full", "delta", "serving", "serving_bf16", "serving_int8", "text")
+HASH = "mix64 (Stafford 13) of id ^ blake2b-64(table); top 10 bits"
+
+_frozen = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=_frozen)
+class File:
+    """A file of a snapshot."""
+
+    name: str
+    bytes: int
+    checksum: int
+    """CRC-32 of the headers of its records, which hold those of the rest; of all its bytes for text."""
+
+
+@dataclass(frozen=True, config=_frozen)
+class Base:
+    """The full snapshot that a delta changes."""
+
+    save: str
+    directory: str
+    """Relative to the delta's folder."""
+
+    tables: list[str]
+    """Tables of which the delta holds changes only; it holds all of the others."""
+
+
+@dataclass(frozen=True, config=_frozen)
+class Manifest:
+    """What a snapshot holds."""
+
+    save: str
+    """Name of this save; part of its files' names, so that saving again into a folder overwrites none of them."""
+
+    mode: Mode
+    tables: dict[str, TableSpec]
+    rows: dict[str, int]
+    files: dict[str, File]
+    """By number of virtual shard, or of server for text."""
+
+    extra: Any
+    base: Base | None = None
+    dense: File | None = None
+    leases: dict[str, Any] | None = None
+    steps: list[int] | None = None
+    """Pushes of each worker at that moment."""
+
+    servers: int = 1
+    shards: int = SHARDS
+    hash: str = HASH
+    schema: int = 1
+
+
+_manifest: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def check_mode(mode: str) -> Mode:
+    """Return the mode of a save.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    for known in MODES:
+        if mode == known:
+            return known
+    raise ConfigError(f"Asked for a snapshot of mode {mode!r}; modes: {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Put a manifest in place of the one there, in one step and durably."""
+    text = json.dumps(_manifest.dump_python(manifest, mode="json"), indent=1)
+    part = directory / f"{MANIFEST}.{manifest.save}"
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(directory / MANIFEST)
+    sync_directory(directory)
+
+
+def read_manifest(directory: Path, *, whole: bool = True) -> Manifest:
+    """Return the manifest of a snapshot.
+
+    Args:
+        directory: Folder of the snapshot.
+        whole: Whether its files must be there in full length.
+
+    Raises:
+        ConfigError: If the folder holds no snapshot.
+        DataError: If the manifest is broken or of another version, or a file is missing or cut; names the file.
+    """
+    path = directory / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no snapshot in {directory}: {MANIFEST} is missing, which a save writes last. Give the folder of "
+            "a save that ended."
+        ) from None
+    value = _parsed(path, text)
+    try:
+        manifest = _manifest.validate_python(value)
+    except ValidationError as e:
+        raise DataError(f"{path} is not the manifest of a snapshot: {e}") from e
+    if whole:
+        _check_files(directory, manifest)
+    return manifest
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise DataError(f"{path} is broken at byte {e.pos}: {e.msg}. Take another copy of the snapshot.") from e
+    found = (value.get("schema"), value.get("shards"), value.get("hash")) if isinstance(value, dict) else (None,) * 3
+    if found != (1, SHARDS, HASH):
+        raise DataError(
+            f"{path} has schema {found[0]}, {found[1]} shards by {found[2]!r}; this version reads schema 1, {SHARDS} "
+            f"shards by {HASH!r}. Read it with the version that wrote it."
+        )
+    return value
+
+
+def _check_files(directory: Path, manifest: Manifest) -> None:
+    for file in [*manifest.files.values(), *([manifest.dense] if manifest.dense else [])]:
+        try:
+            found = (directory / file.name).stat().st_size
+        except FileNotFoundError:
+            raise DataError(
+                f"{directory / file.name} is missing, which {MANIFEST} names. Copy the whole folder."
+            ) from None
+        if found != file.bytes:
+            raise DataError(
+                f"{directory / file.name} ends at byte {found}, it was written with {file.bytes}. Take another copy."
+            )

@@ -1,0 +1,229 @@
+"""Snapshots read back: by any number of servers, of any tables, deltas on their base."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ConfigError, DataError, did_you_mean
+from phalanx.ps.arrays import Columns
+from phalanx.ps.layout import layout_of
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.snapshot.dense import read_extra
+from phalanx.ps.snapshot.manifest import Manifest, read_manifest
+from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
+from phalanx.ps.table import Table
+
+_log = logging.getLogger("phalanx.ps")
+
+
+class Snapshot:
+    """A snapshot in a folder. See `read`."""
+
+    def __init__(self, directory: Path, manifest: Manifest, base: Snapshot | None) -> None:
+        self.directory, self.manifest, self._base = directory, manifest, base
+
+    @property
+    def tables(self) -> dict[str, TableSpec]:
+        """Specifications by name."""
+        return self.manifest.tables
+
+    def extra(self) -> dict[str, Any]:
+        """Return what was saved beside the tables: JSON values and, where there were some, tensors."""
+        return read_extra(self.directory, self.manifest)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check that the snapshot holds these tables.
+
+        Raises:
+            ConfigError: If it lacks one; names it.
+        """
+        for name in names:
+            if name not in self.tables:
+                raise ConfigError(
+                    f"Asked for table '{name}' of {self.directory}, which holds {sorted(self.tables)}."
+                    f"{did_you_mean(name, self.tables)}"
+                )
+
+    def columns(self, table: str, shard: int) -> Columns | None:
+        """Return one table's part of a shard, None if it is empty. Of a serving snapshot: rows are values alone.
+
+        Raises:
+            DataError: If the file is broken; names file and offset.
+        """
+        own = self._own(table, shard)
+        if self._base is None or self.manifest.base is None or table not in self.manifest.base.tables:
+            return own
+        before = self._base.columns(table, shard)
+        if own is None or before is None or own.whole:
+            return before if own is None else own
+        return _over(before, own)
+
+    def _own(self, table: str, shard: int) -> Columns | None:
+        file = self.manifest.files.get(str(shard))
+        if file is None:
+            return None
+        path = self.directory / file.name
+        try:
+            for record in read_records(path, lambda meta: meta["table"] == table):
+                return decode(record, path)
+        except TornRecordError as e:
+            raise DataError(f"{e} Take another copy of the snapshot.") from e
+        return None
+
+    def fill(self, table: Table, shards: Iterable[int]) -> int:
+        """Put a table's rows of these shards into an empty table, and return how many there were.
+
+        Optimizer state comes along where the table's rule and statistics are those of the snapshot; otherwise values
+        only, which is said.
+
+        Raises:
+            ConfigError: If the snapshot lacks the table, or has another dim.
+            DataError: If a file is broken; names file and offset.
+        """
+        self.check_names([table.spec.name])
+        whole = _has_state(self.manifest, table.spec)
+        count = 0
+        for shard in shards:
+            columns = self.columns(table.spec.name, shard)
+            if columns is None:
+                continue
+            count += len(columns.keys)
+            if whole:
+                table.restore(shard, columns)
+            elif len(columns.keys):
+                table.assign(columns.keys, np.ascontiguousarray(columns.rows[:, : table.spec.dim]))
+        return count
+
+
+def read(directory: Path | str) -> Snapshot:
+    """Open a snapshot, with its base if it is a delta.
+
+    Raises:
+        ConfigError: If the folder holds none.
+        DataError: If it is broken, cut, or not whole; names the file.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    if manifest.mode == "text":
+        raise ConfigError(f"{directory} holds a text export, which is not read back. Load a snapshot of another mode.")
+    if manifest.base is None:
+        return Snapshot(directory, manifest, None)
+    base = read(directory / manifest.base.directory)
+    if base.manifest.save != manifest.base.save:
+        raise DataError(
+            f"{directory} holds the changes since save {manifest.base.save}, but {base.directory} now holds save "
+            f"{base.manifest.save}. Put the full snapshot back that it was made on."
+        )
+    return Snapshot(directory, manifest, base)
+
+
+def decode(record: Record, path: Path) -> Columns:
+    """Return a table's part of a shard from its record.
+
+    Raises:
+        DataError: If the record holds something else.
+    """
+    meta, arrays = record.meta, record.arrays
+    try:
+        if meta["format"] in ("full", "delta"):
+            keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days = arrays
+            return Columns(
+                keys, ticks, rows, waiting_keys, waiting_ticks, waiting_counts, days, meta["tick"], meta["whole"]
+            )
+        values = _VALUES[meta["format"]](*arrays[1:])
+    except (KeyError, TypeError, ValueError) as e:
+        raise DataError(f"{path} is broken at byte {record.offset}: not a part of a table ({e!r}).") from e
+    return _values_only(arrays[0], values, meta["tick"])
+
+
+_VALUES: dict[str, Callable[..., Array]] = {
+    "serving": lambda values: values,
+    "serving_bf16": lambda bits: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32),
+    "serving_int8": lambda steps, scales: steps * scales[:, None],
+}
+
+
+def _values_only(keys: Array, values: Array, tick: int) -> Columns:
+    no_ticks = np.empty(0, np.uint64)
+    ticks = np.zeros(len(keys), np.uint64)
+    return Columns(
+        keys, ticks, values, np.empty(0, np.int64), no_ticks, np.empty(0, np.uint32), no_ticks, tick, whole=True
+    )
+
+
+def _over(before: Columns, changed: Columns) -> Columns:
+    """Return a shard with the changes since its base put over it."""
+    gone = np.concatenate([changed.keys, changed.waiting_keys])
+    rows, waiting = ~np.isin(before.keys, gone), ~np.isin(before.waiting_keys, gone)
+
+    def joined(name: str, kept: Array) -> Array:
+        return np.concatenate([getattr(before, name)[kept], getattr(changed, name)])
+
+    return replace(
+        changed,
+        keys=joined("keys", rows),
+        ticks=joined("ticks", rows),
+        rows=joined("rows", rows),
+        waiting_keys=joined("waiting_keys", waiting),
+        waiting_ticks=joined("waiting_ticks", waiting),
+        waiting_counts=joined("waiting_counts", waiting),
+        whole=True,
+    )
+
+
+def _has_state(manifest: Manifest, spec: TableSpec) -> bool:
+    """Whether a snapshot's rows are whole rows of a table with this specification.
+
+    Raises:
+        ConfigError: If even its values are not.
+    """
+    saved = manifest.tables[spec.name]
+    if saved.dim != spec.dim:
+        raise ConfigError(
+            f"Asked to load table '{spec.name}' with dim={spec.dim}, but it was saved with dim={saved.dim}. Give the "
+            "table another name, or the dim it was saved with."
+        )
+    if manifest.mode not in ("full", "delta"):
+        return False
+    old, new = layout_of(saved), layout_of(spec)
+    same = type(saved.rule) is type(spec.rule) and (old.width, old.state) == (new.width, new.state)
+    if not same:
+        _log.warning(
+            "table %s was saved with %s and is now trained with %s: its values are loaded, optimizer state begins anew",
+            spec.name,
+            saved.rule,
+            spec.rule,
+        )
+    return same
+
+
+class Source:
+    """A snapshot that fills tables as they are declared.
+
+    Args:
+        directory: Its folder.
+        names: Tables to take from it; all it has when None.
+
+    Raises:
+        ConfigError: If the folder holds no snapshot, or lacks one of the names.
+        DataError: If it is broken.
+    """
+
+    def __init__(self, directory: Path | str, names: Sequence[str] | None = None) -> None:
+        self.snapshot = read(directory)
+        self.names = set(self.snapshot.tables if names is None else names)
+        self.snapshot.check_names(self.names)
+
+    def fill(self, table: Table, shards: Iterable[int]) -> bool:
+        """Fill a table if it is one of this source's; returns whether."""
+        if table.spec.name not in self.names:
+            return False
+        rows = self.snapshot.fill(table, shards)
+        _log.info("table %s: %d rows loaded from %s", table.spec.name, rows, self.snapshot.directory)
+        return True

@@ -1,0 +1,226 @@
+"""The save of all tables at one moment, as its coordinator sees it.
+
+Every holder of tables holds changes back, says how far each worker is, and lets through what another holder has
+already, so that a worker's step is in the snapshot on all holders or on none. Then each forks; changes go on; the
+copies write. The manifest comes last, in one step, so a save that is killed leaves the snapshot before it as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.errors import BackendError, ConfigError, PhalanxError
+from phalanx.ps.rules import TableSpec, table_spec
+from phalanx.ps.snapshot.dense import write_extra
+from phalanx.ps.snapshot.holder import Holder
+from phalanx.ps.snapshot.manifest import MANIFEST, Base, File, Manifest, check_mode, read_manifest, write_manifest
+from phalanx.ps.snapshot.write import write
+from phalanx.ps.wire.message import Reply
+
+FREEZE_S = 10.0
+"""Longest that changes are held back."""
+
+_POLL_S = 5.0
+_OURS = re.compile(
+    r"(?:(?:shard-\d{4}|dense)-(?P<save>[0-9a-f]{8})\.\w+|(?:part-\d+|manifest\.json)\.(?P<part>[0-9a-f]{8}))"
+)
+_log = logging.getLogger("phalanx.ps")
+
+
+class Caller(Protocol):
+    """A way to ask one holder of tables: a `Connection`, for one."""
+
+    def call(self, op: str, meta: Mapping[str, Any]) -> Reply:
+        """Send a request and wait for its reply."""
+        ...
+
+
+def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], mode: str = "full") -> Manifest:
+    """Write a snapshot of all tables at one moment, and what goes with them.
+
+    One process calls it; training goes on while the files are written.
+
+    Args:
+        calls: One per holder of tables, by its number.
+        directory: Folder of the snapshot, the same on all hosts; made if missing. A snapshot in it is replaced when the
+            new one is whole.
+        extra: JSON values and tensors, in dicts, lists and tuples.
+        mode: `full`; `delta`: what changed since the last full one; `serving`, `serving_bf16` or `serving_int8`: values
+            alone; `text`: `part-<number>` with a line `table, id, values` per row.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: If the mode is unknown, or a delta has no full snapshot to be made on.
+        BackendError: If a file system does not take the files; the snapshot that was there stays.
+        PeerLostError: If a holder is gone.
+    """
+    asked, name = check_mode(mode), secrets.token_hex(4)
+    directory = Path(directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    before = _before(directory, asked)
+    started = time.monotonic()
+    try:
+        states, base = _cut(calls, name, directory, asked)
+        frozen_s = time.monotonic() - started
+        written = [_result(call, name) for call in calls]
+        value, dense = write_extra(directory, name, extra)
+        manifest = Manifest(
+            save=name,
+            mode=asked,
+            tables=_specs(states),
+            rows={t: sum(w["rows"].get(t, 0) for w in written) for t in _specs(states)},
+            files={number: File(*facts) for w in written for number, facts in w["files"].items()},
+            extra=value,
+            base=base,
+            dense=dense,
+            leases=states[0].get("leases") or None,
+            steps=states[0].get("steps") or None,
+            servers=len(calls),
+        )
+        _check_here(directory, manifest)
+        write_manifest(directory, manifest)
+    except BaseException:
+        _sweep(directory, lambda save: save == name)
+        raise
+    _sweep(directory, lambda save: save != name)
+    for file in before - {file.name for file in manifest.files.values()}:
+        (directory / file).unlink(missing_ok=True)
+    took, size = time.monotonic() - started, sum(w["bytes"] for w in written)
+    _log.info("snapshot %s: %d bytes in %.1f s; held changes back for %.3f s", directory, size, took, frozen_s)
+    return manifest
+
+
+def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tuple[list[dict[str, Any]], Base | None]:
+    """Hold all changes back, begin the snapshot everywhere, and let go; returns each holder's state."""
+    freeze = {"token": name, "seconds": FREEZE_S}
+    with ExitStack() as stack:
+        states = []
+        for call in calls:
+            stack.callback(_let_go, call, name)
+            states.append(dict(call.call("freeze", freeze).meta))
+        if any(state["steps"] != states[0]["steps"] for state in states):
+            furthest = [max(steps) for steps in zip(*(state["steps"] for state in states), strict=True)]
+            states = [dict(call.call("freeze", {**freeze, "steps": furthest}).meta) for call in calls]
+        base = _base(states, directory) if mode == "delta" else None
+        request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
+        for call in calls:
+            call.call("snapshot", {**request, **({"base": base.save, "base_tables": base.tables} if base else {})})
+    return states, base
+
+
+def _let_go(call: Caller, name: str) -> None:
+    try:
+        call.call("resume", {"token": name})
+    except PhalanxError as e:
+        # The error that ended the save is the one to see; a freeze ends by itself.
+        _log.warning("a server was not told that snapshot %s let go: %s", name, e)
+
+
+def _result(call: Caller, name: str) -> dict[str, Any]:
+    while True:
+        meta = call.call("saved", {"save": name, "wait_s": _POLL_S}).meta
+        if meta["done"]:
+            return dict(meta["result"])
+
+
+def _specs(states: Sequence[Mapping[str, Any]]) -> dict[str, TableSpec]:
+    return {spec.name: spec for spec in map(table_spec, states[0]["specs"])}
+
+
+def _base(states: Sequence[Mapping[str, Any]], directory: Path) -> Base:
+    """Return the newest full snapshot that every holder took part in and that is still there."""
+    known = [{save: (where, names) for save, where, names in state["fulls"]} for state in states]
+    for save, (where, names) in known[0].items():
+        shared = set(names).intersection(*(of_holder.get(save, ("", ()))[1] for of_holder in known))
+        if all(save in of_holder for of_holder in known) and _holds(Path(where), save):
+            if Path(where) == directory:
+                raise ConfigError(
+                    f"Asked for a delta in {directory}, which holds the full snapshot it is made on. Give it a folder "
+                    "of its own; reading it takes both."
+                )
+            return Base(save, os.path.relpath(where, directory), sorted(shared))
+    raise ConfigError(
+        "Asked for a delta, but this job has no full snapshot that it could be made on. Save with mode 'full' first."
+    )
+
+
+def _holds(directory: Path, save: str) -> bool:
+    return (directory / MANIFEST).exists() and read_manifest(directory, whole=False).save == save
+
+
+def _check_here(directory: Path, manifest: Manifest) -> None:
+    for file in manifest.files.values():
+        if not (directory / file.name).exists():
+            raise ConfigError(
+                f"A server wrote {file.name} to {directory}, but it is not there on this host. Save to a folder that "
+                "all hosts share."
+            )
+
+
+def _before(directory: Path, mode: str) -> set[str]:
+    """Return the names of the text files of the snapshot that is replaced: they name no save.
+
+    Raises:
+        ConfigError: If a text export would overwrite files that no snapshot names.
+    """
+    if (directory / MANIFEST).exists():
+        manifest = read_manifest(directory, whole=False)
+        return {file.name for file in manifest.files.values()} if manifest.mode == "text" else set()
+    if mode == "text" and any(directory.glob("part-*")):
+        raise ConfigError(
+            f"Asked for a text export to {directory}, which holds other files named part-*. Give it another folder."
+        )
+    return set()
+
+
+def _sweep(directory: Path, unwanted: Callable[[str], bool]) -> None:
+    """Delete files of saves that no manifest names any more."""
+    for path in directory.iterdir():
+        match = _OURS.fullmatch(path.name)
+        if match and unwanted(match["save"] or match["part"]):
+            path.unlink(missing_ok=True)
+
+
+class LocalCalls:
+    """Answers a save in the process that holds the tables, without a copy of it."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+        self._result: dict[str, Any] = {}
+
+    def call(self, op: str, meta: Mapping[str, Any]) -> Reply:
+        """Answer one request of `save`."""
+        if op == "freeze":
+            specs = [table.spec.to_json() for table in self._holder.tables.values()]
+            return Reply({"steps": [], "fulls": self._holder.fulls, "specs": specs})
+        if op == "snapshot":
+            try:
+                self._result = write(self._holder.job(meta), self._holder.tables)
+            except OSError as e:
+                raise disk_error(Path(meta["directory"]), e) from e
+        return Reply({"done": True, "result": self._result} if op == "saved" else {})
+
+
+def save_local(holder: Holder, directory: Path, extra: Mapping[str, object], mode: str = "full") -> Manifest:
+    """Write a snapshot of the tables in this process. See `save`."""
+    return save([LocalCalls(holder)], directory, extra, mode)
+
+
+def disk_error(directory: Path, error: OSError) -> BackendError:
+    """Return the error of a file system that does not take a snapshot."""
+    free = shutil.disk_usage(directory).free
+    return BackendError(
+        f"A snapshot was to be written to {directory}, which has {free} bytes free: {error.strerror}. The snapshot "
+        "that was there stays; make room and save again."
+    )

@@ -1,0 +1,152 @@
+"""The files of one holder of tables: one per virtual shard that is not empty, with all its tables inside."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from phalanx.ps.arrays import Columns
+from phalanx.ps.initial import nearest_bfloat16
+from phalanx.ps.snapshot.durable import sync_file_system
+from phalanx.ps.snapshot.manifest import Mode
+from phalanx.ps.snapshot.records import Array, pack
+from phalanx.ps.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to write where."""
+
+    directory: Path
+    save: str
+    mode: Mode
+    shards: Sequence[int]
+    part: int = 0
+    """Number of this holder of tables; names its text file."""
+
+    since: Mapping[str, int] = field(default_factory=dict)
+    """For a delta: by table, the tick at the base snapshot; a table that is missing is written in full."""
+
+
+def write(job: Job, tables: Mapping[str, Table], check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Write the files of a snapshot and make them durable.
+
+    Args:
+        job: What to write where.
+        tables: By name; nothing may change them meanwhile.
+        check: Called before each shard; may raise to give up.
+
+    Returns:
+        `files` by shard, each `[name, bytes, checksum]`; `rows` by table; `bytes` and `seconds` of it all.
+
+    Raises:
+        OSError: If the file system does not take a file.
+    """
+    started = time.monotonic()
+    rows = dict.fromkeys(tables, 0)
+    if job.mode == "text":
+        files = {str(job.part): _write_text(job, tables, rows, check)}
+    else:
+        files = dict(_shard_files(job, tables, rows, check))
+    sync_file_system(job.directory)
+    return {
+        "files": files,
+        "rows": rows,
+        "bytes": sum(size for _, size, _ in files.values()),
+        "seconds": time.monotonic() - started,
+    }
+
+
+Facts = tuple[str, int, int]
+"""Name, bytes and checksum of a file."""
+
+
+def _shard_files(
+    job: Job, tables: Mapping[str, Table], rows: dict[str, int], check: Callable[[], None]
+) -> Iterable[tuple[str, Facts]]:
+    for shard in job.shards:
+        check()
+        records = []
+        for name, table in tables.items():
+            columns = table.export(shard, job.since.get(name, 0))
+            if _says_something(columns, job, name):
+                rows[name] += len(columns.keys)
+                records.append(encode(name, shard, columns, job.mode, table.spec.dim))
+        if records:
+            yield str(shard), _write_shard(job.directory / f"shard-{shard:04d}-{job.save}.bin", records)
+
+
+def _says_something(columns: Columns, job: Job, name: str) -> bool:
+    """Whether a shard has to be written: an empty one only where a base snapshot says otherwise."""
+    if len(columns.keys) or len(columns.waiting_keys):
+        return True
+    return columns.whole and job.mode == "delta" and name in job.since
+
+
+def encode(table: str, shard: int, columns: Columns, mode: Mode, dim: int) -> tuple[dict[str, Any], list[Array]]:
+    """Return a table's part of a shard as a record; `read.decode` is the inverse."""
+    meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.whole, "format": mode}
+    values = np.ascontiguousarray(columns.rows[:, :dim])
+    if mode == "serving":
+        return meta, [columns.keys, values]
+    if mode == "serving_bf16":
+        bits = nearest_bfloat16(values).view(np.uint32) >> np.uint32(16)
+        return meta, [columns.keys, bits.astype(np.uint16)]
+    if mode == "serving_int8":
+        scales = np.abs(values).max(axis=1, initial=0) / np.float32(127)
+        steps = np.divide(values, scales[:, None], out=np.zeros_like(values), where=scales[:, None] > 0)
+        return meta, [columns.keys, np.rint(steps).astype(np.int8), scales]
+    waiting: list[Array] = [columns.waiting_keys, columns.waiting_ticks, columns.waiting_counts]
+    return meta, [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]
+
+
+def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]]]) -> Facts:
+    checksum = 0
+    with path.open("wb") as file:
+        for meta, arrays in records:
+            header, *rest = pack(meta, arrays)
+            checksum = zlib.crc32(header, checksum)
+            file.write(header)
+            file.writelines(rest)
+        return path.name, file.tell(), checksum
+
+
+def _write_text(job: Job, tables: Mapping[str, Table], rows: dict[str, int], check: Callable[[], None]) -> Facts:
+    path = job.directory / f"part-{job.part}"
+    part = path.with_name(f"{path.name}.{job.save}")
+    size = checksum = 0
+    with part.open("wb") as file:
+        for shard in job.shards:
+            check()
+            for name, table in tables.items():
+                columns = table.export(shard)
+                text = _lines(name, columns, table.spec.dim)
+                rows[name] += len(columns.keys)
+                checksum = zlib.crc32(text, checksum)
+                size += len(text)
+                file.write(text)
+        _flush(file)
+    part.rename(path)
+    return path.name, size, checksum
+
+
+def _lines(table: str, columns: Columns, dim: int) -> bytes:
+    name = table.encode("unicode_escape").decode()
+    values = columns.rows[:, :dim].tolist()
+    # Nine digits give every float32 back.
+    return "".join(
+        f"{name}\t{key}\t{' '.join(f'{v:.9g}' for v in row)}\n"
+        for key, row in zip(columns.keys.tolist(), values, strict=True)
+    ).encode()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
