@@ -72,3 +72,34 @@ def test_one_worker_leases_every_file_once(store):
     store.done(0, "b", 3, end=False)
     with pytest.raises(ConfigError, match="does not hold"):
         store.done(0, "a", 6)
+
+
+def test_what_was_saved_is_loaded_into_tables_that_are_there_and_that_come(store, tmp_path):
+    more = dataclasses.replace(SPEC, name="more")
+    store.declare([more])
+    store.push([Change("ids", KEYS, ONES), Change("more", KEYS, 2 * ONES)])
+    store.save(tmp_path / "one", {"epoch": 3})
+    store.push([Change("ids", np.array([1, 7]), ONES)])
+    assert store.load(tmp_path / "one")["epoch"] == 3
+    np.testing.assert_array_equal(rows(store), 0.5 * ONES)
+    assert store.report()["ids"].rows == 2
+
+    later = LocalStore()
+    later.load(tmp_path / "one", ["more"])
+    later.declare([SPEC, more])
+    np.testing.assert_array_equal(rows(later), ONES)
+    np.testing.assert_array_equal(rows(later, table="more"), 0 * ONES)
+
+
+def test_a_delta_is_made_on_the_snapshot_that_was_loaded(store, tmp_path):
+    store.push([Change("ids", KEYS, ONES)])
+    store.save(tmp_path / "full", {})
+    again = LocalStore()
+    again.load(tmp_path / "full")
+    again.declare([SPEC])
+    again.push([Change("ids", KEYS[:1], ONES[:1])])
+    again.save(tmp_path / "delta", {}, mode="delta")
+    last = LocalStore()
+    last.load(tmp_path / "delta")
+    last.declare([SPEC])
+    np.testing.assert_array_equal(rows(last), rows(again))

@@ -14,7 +14,7 @@ import ps_simulator as sim
 from phalanx.errors import ConfigError
 from phalanx.ps.geo import Geo
 from phalanx.ps.local import LocalStore
-from phalanx.ps.modes import HalfAsync, Mode, summed
+from phalanx.ps.modes import Async, HalfAsync, Mode, summed
 from phalanx.ps.rules import FTRL, Adagrad, CountFilter
 from phalanx.ps.store import Change, Want
 
@@ -92,7 +92,7 @@ def test_geo_reads_a_row_once_per_window():
     assert store.pulls == [[2], [2]]
 
 
-IDENTITIES = [Mode, lambda store: HalfAsync(store, steps=1), lambda store: Geo(store, steps=1, workers=1)]
+IDENTITIES = [Mode, Async, lambda store: HalfAsync(store, steps=1), lambda store: Geo(store, steps=1, workers=1)]
 
 
 @pytest.mark.parametrize("make", IDENTITIES)
@@ -140,6 +140,20 @@ def test_first_values_are_in_place_at_once_and_are_no_step(make):
     np.testing.assert_array_equal(store.pull([Want("ids", keys)]).rows()[0], values)
     np.testing.assert_array_equal(mode.pull([Want("ids", keys)]).rows()[0], values)
     assert (mode.step, mode.pushes) == (0, 1)
+
+
+@pytest.mark.parametrize("make", [*IDENTITIES, lambda s: HalfAsync(s, steps=9), lambda s: Geo(s, steps=9, workers=1)])
+def test_after_a_load_rows_are_those_of_the_snapshot_and_nothing_of_before_is_sent(make, tmp_path):
+    store, (mode,) = made(make)
+    sim.take_step(mode, 0)
+    mode.flush()
+    store.save(tmp_path, {"step": 1})
+    saved = sim.table_of(store)
+    sim.take_step(mode, 0)
+    assert mode.load(tmp_path)["step"] == 1
+    np.testing.assert_array_equal(mode.pull([Want("ids", sim.EVERY_KEY)]).rows()[0], saved)
+    mode.finish()
+    np.testing.assert_array_equal(sim.table_of(store), saved)
 
 
 def test_a_sum_of_steps_adds_counts_shows_and_clicks():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -74,11 +73,6 @@ class Geo(Mode):
         if self._in_window:
             self._end_window()
         self.store.flush()
-
-    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Replace rows by those of a snapshot; what the replica learned and did not send is dropped."""
-        self._forget()
-        return self.store.load(directory, names)
 
     def _read(self, wants: Sequence[Want]) -> None:
         first = [Want(want.table, self._replicas[want.table].unread(want.keys)) for want in wants]

@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.placement import SHARDS
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.server.leases import Leases
+from phalanx.ps.snapshot.holder import Holder
+from phalanx.ps.snapshot.read import Source
+from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want
 from phalanx.ps.table import Table, make_table
 
@@ -22,6 +26,8 @@ class LocalStore:
         self._specs: dict[str, TableSpec] = {}
         self._tables: dict[str, Table] = {}
         self._leases = Leases()
+        self._holder = Holder(self._tables, range(SHARDS))
+        self._source: Source | None = None
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make these tables, or check that they are there with the same specification. See `Store.declare`."""
@@ -30,6 +36,7 @@ class LocalStore:
                 check_same(self._specs[spec.name], spec)
             else:
                 self._specs[spec.name], self._tables[spec.name] = spec, make_table(spec)
+                self._fill(self._tables[spec.name])
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Read rows. See `Store.pull`."""
@@ -76,16 +83,29 @@ class LocalStore:
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
         """Write a snapshot. See `Store.save`."""
-        raise NotImplementedError
+        save_local(self._holder, directory, extra, mode)
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Read a snapshot. See `Store.load`."""
-        raise NotImplementedError
+        """Read a snapshot; tables of it that are declared later get their rows then. See `Store.load`."""
+        self._source = Source(directory, names)
+        for table in self._tables.values():
+            self._fill(table)
+        return self._source.snapshot.extra()
 
     def close(self) -> None:
         """Let go of the tables."""
         self._specs.clear()
         self._tables.clear()
+
+    def _fill(self, table: Table) -> None:
+        """Put the rows of the loaded snapshot into a table that it holds."""
+        if self._source is None or table.spec.name not in self._source.names:
+            return
+        table.clear()
+        self._source.fill(table, range(SHARDS))
+        snapshot = self._source.snapshot
+        if snapshot.manifest.mode == "full":
+            self._holder.remember(snapshot.manifest.save, snapshot.directory, [table.spec.name])
 
     def _table(self, name: str) -> Table:
         try:

@@ -79,7 +79,8 @@ class Mode:
         self.store.flush()
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Replace rows by those of a snapshot, of all tables or of those named; returns `extra` of the save."""
+        """Replace rows by those of a snapshot; what this worker holds back is dropped. See `Store.load`."""
+        self._forget()
         return self.store.load(directory, names)
 
     def finish(self) -> None:
@@ -89,6 +90,9 @@ class Mode:
         self.flush()
         self.store.leave()
         self._left = True
+
+    def _forget(self) -> None:
+        """Drop rows and changes that this worker holds."""
 
     def _send(self, changes: Sequence[Change], weight: float = 1.0) -> None:
         self.store.push(changes, step=self.pushes, weight=weight)
@@ -124,6 +128,9 @@ class Async(Mode):
         fresh = super().pull(others) if others else None
         rest = iter(_Ahead(want, fresh, place) for place, want in enumerate(others) if fresh)
         return _Gathered([ahead or next(rest) for ahead in found])
+
+    def _forget(self) -> None:
+        self._asked.clear()
 
     def _take(self, want: Want) -> _Ahead | None:
         for ahead in self._asked:
@@ -172,8 +179,11 @@ class HalfAsync(Mode):
         """Send the steps held back, if any, and wait until they are applied."""
         if self._held:
             self._send(summed([change for changes in self._held for change in changes]))
-            self._held.clear()
+            self._forget()
         self.store.flush()
+
+    def _forget(self) -> None:
+        self._held.clear()
 
 
 def summed(changes: Sequence[Change]) -> list[Change]:

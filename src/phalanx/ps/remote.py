@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.deal import Array, Deal
 from phalanx.ps.placement import table_salt
 from phalanx.ps.rules import TableSpec
+from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.save import save
 from phalanx.ps.store import Change, Keys, Pulled, Rows, TableReport, Want
 from phalanx.ps.wire.connection import Connection, Pending
 from phalanx.ps.wire.message import Reply
@@ -145,6 +148,18 @@ class RemoteStore:
         """Report progress on a leased file. See `Store.done`."""
         self.flush()
         self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
+
+    def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
+        """Write a snapshot of all servers at one moment. See `Store.save`."""
+        self.flush()
+        save(self._connections, directory, extra, mode)
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
+        """Let every server read its part of a snapshot. See `Store.load`."""
+        self.flush()
+        about = {"directory": str(directory.absolute()), "names": None if names is None else list(names)}
+        self._call_all("load", about)
+        return read(directory).extra()
 
     def close(self) -> None:
         """Close the connections. See `Store.close`."""

@@ -147,11 +147,20 @@ class Store(Protocol):
         ...
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
-        """Write a snapshot of all tables at one moment; `mode` is `full`, `delta`, `serving` or `text`."""
+        """Write a snapshot of all tables at one moment; one worker calls it, and the others may go on training.
+
+        Args:
+            directory: Folder that this worker and all servers reach.
+            extra: What goes with the tables: JSON values and tensors, in dicts, lists and tuples.
+            mode: `full`, `delta`, `serving`, `serving_bf16`, `serving_int8` or `text`.
+        """
         ...
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
-        """Replace rows by those of a snapshot, of all tables or of those named; returns `extra` of the save."""
+        """Replace rows by those of a snapshot, of all tables or of those named; returns `extra` of the save.
+
+        Tables that are declared later get their rows then. Workers meet before and after: it is no step of any mode.
+        """
         ...
 
     def close(self) -> None:
