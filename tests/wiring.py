@@ -43,7 +43,4 @@ def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
 
 def tcp_only(to: Address, deadline: float) -> socket.socket:
     """Connect as a client on another host would; takes the place of `link._connect`."""
-    made = socket.socket(to.family, socket.SOCK_STREAM)
-    made.settimeout(10)
-    made.connect((to.host, to.port))
-    return made
+    return socket.create_connection((to.host, to.port), timeout=10)

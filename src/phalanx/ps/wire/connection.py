@@ -109,7 +109,10 @@ class Connection:
         self._reader = self._read_in_thread(self._link)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
-        """Send a request and return at once; waits only while too much is on its way.
+        """Send a request and return without its reply.
+
+        Waits while more than `max_unanswered_bytes` are on their way. Without shared memory it also waits until the
+        socket took the request: a server reads the next one when it has answered those before.
 
         Args:
             op: What is asked.

@@ -1,0 +1,231 @@
+"""A server that is stopped or killed: no wait outlives its deadline, and what was not answered is sent again, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.errors import PeerLostError
+from phalanx.ps.wire import Connection
+from wiring import SECRET, tcp_only
+
+pytestmark = pytest.mark.fault
+
+SERVER = """
+import json, sys, time
+from phalanx.ps.wire import Listener, Reply
+
+def handler(request):
+    with open(sys.argv[2], "a") as record:
+        sums = [int(array.sum()) for array in request.arrays]
+        print(json.dumps([request.op, request.client, request.seq, sums]), file=record)
+    if request.op == "hold" and sys.argv[3] == "holds":
+        time.sleep(60)
+    if request.op == "die":
+        import os
+        os.kill(os.getpid(), 9)
+    return Reply({"seq": request.seq}, request.arrays)
+
+listener = Listener(sys.argv[1], secret=b"0123456789abcdef", me="server 0", handler=handler)
+print(listener.endpoint, flush=True)
+listener.serve()
+"""
+
+
+@contextmanager
+def server(record: Path, endpoint: str = "127.0.0.1:0", how: str = "answers") -> Iterator[tuple[subprocess.Popen, str]]:
+    command = [sys.executable, "-c", SERVER, endpoint, str(record), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def connect(endpoint: str, timeout_s: float = 20.0, retry_s: float = 0.0) -> Connection:
+    return Connection(
+        endpoint,
+        secret=SECRET,
+        me="worker 1",
+        peer="server 0",
+        timeout_s=timeout_s,
+        retry_s=retry_s,
+        log_file="/logs/serverlog.0",
+    )
+
+
+def recorded(record: Path) -> list[list]:
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    """Wait for something that another process does, which nothing announces."""
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("rows", [10, 100_000])
+def test_a_stopped_server_is_lost_at_the_deadline(tmp_path, rows):
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, timeout_s=0.7)
+        process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(
+            PeerLostError,
+            match=r"worker 1 asked server 0 at 127\.0\.0\.1:\d+ \(Unix socket\) for 'push' and waited 0\.[789] s: it "
+            r"did not answer in time\. Its log: /logs/serverlog\.0",
+        ):
+            connection.call("push", {}, [np.zeros(rows)])
+        assert 0.6 < time.monotonic() - started < 5
+        with pytest.raises(PeerLostError, match=r"for 'pull' and waited 0\.0 s: it did not answer in time"):
+            connection.send("pull", {})
+        connection.close()
+
+
+def test_a_stopped_server_that_takes_no_bytes_is_lost_at_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, timeout_s=0.7)
+        process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"for 'push' and waited .* s: it does not take requests"):
+            connection.call("push", {}, [np.zeros(8_000_000)])
+        assert time.monotonic() - started < 5
+        connection.close()
+
+
+def test_a_stopped_server_cannot_be_connected_to_for_ever(tmp_path):
+    with server(tmp_path / "record") as (process, endpoint):
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerLostError, match=r"for 'connect' and waited 0\.\d s: it did not answer in time\. Start"):
+            connect(endpoint, timeout_s=0.5)
+
+
+def test_a_killed_server_is_lost_at_once_for_all_that_wait(tmp_path):
+    with server(tmp_path / "record", how="holds") as (process, endpoint):
+        connection = connect(endpoint)
+        pending = [connection.send("hold", {}), connection.send("pull", {})]
+        wait_for((tmp_path / "record").exists)
+        process.kill()
+        started = time.monotonic()
+        for one in pending:
+            with pytest.raises(PeerLostError, match=r"it closed the connection|reset by peer"):
+                one.result()
+        assert time.monotonic() - started < 5
+        connection.close()
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_what_was_not_answered_is_sent_again_in_order_with_its_numbers(tmp_path, monkeypatch, way):
+    if way == "tcp":
+        monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    first, second = tmp_path / "first", tmp_path / "second"
+    rows = [np.full(size, size) for size in (3, 5000, 600_000)]
+    with server(first, how="holds") as (process, endpoint):
+        connection = connect(endpoint, retry_s=20.0)
+        connection.call("note", {}, rows[:1])
+        held = [connection.send("hold", {}, rows[:2])]
+        # Over TCP the last one is in the middle of being written when the server dies.
+        sending = threading.Thread(
+            target=lambda: held.extend(connection.send("note", {}, [one], one.nbytes) for one in rows)
+        )
+        sending.start()
+        wait_for(lambda: len(recorded(first)) == 2)
+        process.kill()
+        process.wait()
+        with server(second, endpoint) as (_, _):
+            sending.join(20)
+            replies = [one.result() for one in held]
+            late = connection.call("note", {}).meta["seq"]
+            connection.close()
+    sums = [int(one.sum()) for one in rows]
+    assert [reply.meta["seq"] for reply in replies] == [2, 3, 4, 5]
+    assert [int(reply.arrays[0].sum()) for reply in replies] == [sums[0], *sums]
+    client = connection.client
+    assert recorded(first) == [["note", client, 1, sums[:1]], ["hold", client, 2, sums[:2]]]
+    assert recorded(second)[0] == ["hold", client, 2, sums[:2]]
+    assert recorded(second)[1:-1] == [["note", client, 3 + k, [one]] for k, one in enumerate(sums)]
+    assert late == 6
+
+
+def test_requests_made_while_the_server_is_away_arrive_when_it_is_back(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    with server(first) as (process, endpoint):
+        connection = connect(endpoint, retry_s=20.0)
+        process.kill()
+        process.wait()
+        replies = []
+        asking = threading.Thread(target=lambda: replies.append(connection.call("note", {}, [np.ones(9, np.int64)])))
+        asking.start()
+        with server(second, endpoint):
+            asking.join(20)
+            connection.close()
+    assert replies[0].meta == {"seq": 1}
+    assert recorded(second) == [["note", connection.client, 1, [9]]]
+
+
+def test_a_server_that_does_not_come_back_is_given_up(tmp_path):
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, retry_s=0.3)
+        process.kill()
+        process.wait()
+        with pytest.raises(PeerLostError, match=r"and for 0\.\d s not again: Connection refused"):
+            connection.call("pull", {})
+        connection.close()
+
+
+def test_a_request_that_kills_every_server_is_given_up(tmp_path):
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, retry_s=1.5)
+        pending = connection.send("die", {})
+        process.wait()
+        with server(tmp_path / "record", endpoint) as (again, _):
+            again.wait()
+            with pytest.raises(PeerLostError, match=r"for 'die' and waited .* not again: Connection refused"):
+                pending.result()
+        connection.close()
+
+
+def test_closing_ends_the_wait_for_a_server_that_is_away(tmp_path):
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, retry_s=60.0)
+        process.kill()
+        process.wait()
+        started = time.monotonic()
+        connection.close()
+        assert not connection._reader.is_alive()
+        assert time.monotonic() - started < 5
+
+
+def test_a_killed_client_leaves_nothing_on_the_server(tmp_path):
+    script = f"""
+import os, sys
+import numpy as np
+from phalanx.ps.wire import Connection
+connection = Connection(sys.argv[1], secret={SECRET!r}, me="worker 1", peer="server 0")
+connection.call("note", {{}}, [np.zeros(100_000)])
+os.kill(os.getpid(), 9)
+"""
+    with server(tmp_path / "record") as (process, endpoint):
+        threads, files = Path(f"/proc/{process.pid}/task"), Path(f"/proc/{process.pid}/fd")
+        connection = connect(endpoint)
+        connection.call("note", {})
+        before = len(os.listdir(files)), len(os.listdir(threads))
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", script, endpoint], check=False)
+        assert len(recorded(tmp_path / "record")) == 3
+        wait_for(lambda: (len(os.listdir(files)), len(os.listdir(threads))) == before)
+        connection.close()
