@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ps_simulator as sim
-from phalanx.errors import ConfigError
+from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.local import LocalStore
 from phalanx.ps.remote import RemoteStore
 from phalanx.ps.server.service import Service
@@ -31,7 +31,10 @@ class DirectConnection:
     def send(self, op, meta, arrays=(), reply_bytes=0):
         self.asked.append((op, dict(meta), len(arrays)))
         request = Request(op, dict(meta), [a.copy() for a in arrays], self.client, next(self.seq), self.me)
-        reply = self.service.handle(request)
+        try:
+            reply = self.service.handle(request)
+        except PhalanxError as error:
+            return Answered(error)
         assert sum(a.nbytes for a in reply.arrays) <= reply_bytes
         return Answered(reply)
 
@@ -47,6 +50,8 @@ class Answered:
         self.reply = reply
 
     def result(self):
+        if isinstance(self.reply, PhalanxError):
+            raise self.reply
         return self.reply
 
 
@@ -113,6 +118,25 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     late = store.pull([Want("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
     assert [meta["pull_id"] is None for meta in asked(store, "push")[0]] == [False, True]
+
+
+def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost(monkeypatch):
+    (service,), store = made()
+    accept = service._accept
+
+    def full(entry):
+        monkeypatch.setattr(service, "_accept", accept)
+        raise BackendError("the disk is full")
+
+    monkeypatch.setattr(service, "_accept", full)
+    store.push([Change("ids", KEYS, VALUES)])
+    with pytest.raises(BackendError, match="full"):
+        store.pull([Want("ids", KEYS)], step=1).rows()
+    (rows,) = store.pull([Want("ids", KEYS)], step=1).rows()
+    np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
+    store.push([Change("ids", KEYS, VALUES)], step=1)
+    store.flush()
+    assert service.clocks.steps == [2]
 
 
 def test_several_tables_travel_in_one_request_and_idle_servers_are_not_asked():

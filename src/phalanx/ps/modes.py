@@ -59,8 +59,8 @@ class Mode:
             changes: Gradients, at most one entry per table.
             weight: Rows of the batch that the gradients are the mean of; sync mode averages by it.
         """
-        self.step += 1
         self._send(changes, weight)
+        self.step += 1
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Give rows their first values; returns once they are in place.

@@ -114,10 +114,13 @@ class RemoteStore:
             self._unanswered.append(push)
 
     def flush(self) -> None:
-        """Wait until the pushes on their way are acknowledged. See `Store.flush`."""
-        unanswered, self._unanswered = self._unanswered, []
-        for push in unanswered:
-            push.wait()
+        """Wait until the pushes on their way are acknowledged. See `Store.flush`.
+
+        A push that a server refused, because its disk is full for one, is sent again by the next call.
+        """
+        while self._unanswered:
+            self._unanswered[0].wait()
+            del self._unanswered[0]
 
     def leave(self) -> None:
         """Say that this worker pushes no more. See `Store.leave`."""
@@ -277,6 +280,7 @@ class _Push:
 
     def __init__(self, connection: Connection, about: Mapping[str, Any], parts: list[list[Array]]) -> None:
         self._connection, self._about, self._parts = connection, about, parts
+        self._pending: Pending | None = None
 
     def send(self, pull_id: int | None) -> None:
         """Send the push, without keys if it names a pull."""
@@ -285,10 +289,13 @@ class _Push:
         self._pending = self._connection.send("push", {**self._about, "pull_id": pull_id}, arrays)
 
     def wait(self) -> None:
-        """Wait until it is acknowledged."""
-        if self._pending.result().meta.get("need_keys"):
+        """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
+        if self._pending is None:
             self.send(None)
-            self._pending.result()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        if pending.result().meta.get("need_keys"):
+            self.wait()
 
 
 def _header(change: Change) -> dict[str, Any]:

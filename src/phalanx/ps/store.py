@@ -115,7 +115,11 @@ class Store(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until every push is acknowledged."""
+        """Wait until every push is acknowledged.
+
+        Raises:
+            PhalanxError: If a push was refused; it is not applied, and sent again by the next call that needs it.
+        """
         ...
 
     def leave(self) -> None:
