@@ -8,6 +8,8 @@ model = fleet.distributed_model(model)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import phalanx.comm.context as context_of
@@ -18,11 +20,14 @@ from phalanx.comm.transfers import wait_for_all
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
+from phalanx.parallel import tables
 from phalanx.strategy import DistributedStrategy, check_strategy
 
 if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
     from torch import nn
     from torch.optim import Optimizer
+
+    from phalanx.train import global_metrics as metrics
 
 __all__ = [
     "DistributedStrategy",
@@ -33,30 +38,26 @@ __all__ = [
     "get_world_size",
     "init",
     "init_parallel_env",
+    "init_server",
+    "init_worker",
     "is_first_worker",
     "is_server",
     "is_worker",
+    "load",
     "local_rank",
+    "metrics",
     "prepare_context",
+    "run_server",
+    "save_inference_model",
+    "save_persistables",
     "server_endpoints",
     "server_num",
+    "shrink",
+    "stop_worker",
     "worker_endpoints",
     "worker_index",
     "worker_num",
 ]
-
-_NEEDS_SERVER = frozenset(
-    (
-        "init_server",
-        "init_worker",
-        "metrics",
-        "run_server",
-        "save_inference_model",
-        "save_persistables",
-        "shrink",
-        "stop_worker",
-    )
-)
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
@@ -97,7 +98,12 @@ def init(
 
 
 def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy | None = None) -> OptimizerT:
-    """Bind an optimizer to the job; returns the same torch Optimizer. Before or after `distributed_model`."""
+    """Bind an optimizer to the job; returns the same torch Optimizer. Before or after `distributed_model`.
+
+    With parameter servers it is enough: `distributed_model` may be left out. On a server it does nothing.
+    """
+    if _is_server_early():
+        return optimizer
     engine.use_strategy(strategy)
     return engine.add_optimizer(optimizer)
 
@@ -105,8 +111,10 @@ def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy |
 def distributed_model(model: ModelT) -> ModelT:
     """Distribute a model under the strategy; returns the same module, its `state_dict` keys unchanged. Collective.
 
-    `scale_loss` and `apply_collective_grads` of older scripts are there and do nothing.
+    `scale_loss` and `apply_collective_grads` of older scripts are there and do nothing. On a server it does nothing.
     """
+    if _is_server_early():
+        return model
     return engine.with_old_words(engine.add_model(model, expects_optimizer=True))
 
 
@@ -169,9 +177,7 @@ def barrier_worker() -> None:
         RoleError: On a server.
         PeerLostError: If a worker ended meanwhile.
     """
-    role = _role()
-    if not role.is_worker:
-        raise RoleError(f"barrier_worker() was called on {role.kind} {role.rank}. Ask fleet.is_worker() first.")
+    _need_worker("barrier_worker")
     if context_of.current().is_distributed:
         wait_for_all("barrier_worker")
 
@@ -194,6 +200,128 @@ def get_world_size() -> int:
     return _role_early().world_size
 
 
+# --- parameter servers ----------------------------------------------------------------------------------------------
+
+
+def init_server(model_dir: str | Path | None = None, var_names: Sequence[str] | None = None) -> None:
+    """Say what this server starts from.
+
+    Args:
+        model_dir: Folder that `save_persistables` wrote; empty tables when None.
+        var_names: Tables to load of it; all when None.
+
+    Raises:
+        RoleError: On a worker.
+    """
+    global _first
+    _need_server("init_server")
+    if model_dir is not None and not Path(model_dir).is_dir():
+        raise ConfigError(f"init_server: there is no folder {str(model_dir)!r}. Name one that save_persistables wrote.")
+    _first = (None if model_dir is None else Path(model_dir), var_names)
+
+
+def run_server() -> None:
+    """Hold tables until all workers have left.
+
+    Raises:
+        RoleError: On a worker.
+        PeerLostError: If workers vanished.
+    """
+    _need_server("run_server")
+    tables.serve(*_first)
+
+
+def init_worker() -> None:
+    """Do nothing on a worker: tables and dense parameters are set up when optimizer and model are, in any order.
+
+    Raises:
+        RoleError: On a server.
+    """
+    _need_worker("init_worker")
+
+
+def stop_worker() -> None:
+    """Send what is held back and leave the servers, which end when all workers have. Training ends with it.
+
+    Raises:
+        RoleError: On a server.
+    """
+    _need_worker("stop_worker")
+    tables.finish()
+
+
+def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
+    """Write all tables and dense parameters to a folder, at one moment.
+
+    Not collective: one worker may call it, or all; a call that finds the folder up to date writes nothing. In sync mode
+    it holds every step that this worker has made, of all workers.
+
+    Args:
+        directory: Folder to write, seen by all servers.
+        mode: `full`, `delta` (rows changed since the last full one), `serving` or `text`.
+
+    Raises:
+        RoleError: On a server.
+    """
+    _need_worker("save_persistables")
+    tables.save(Path(directory), mode)
+
+
+def save_inference_model(directory: str | Path) -> None:
+    """Write what prediction needs, rows without their optimizer state. See `save_persistables`."""
+    _need_worker("save_inference_model")
+    tables.save(Path(directory), "serving")
+
+
+def load(directory: str | Path, var_names: Sequence[str] | None = None) -> None:
+    """Replace tables and dense parameters by those of a folder that `save_persistables` wrote.
+
+    Collective: every worker calls it, between two steps.
+
+    Args:
+        directory: The folder.
+        var_names: Tables to load; all, and dense parameters, when None.
+
+    Raises:
+        RoleError: On a server.
+        DataError: If the folder holds no whole snapshot.
+    """
+    _need_worker("load")
+    tables.load(Path(directory), var_names)
+
+
+def shrink() -> int:
+    """End a day: decay the rows of every table and drop those its entry policy lets go.
+
+    Acts on worker 0; may be called on all.
+
+    Returns:
+        Rows dropped; 0 on other workers.
+    """
+    _need_worker("shrink")
+    return tables.shrink()
+
+
+_first: tuple[Path | None, Sequence[str] | None] = (None, None)
+"""What `init_server` said: the folder to load, and the tables of it."""
+
+
+def _need_server(verb: str) -> None:
+    role = _role()
+    if not role.is_server:
+        raise RoleError(f"{verb}() was called on {role.kind} {role.rank}. Ask fleet.is_server() first.")
+
+
+def _need_worker(verb: str) -> None:
+    role = _role()
+    if not role.is_worker:
+        raise RoleError(f"{verb}() was called on {role.kind} {role.rank}. Ask fleet.is_worker() first.")
+
+
+def _is_server_early() -> bool:
+    return _role_early().is_server
+
+
 def _role() -> Role:
     return context_of.current().role
 
@@ -207,6 +335,8 @@ def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_SERVER:
-        raise AttributeError(f"fleet.{name} belongs to the parameter server, which this version does not have yet.")
+    if name == "metrics":
+        from phalanx.train import global_metrics
+
+        return global_metrics
     raise missing("phalanx.fleet", name, __all__)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
 
@@ -21,8 +22,6 @@ RENAMED = {
 
 NOT_YET = frozenset(
     (
-        "a_sync",
-        "a_sync_configs",
         "adaptive_localsgd",
         "adaptive_localsgd_configs",
         "amp",
@@ -62,6 +61,51 @@ NOT_YET = frozenset(
     )
 )
 """Fleet settings this version knows by name and refuses, because it would not act on them."""
+
+
+Count = Annotated[int, Field(ge=1)]
+
+WITHOUT_EFFECT = {
+    "send_queue_size": "queues to the servers are bounded by bytes",
+    "min_send_grad_num_before_recv": "rows are read when a forward pass asks for them",
+    "thread_pool_size": "one connection per server carries all tables",
+    "send_wait_times": "nothing waits for more gradients to come",
+    "independent_recv_thread": "rows are read when a forward pass asks for them",
+    "launch_barrier": "workers wait for servers and each other whenever they need to",
+}
+"""Settings of `a_sync_configs` that are accepted and do not act, and why."""
+
+
+class ASyncConfigs(TypedDict, total=False):
+    """How workers and parameter servers work together; Fleet's names, and four of our own."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    k_steps: Annotated[int, Field(ge=-1)]
+    """Above 0: geo mode, each worker trains a copy and sends its difference every so many steps. 0, -1 or left out: no
+    geo."""
+
+    max_merge_var_num: Count
+    """Steps whose gradients a worker sends as one, in half-async mode."""
+
+    half_async: bool
+    """Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is applied."""
+
+    staleness: Count
+    """Bounded staleness: no worker is more steps than this ahead of the slowest."""
+
+    dense: Literal["server", "all_reduce"]
+    """Where dense parameters live: on the servers like the rows, or on every worker, averaged each step (hybrid)."""
+
+    local_optimizer: bool
+    """Whether geo may train with another rule than SGD, whose state stays with each worker."""
+
+    send_queue_size: Count
+    min_send_grad_num_before_recv: Count
+    thread_pool_size: Count
+    send_wait_times: Count
+    independent_recv_thread: bool
+    launch_barrier: bool
 
 
 class DistributedStrategy(BaseModel):
@@ -106,6 +150,13 @@ class DistributedStrategy(BaseModel):
     """Optimizer steps over which the learning rate rises linearly to its value; when None, 5 epochs for a scaled
     rate (500 steps where the length of an epoch is not known) and 0 otherwise."""
 
+    a_sync: bool | None = None
+    """Parameter servers: True for asynchronous training, False for synchronous; asynchronous when None and the job has
+    servers."""
+
+    a_sync_configs: ASyncConfigs = Field(default_factory=ASyncConfigs)
+    """`{"k_steps": 100}` and the like: see `ASyncConfigs`."""
+
     def __init__(self, **settings: Any) -> None:
         for name in settings:
             _refuse_unknown(name)
@@ -113,22 +164,43 @@ class DistributedStrategy(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise _translated(error) from None
+        self._check_servers()
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
+        before = getattr(self, name)
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
             raise _translated(error, name) from None
+        try:
+            self._check_servers()
+        except StrategyError:
+            super().__setattr__(name, before)
+            raise
         if name == "fuse_grad_size_in_TFLOPS":
             logger.warning("fuse_grad_size_in_TFLOPS does not act: buckets are cut by bytes; set fuse_grad_size_in_MB.")
         if name == "sync_nccl_allreduce" and not value:
             logger.warning("sync_nccl_allreduce=False does not act: gradients are complete before the optimizer step.")
+        if name == "a_sync_configs":
+            _say_what_does_not_act(self.a_sync_configs)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
             _refuse_unknown(name)
         return super().__getattr__(name)  # type: ignore[misc]
+
+    def _check_servers(self) -> None:
+        """Raise if the settings of parameter servers ask for two modes at once."""
+        configs = self.a_sync_configs
+        asked = [f"{name}={configs[name]}" for name in ("k_steps", "half_async", "staleness") if _is_on(configs, name)]
+        if len(asked) > 1:
+            raise StrategyError(f"strategy.a_sync_configs asks for several modes: {', '.join(asked)}. Keep one.")
+        if asked and self.a_sync is False:
+            raise StrategyError(
+                f"strategy.a_sync=False asks for synchronous training, and a_sync_configs for {asked[0]}. Set "
+                "a_sync=True, or leave it out of a_sync_configs."
+            )
 
     @property
     def gradient_scale(self) -> Literal["avg", "sum"]:
@@ -153,6 +225,19 @@ def check_strategy(strategy: object) -> DistributedStrategy:
     return strategy
 
 
+def _say_what_does_not_act(configs: ASyncConfigs) -> None:
+    needs = {"max_merge_var_num": "half_async", "local_optimizer": "k_steps"}
+    without = {name: f"it needs {mode}" for name, mode in needs.items() if not _is_on(configs, mode)}
+    for name, why in (WITHOUT_EFFECT | without).items():
+        if name in configs:
+            logger.warning("a_sync_configs[%r] does not act: %s.", name, why)
+
+
+def _is_on(configs: ASyncConfigs, name: str) -> bool:
+    value: Any = configs.get(name, 0)
+    return bool(value > 0)
+
+
 def _refuse_unknown(name: str) -> None:
     if name in DistributedStrategy.model_fields or name == "gradient_scale":
         return
@@ -166,6 +251,10 @@ def _refuse_unknown(name: str) -> None:
 
 def _translated(error: ValidationError, name: str | None = None) -> StrategyError:
     first = error.errors()[0]
+    if first["type"] == "extra_forbidden" and first["loc"][0] == "a_sync_configs":
+        unknown = str(first["loc"][1])
+        hint = did_you_mean(unknown, ASyncConfigs.__annotations__)
+        return StrategyError(f"strategy.a_sync_configs has no setting '{unknown}'.{hint}")
     where = ".".join(map(str, first["loc"])) or name or "strategy"
     kind = StrategyTypeError if first["type"].endswith("_type") else StrategyError
     return kind(f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).")

@@ -41,11 +41,6 @@ def test_a_misspelt_name_gets_the_nearest():
         _ = fleet.distribute_model
 
 
-def test_verbs_of_the_parameter_server_say_that_they_are_missing():
-    with pytest.raises(AttributeError, match="parameter server, which this version does not have"):
-        _ = fleet.init_server
-
-
 def test_every_public_name_resolves():
     for name in phalanx.__all__:
         assert getattr(phalanx, name) is not None

@@ -1,7 +1,8 @@
 """Make a model and an optimizer train the way a Plan says.
 
-One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast; data
-parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain model.
+One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast;
+tables; data parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain
+model.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from phalanx.parallel.flat import stored
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
 from phalanx.plan.explain import explain as explain_plan
-from phalanx.plan.shape import ModelShape
-from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, Plan, Schedule
+from phalanx.plan.rules import DENSE
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Push, Schedule, Server
+from phalanx.ps import attach
+from phalanx.ps.handle import Handle
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -39,7 +43,7 @@ class Applied:
     plan: Plan
     shape: ModelShape
     reducer: Reducer | None
-    """None with one rank."""
+    """None with one rank, and when no gradient is reduced over the ranks."""
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -57,9 +61,14 @@ def applied() -> list[Applied]:
     return list(_applied.values())
 
 
+def distributed_models() -> list[nn.Module]:
+    """Return every distributed module that still lives, in the order in which they were distributed."""
+    return list(_applied)
+
+
 def is_cared_for(param: Tensor) -> bool:
-    """Return whether a distributed model takes care of this parameter's gradient."""
-    return is_module_held(param) or _cared_for.get(param, ("", False))[1]
+    """Return whether a distributed model, or an optimizer's table, takes care of this parameter's gradient."""
+    return is_module_held(param) or attach.holds(param) or _cared_for.get(param, ("", False))[1]
 
 
 def name_of(param: Tensor) -> str | None:
@@ -122,9 +131,12 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     _check(plan, model, shape, context)
     model.to(context.device)
     reducer = None
-    if context.is_distributed:
-        if plan.step.broadcast:
-            broadcast_from_first_rank(model)
+    # A worker that was started again alone reads what it needs from the servers.
+    if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
+        broadcast_from_first_rank(model)
+    if plan.tables:
+        _attach_tables(plan, model)
+    if context.is_distributed and any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable):
         reducer = _data_parallel(plan, model, shape, context)
     if plan.step.compiled:
         # In place, so that the module and its state_dict keys stay as they were.
@@ -177,7 +189,29 @@ def broadcast_from_first_rank(model: nn.Module) -> None:
     logger.info("first broadcast done")
 
 
+def _attach_tables(plan: Plan, model: nn.Module) -> None:
+    """Name the tables of a model, and say which of its dense parameters live on servers."""
+    rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
+    push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
+    dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
+    attachment = attach.current()
+    attachment.configure(push, dense=dense)
+    for name, param in model.named_parameters():
+        place = rules[name].place
+        if isinstance(param, Handle):
+            assert isinstance(place, Server)
+            attachment.name_table(param, place.table)
+        else:
+            attachment.place(param, on_servers=isinstance(place, Server))
+
+
 def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> Reducer:
+    if not dist.is_initialized():
+        raise PlanError(
+            f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
+            "needs all workers. Keep dense parameters on the servers, a_sync_configs = "
+            '{"dense": "server"}, where workers are to be started again.'
+        )
     buckets = [[p.name for p in bucket] for bucket in all_reduce_buckets(plan, shape)]
     rules = (plan.rule_for(p.name).update for p in shape.trainable)
     reduce = next((update.reduce for update in rules if isinstance(update, AllReduce)), "mean")
@@ -207,10 +241,16 @@ def _check(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) ->
             f"the Plan's mesh ({mesh}) needs {plan.world_size} ranks, but {context.world_size} were launched. "
             f"Launch with -n {plan.world_size}, or change the mesh."
         )
+    servers = len(context.role.server_endpoints)
+    if plan.servers != servers:
+        raise PlanError(
+            f"the Plan has {plan.servers} parameter servers, but {servers} were launched. Launch with --server_num "
+            f"{plan.servers}, or change `servers` of the Plan."
+        )
     beyond = _first_beyond_this_version(plan, shape)
     if beyond:
         raise PlanError(
-            f"this version cannot apply {beyond}. It applies all-reduced, frozen and module-held parameters."
+            f"this version cannot apply {beyond}. It applies all-reduced, frozen, module-held and pushed parameters."
         )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -221,8 +261,16 @@ def _check(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) ->
 
 
 def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
+    pushes = set()
     for param in shape.params:
         rule = plan.rule_for(param.name)
+        if isinstance(rule.update, Push):
+            pushes.add(rule.update)
+        if isinstance(rule.place, Server) or param.table:
+            beyond = _beyond_tables(rule, param)
+            if beyond:
+                return beyond
+            continue
         if not isinstance(rule.place, OnRanks) or any(p.kind != "replicate" for p in rule.place.layout.values()):
             return f"params[{rule.match}].place = {rule.place.kind}"
         plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
@@ -230,14 +278,14 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
         )
         if not plain and not isinstance(rule.update, Frozen):
             return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
+    if len(pushes) > 1:
+        return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
         if module != ModuleRule(match=module.match):
             return f"modules[{module.match}]"
     step = plan.step
     asked = {
         "ops": bool(plan.ops),
-        "tables": bool(plan.tables),
-        "servers": plan.servers > 0,
         "schedule": plan.schedule != Schedule(),
         "step.accumulate": step.accumulate != 1,
         "step.sink": step.sink != 1,
@@ -247,3 +295,15 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
         and plan.world_size > 1,
     }
     return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
+
+
+def _beyond_tables(rule: ParamRule, param: ParamShape) -> str | None:
+    """Return what of the rule of a parameter in a table cannot be applied."""
+    where = f"params[{rule.match}]"
+    if not isinstance(rule.place, Server):
+        return f"{where}.place = {rule.place.kind} for {param.name!r}, whose rows live in a table"
+    if not isinstance(rule.update, Push):
+        return f"{where}.update = {rule.update.kind} for {param.name!r}, which lives in a table"
+    if param.table is None and rule.place.table != DENSE:
+        return f"{where}.place.table = {rule.place.table!r} for the dense parameter {param.name!r}; use {DENSE!r}"
+    return None

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import Table
+from phalanx.ps.handle import Handle
+from phalanx.ps.rules import Entry, Rule
 
 
 def is_module_held(tensor: Tensor) -> bool:
@@ -22,12 +27,39 @@ def shape_of(model: nn.Module) -> ModelShape:
         tuple(
             ParamShape(
                 name=name,
-                shape=tuple(param.shape),
+                shape=(0, param.settings.dim) if isinstance(param, Handle) else tuple(param.shape),
                 dtype=str(param.dtype).removeprefix("torch."),
                 item_bytes=param.element_size(),
                 trainable=param.requires_grad,
                 is_distributed=is_module_held(param),
+                table=_table(name, param) if isinstance(param, Handle) else None,
             )
             for name, param in model.named_parameters()
         )
     )
+
+
+def _table(name: str, handle: Handle) -> Table:
+    """Return the table that a handle stands for, named after its module where nobody named it."""
+    module, settings = name.rpartition(".")[0], handle.settings
+    return Table(
+        name=handle.table or default_table_name(module),
+        module=module,
+        dim=settings.dim,
+        optimizer=_words(settings.optimizer),
+        entry=_words(settings.entry),
+        dtype=settings.dtype,
+    )
+
+
+def default_table_name(module: str) -> str:
+    """Return the name of the table of a module at this place in a model."""
+    return module or "embedding"
+
+
+def _words(value: Rule | Entry | None) -> str | None:
+    """Return a rule or policy as a person would write it: `adagrad(lr=0.05)`."""
+    if value is None:
+        return None
+    decided = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+    return f"{value.kind}({', '.join(f'{name}={found}' for name, found in decided.items())})"

@@ -22,6 +22,7 @@ from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.tables import serve, tables_of
 from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -62,7 +63,8 @@ def distribute(
 ) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
     """Make a model, its optimizer and its data train on all ranks.
 
-    Collective: every rank calls it. Works with one process and no launcher too. Model, optimizer and data may be made
+    Collective: every rank calls it. Works with one process and no launcher too. On a parameter server it serves until
+    all workers have left, and ends the process. Model, optimizer and data may be made
     before or after `phalanx.init()`, which this calls if nobody did.
 
     Args:
@@ -107,7 +109,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         check_model(model)
         strategy = use_strategy(None)
         agree("strategy", strategy.model_dump(mode="json"))
-        plan = plan_from_strategy(strategy, shape_of(model), context.world_size)
+        plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
     apply(plan, model)
     if expects_optimizer:
         assembly.incomplete.add(model)
@@ -135,6 +137,11 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if factor is not None:
         apply_factor(optimizer, factor)
         logger.info("learning rate rises to %g x yours over %d steps", factor.scale, factor.warmup_steps)
+    tables = tables_of(context, use_strategy(None))
+    if tables is not None:
+        tables.add_optimizer(optimizer)
+        # After the factor, so that pushes carry the rate of this step.
+        hook_steps(optimizer, before=tables.before_step, after=tables.after_step)
     assembly.optimizers.add(optimizer)
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
@@ -192,8 +199,11 @@ def _refuse_word(word: str, *_: Any, **__: Any) -> None:
 
 
 def _join(verb: str) -> Context:
-    """Return the Context, made now if need be; servers have no part in training."""
+    """Return the Context, made now if need be. On a server: serve, and end the process when all workers have left."""
     context = context_of.init()
+    if context.role.is_server:
+        serve()
+        raise SystemExit(0)
     if not context.role.is_worker:
         raise RoleError(
             f"{verb} was called on {context.role.kind} {context.role.rank}, which does not train. Call it on workers "

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan
+from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Table
 
 _WIDTH = 120
 """Columns of a printed table; log files have no terminal to ask."""
@@ -30,6 +30,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class TableRow:
+    """One table of the Plan."""
+
+    table: str
+    module: str
+    dim: int
+    rule: str
+    entry: str
+    dtype: str
+    lives: str
+    pushed: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What a Plan does to one model; prints as a table and dumps as JSON."""
 
@@ -44,6 +58,8 @@ class Explanation:
     reduced_bytes: int
     """Bytes of gradients in one step's all-reduces, per rank."""
 
+    tables: tuple[TableRow, ...] = ()
+
     def to_json(self) -> str:
         """Return everything the table shows as one JSON object."""
         return json.dumps(
@@ -53,6 +69,7 @@ class Explanation:
                 "gradients": self.gradients,
                 "collectives_per_step": self.collectives,
                 "reduced_bytes_per_step": self.reduced_bytes,
+                "tables": [{name: getattr(row, name) for name in TableRow.__slots__} for row in self.tables],
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
@@ -71,9 +88,20 @@ class Explanation:
         for row in self.rows:
             cells = (f"{row.tensors}", f"{row.elements:,}", f"{row.bytes / 1e6:.1f}", row.place, row.update)
             grid.add_row(row.match, *cells)
+        parts: list[RenderableType] = [grid, *self._tables()]
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
-        return Group(grid, *lines)
+        return Group(*parts, *lines)
+
+    def _tables(self) -> list[RenderableType]:
+        if not self.tables:
+            return []
+        grid = Grid(title="Tables", title_justify="left")
+        for name in TableRow.__slots__:
+            grid.add_column(name, justify="right" if name == "dim" else "left")
+        for row in self.tables:
+            grid.add_row(*(str(getattr(row, name)) for name in TableRow.__slots__))
+        return [grid]
 
 
 def explain(plan: Plan, shape: ModelShape) -> Explanation:
@@ -105,12 +133,31 @@ def explain(plan: Plan, shape: ModelShape) -> Explanation:
         gradients=sum(map(len, buckets)),
         collectives=len(buckets),
         reduced_bytes=sum(p.bytes for bucket in buckets for p in bucket),
+        tables=tuple(_table(table, plan) for table in plan.tables),
     )
+
+
+def _table(table: Table, plan: Plan) -> TableRow:
+    pushes = {_update(rule, plan) for rule in plan.params if rule.place == Server(table=table.name)}
+    return TableRow(
+        table=table.name,
+        module=table.module or "the model",
+        dim=table.dim,
+        rule=table.optimizer or "the optimizer's",
+        entry=table.entry or "every id",
+        dtype=table.dtype,
+        lives=_home(plan),
+        pushed=", ".join(sorted(pushes)),
+    )
+
+
+def _home(plan: Plan) -> str:
+    return f"{plan.servers} server{'s' * (plan.servers > 1)}" if plan.servers else "this process"
 
 
 def _place(rule: ParamRule, plan: Plan) -> str:
     if not isinstance(rule.place, OnRanks):
-        return f"servers, table {rule.place.table}"
+        return f"{_home(plan)}, table {rule.place.table}"
     if rule.managed == "module":
         return "a shard on each rank, held by its layer"
     split = {axis: placed for axis, placed in rule.place.layout.items() if placed.kind != "replicate"}
@@ -128,4 +175,7 @@ def _update(rule: ParamRule, plan: Plan) -> str:
         if plan.world_size == 1:
             return "this rank"
         return f"all-reduce ({rule.update.reduce}) in buckets of {rule.update.bucket_bytes / 2**20:g} MiB"
+    if isinstance(rule.update, Push):
+        steps = f", {rule.update.steps} steps" if rule.update.steps else ""
+        return f"push ({rule.update.mode}{steps})"
     return rule.update.kind.replace("_", " ")

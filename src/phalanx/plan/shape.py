@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.value import digest_of
+from phalanx.plan.value import Table, digest_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,9 @@ class ParamShape:
     trainable: bool = True
     is_distributed: bool = False
     """Whether the layer itself holds one shard of it on each rank (the user's `param.is_distributed = True`)."""
+
+    table: Table | None = None
+    """The table it stands for, when its rows are found by id; its own shape then says (0, dim)."""
 
     @property
     def count(self) -> int:

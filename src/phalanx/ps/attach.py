@@ -7,22 +7,32 @@ before every optimizer's step; distributed optimizers are hooked by `parallel`, 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import os
+import sys
+import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
+from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
+from phalanx.plan.rules import DENSE
 from phalanx.plan.value import Push
+from phalanx.ps.dense import DenseTable
 from phalanx.ps.handle import Handle, Occurrences, free_name, give_name
 from phalanx.ps.modes import Mode
 from phalanx.ps.open import open_mode
@@ -42,14 +52,20 @@ class Attachment:
 
     Args:
         context: The job.
-        push: How gradients reach the tables.
     """
 
-    def __init__(self, context: Context, push: Push = DEFAULT_PUSH) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
-        self.push = push
+        self.push = DEFAULT_PUSH
+        self.is_configured = False
+        self.dense = False
+        """Whether dense parameters that no Plan places elsewhere live on servers too."""
+
         self.skipped = 0
         """Steps that sent nothing because a gradient was not finite, or was dropped before the optimizer stepped."""
+
+        self.since = time.time()
+        """When this process began to use tables."""
 
         self._mode: Mode | None = None
         self._handles: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
@@ -57,7 +73,10 @@ class Attachment:
         self._untrained: dict[str, Table] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
-        self._is_open = False
+        self._dense_of: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
+        self._places = WeakTensorKeyDictionary()
+        self._opener: nn.Parameter | None = None
+        """The parameter that got the first gradient since the last step."""
 
     @property
     def mode(self) -> Mode:
@@ -67,8 +86,32 @@ class Attachment:
             ConfigError: If the job has several workers and no server.
         """
         if self._mode is None:
-            self._mode = open_mode(self.context, self.push)
+            where: Literal["servers", "workers"] = "servers" if self.dense else "workers"
+            self._mode = open_mode(self.context, self.push, dense=where)
         return self._mode
+
+    @property
+    def sparse_tables(self) -> list[str]:
+        """Names of the tables of ids that are in use."""
+        return sorted(self._declared)
+
+    def configure(self, push: Push, *, dense: bool) -> None:
+        """Say how gradients reach the tables, before any is in use.
+
+        Args:
+            push: Mode, and whether workers' gradients are averaged or added.
+            dense: Whether dense parameters that no Plan places elsewhere live on servers too.
+
+        Raises:
+            ConfigError: If tables are in use in another way.
+        """
+        self.is_configured = True
+        if self._mode is not None and (push, dense) != (self.push, self.dense):
+            raise ConfigError(
+                f"tables are in use in mode {self.push.mode!r} already, and are now asked for mode {push.mode!r}. Give "
+                "the strategy or Plan before the first forward pass, the same for all models."
+            )
+        self.push, self.dense = push, dense
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -121,14 +164,13 @@ class Attachment:
 
     def add(self, handle: Handle, seen: Occurrences, gradient: Tensor) -> None:
         """Add the gradient of looked-up rows to a handle; called during backward."""
-        self._end_dropped_step()
-        factor = self.gain()
+        factor = self._gain()
         if factor == 0.0:
             return
+        self._open_step(handle)
         handle.collect(seen, gradient if factor == 1.0 else gradient * factor)
-        self._is_open = True
 
-    def gain(self) -> float:
+    def _gain(self) -> float:
         """Return the factor of this rank's gradients that makes their mean over the workers the global one."""
         share, workers = self.context.batch, self.context.world_size
         factor = 1.0 if share is None else share.weight * workers
@@ -142,9 +184,16 @@ class Attachment:
         """
         is_known = optimizer in self._optimizers
         self._optimizers.add(optimizer)
-        changes = [change for handle in self._handles_of(optimizer, is_known) if (change := self._take(handle))]
-        if changes or any(isinstance(p, Handle) for group in optimizer.param_groups for p in group["params"]):
+        handles, groups = self._handles_of(optimizer, is_known), self._dense_of.get(optimizer, [])
+        changes = [change for handle in handles if (change := self._take(handle))]
+        changes += [change for group in groups if (change := group.table.hand_out(group.lr))]
+        if changes or groups or any(self._holder_of(handle) for handle in handles):
             self._send(changes)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Read the dense parameters of this optimizer back from the servers."""
+        if groups := self._dense_of.get(optimizer):
+            self._read_dense(groups)
 
     def _handles_of(self, optimizer: Optimizer, is_known: bool) -> list[Handle]:
         """Return the handles that a step of this optimizer pushes: those it holds, and those that none holds."""
@@ -179,16 +228,19 @@ class Attachment:
             self.mode.push(changes)
         else:
             self._skip("a gradient is not finite")
-        self._is_open = self._is_pending()
+        if self._opener is not None and self._opener.grad is None:
+            self._opener = None
+
+    def _open_step(self, param: nn.Parameter) -> None:
+        self._end_dropped_step()
+        if self._opener is None:
+            self._opener = param
 
     def _end_dropped_step(self) -> None:
         """End a step whose gradients the script dropped, as a gradient scaler does, so that nobody waits for it."""
-        if self._is_open and not self._is_pending():
-            self._is_open = False
+        if self._opener is not None and self._opener.grad is None:
+            self._opener = None
             self._skip("its gradients were dropped before the optimizer stepped")
-
-    def _is_pending(self) -> bool:
-        return any(handle.grad is not None for handle in self._handles.values())
 
     def _skip(self, why: str) -> None:
         self.skipped += 1
@@ -196,12 +248,81 @@ class Attachment:
             logger.warning("step %d sent nothing to the tables: %s (%d so far)", self.mode.step, why, self.skipped)
         self.mode.push([], weight=0.0)
 
-    # --- optimizers -------------------------------------------------------------------------------------------------
+    # --- optimizers and dense parameters ----------------------------------------------------------------------------
+
+    def name_table(self, handle: Handle, name: str) -> None:
+        """Name the table of a module, if nobody named it yet.
+
+        Raises:
+            ConfigError: If the name is taken by a table of another model.
+        """
+        if handle.table is not None:
+            return
+        if name in self._declared:
+            raise ConfigError(
+                f"table {name!r} holds what another model of this process trained. Name this model's tables, "
+                "SparseEmbedding(..., name=...), with the same name to go on training that one."
+            )
+        give_name(handle, name)
+
+    def place(self, param: nn.Parameter, *, on_servers: bool) -> None:
+        """Say where a dense parameter lives."""
+        self._places[param] = on_servers
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether a dense parameter's gradient goes to a table."""
+        return any(param is p for groups in self._dense_of.values() for group in groups for p in group.table.params)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer whose caller sees to it that `before_step` runs."""
+        """Take note of an optimizer whose caller sees to it that `before_step` and `after_step` run.
+
+        Collective when dense parameters live on servers: worker 0's values become those of all.
+        """
         self._optimizers.add(optimizer)
         self._unhook()
+        groups = [group for g in optimizer.param_groups if (group := self._dense_group(optimizer, g))]
+        self._dense_of[optimizer] = groups
+        if not groups:
+            return
+        self.mode.declare([group.table.spec(rule_of(optimizer, group.settings)) for group in groups])
+        self._assign_first_values(groups)
+        for group in groups:
+            for param in group.table.params:
+                param.register_hook(partial(self._on_dense_gradient, param))
+
+    def _dense_group(self, optimizer: Optimizer, settings: dict[str, Any]) -> _Group | None:
+        params = [
+            param
+            for param in settings["params"]
+            if not isinstance(param, Handle) and param.requires_grad and self._places.get(param, self.dense)
+        ]
+        if not params:
+            return None
+        number = sum(map(len, self._dense_of.values())) + optimizer.param_groups.index(settings)
+        return _Group(DenseTable(f"{DENSE}/{number}", params), settings)
+
+    def _assign_first_values(self, groups: Sequence[_Group]) -> None:
+        """Give all workers worker 0's values, unless the servers have values already: of a snapshot, or a restart."""
+        if self.context.role.attempt == 0:
+            held = self.mode.store.report() if self.context.rank == 0 else {}
+            self.mode.assign([g.table.values() for g in groups if g.table.name in held and not held[g.table.name].rows])
+        agree("dense tables", [len(group.table.params) for group in groups])
+        self._read_dense(groups)
+
+    def read_dense(self) -> None:
+        """Read all dense parameters from the servers."""
+        for groups in self._dense_of.values():
+            self._read_dense(groups)
+
+    def _read_dense(self, groups: Sequence[_Group]) -> None:
+        rows = self.mode.pull([group.table.want() for group in groups]).rows()
+        for group, each in zip(groups, rows, strict=True):
+            group.table.read(each)
+
+    def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        self._open_step(param)
+        factor = self._gain()
+        return None if factor == 1.0 else gradient * factor
 
     def _hook_every_optimizer(self) -> None:
         def before(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -220,8 +341,28 @@ class Attachment:
     def finish(self) -> None:
         """Send what is held back and leave the tables. Safe to call twice."""
         self._unhook()
+        atexit.unregister(self.finish_at_exit)
         if self._mode is not None:
             self._mode.finish()
+
+    def finish_at_exit(self) -> None:
+        """Finish, unless the script failed: then the others must learn that this worker is lost."""
+        failed = hasattr(sys, "last_value") or os.path.isfile(os.environ.get("PHALANX_ERROR_FILE", ""))
+        if not failed:
+            self.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Dense parameters on servers, and the optimizer's group they are of."""
+
+    table: DenseTable
+    settings: dict[str, Any]
+
+    @property
+    def lr(self) -> float:
+        """Current learning rate."""
+        return float(self.settings["lr"])
 
 
 def _is_finite(change: Change) -> bool:
@@ -240,4 +381,10 @@ def current() -> Attachment:
     context = context_of.init()
     if _current is None or _current.context is not context:
         _current = Attachment(context)
+        atexit.register(_current.finish_at_exit)
     return _current
+
+
+def holds(param: Tensor) -> bool:
+    """Return whether the gradient of this parameter goes to a table."""
+    return isinstance(param, Handle) or (_current is not None and _current.holds(param))

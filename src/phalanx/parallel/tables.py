@@ -1,0 +1,131 @@
+"""A job's tables as the verbs of Fleet see them: serve, train, save, load, shrink, leave."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import phalanx.comm.context as context_of
+from phalanx.comm.agreement import agree
+from phalanx.comm.context import Context
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import distributed_models
+from phalanx.plan.rules import dense_on_servers, push_from_strategy
+from phalanx.ps import attach
+from phalanx.ps.attach import Attachment
+from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
+from phalanx.ps.snapshot.read import read
+from phalanx.strategy import DistributedStrategy
+
+logger = logging.getLogger("phalanx.ps")
+
+
+def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment | None:
+    """Return what ties this worker to its tables; None when the job can have none.
+
+    Args:
+        context: The job.
+        strategy: Settings for the mode, unless a model's Plan has said it.
+    """
+    servers = len(context.role.server_endpoints)
+    if context.is_distributed and not servers:
+        return None
+    tables = attach.current()
+    if not tables.is_configured:
+        tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
+    return tables
+
+
+def serve(load: Path | None = None, names: Sequence[str] | None = None) -> None:
+    """Hold tables until all workers have left.
+
+    Args:
+        load: Folder of a snapshot to start from.
+        names: Tables to load of it; all when None.
+
+    Raises:
+        PeerLostError: If workers vanished.
+    """
+    from phalanx.ps.server.main import run  # only servers need it
+
+    role = context_of.init().role
+    run(role, secret=role.secret, load=load, names=names)
+
+
+def finish() -> None:
+    """Send what is held back and leave the servers. Safe to call twice."""
+    attach.current().finish()
+
+
+def save(directory: Path, mode: str) -> None:
+    """Write tables and dense parameters at one moment, unless the folder holds them as they are now.
+
+    Not collective; workers that call it at once take turns.
+
+    Args:
+        directory: Folder of the snapshot.
+        mode: As `Store.save` takes it.
+    """
+    tables = attach.current()
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone_in(directory):
+        tables.mode.flush()
+        counts = {name: [table.rows, table.pushed] for name, table in tables.mode.store.report().items()}
+        if _is_saved(directory, mode, counts, tables.since):
+            logger.info("%s holds this moment already: another worker saved it", directory)
+            return
+        models = [model.state_dict() for model in distributed_models()]
+        tables.mode.store.save(directory, {"models": models, "counts": counts}, mode=mode)
+
+
+def load(directory: Path, names: Sequence[str] | None) -> None:
+    """Replace tables, and with `names=None` dense parameters, by those of a snapshot. Collective."""
+    tables = attach.current()
+    extra: dict[str, Any] = read(directory).extra()
+    if context_of.current().rank == 0:
+        tables.mode.load(directory, names)
+    agree("load", [str(directory), list(names) if names is not None else None])
+    if names is not None:
+        return
+    models = list(distributed_models())
+    if len(models) != len(extra["models"]):
+        raise ConfigError(
+            f"{directory} holds the dense parameters of {len(extra['models'])} models, and this script distributed "
+            f"{len(models)}. Distribute the same models first, or name the tables to load."
+        )
+    for model, state in zip(models, extra["models"], strict=True):
+        model.load_state_dict(state)
+    tables.read_dense()
+
+
+def shrink() -> int:
+    """End a day of every table; returns rows dropped. Acts on worker 0, and returns 0 on others."""
+    tables = attach.current()
+    if context_of.current().rank:
+        return 0
+    tables.mode.flush()
+    return sum(tables.mode.store.shrink(name) for name in tables.sparse_tables)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _is_saved(directory: Path, mode: str, counts: dict[str, list[int]], since: float) -> bool:
+    """Return whether a worker of this job has saved exactly this to the folder."""
+    path = directory / MANIFEST
+    if not path.exists() or path.stat().st_mtime < since:
+        return False
+    manifest = read_manifest(directory, whole=False)
+    return manifest.mode == mode and manifest.extra.get("counts") == counts

@@ -1,0 +1,88 @@
+"""Dense parameters in a table: each cut into rows of 1024 values, all of one optimizer group in one table.
+
+A row holds values of one parameter only, so a parameter without a gradient in a step takes no part in it, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.plan.rules import DENSE_WIDTH
+from phalanx.ps.rules import Constant, Rule, TableSpec
+from phalanx.ps.store import Change, Keys, Rows, Want
+
+
+class DenseTable:
+    """The parameters of one optimizer group on the servers.
+
+    Args:
+        name: Name of the table.
+        params: The parameters, the same in the same order on every worker.
+
+    Raises:
+        ConfigError: If a parameter is of another type than float32, bfloat16 or float16.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ConfigError(
+                    f"a parameter of shape {tuple(param.shape)} is {param.dtype}, and servers compute in float32. Cast "
+                    'the model, or keep dense parameters on the workers: a_sync_configs = {"dense": "all_reduce"}.'
+                )
+        self.name, self.params = name, list(params)
+        ends = np.cumsum([_rows_of(param) for param in params])
+        self._places = [(int(end) - _rows_of(param), int(end)) for param, end in zip(params, ends, strict=True)]
+        self._keys: Keys = np.arange(ends[-1], dtype=np.int64)
+
+    def spec(self, rule: Rule) -> TableSpec:
+        """Return the table's specification."""
+        return TableSpec(name=self.name, dim=DENSE_WIDTH, rule=rule, init=Constant(0.0), dense=len(self._keys))
+
+    def want(self) -> Want:
+        """Return what to pull to have every value."""
+        return Want(self.name, self._keys)
+
+    @torch.no_grad()
+    def read(self, rows: Rows) -> None:
+        """Copy pulled rows into the parameters."""
+        flat = torch.from_numpy(rows)
+        for param, (begin, end) in zip(self.params, self._places, strict=True):
+            param.copy_(flat[begin:end].view(-1)[: param.numel()].view(param.shape))
+
+    def values(self) -> Change:
+        """Return the parameters' values as an assignment."""
+        return Change(self.name, self._keys, _as_rows([p.detach() for p in self.params]), kind="assign")
+
+    def hand_out(self, lr: float) -> Change | None:
+        """Return the gradients of the parameters that have one and clear them; None when none has."""
+        found = [(p.grad, place) for p, place in zip(self.params, self._places, strict=True) if p.grad is not None]
+        if not found:
+            return None
+        for param in self.params:
+            param.grad = None
+        keys = self._keys
+        if len(found) < len(self.params):
+            keys = np.concatenate([self._keys[begin:end] for _, (begin, end) in found])
+        return Change(self.name, keys, _as_rows([gradient for gradient, _ in found]), lr=lr)
+
+
+def _rows_of(param: Tensor) -> int:
+    return -(-param.numel() // DENSE_WIDTH)
+
+
+def _as_rows(tensors: Sequence[Tensor]) -> Rows:
+    """Return tensors cut into rows, each from a new row on; what is left over is zero."""
+    out = torch.zeros(sum(map(_rows_of, tensors)), DENSE_WIDTH)
+    begin = 0
+    for tensor in tensors:
+        end = begin + _rows_of(tensor)
+        out[begin:end].view(-1)[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        begin = end
+    rows: Rows = out.numpy()
+    return rows
