@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -38,8 +38,15 @@ class Endpoints(list[str]):
 
 
 @contextlib.contextmanager
-def servers(n: int = 1, *, workers: int = 1) -> Iterator[Endpoints]:
+def servers(n: int = 1, *, workers: int = 1, env: Mapping[str, str] | None = None) -> Iterator[Endpoints]:
     """Run `n` servers for `workers` workers; they listen as soon as they can, clients wait for them.
+
+    A server ends by itself once every worker that declared tables has left: read rows before that.
+
+    Args:
+        n: Number of servers.
+        workers: Number of workers.
+        env: Variables added to the servers' environment.
 
     Raises:
         AssertionError: If a server failed by itself; with its log.
@@ -53,7 +60,7 @@ def servers(n: int = 1, *, workers: int = 1) -> Iterator[Endpoints]:
         processes: list[BaseProcess] = []
         try:
             for rank, made in enumerate(bound):
-                arguments = (rank, endpoints, workers, made, str(logs[rank]))
+                arguments = (rank, endpoints, workers, made, str(logs[rank]), dict(env or {}))
                 process = context.Process(target=_serve, args=arguments, name=f"server {rank}")
                 with ranks.bare_main():
                     process.start()
@@ -73,20 +80,31 @@ def _bound() -> socket.socket:
     return made
 
 
-def _serve(rank: int, endpoints: list[str], workers: int, bound: socket.socket, log: str) -> None:
+def _serve(
+    rank: int, endpoints: list[str], workers: int, bound: socket.socket, log: str, env: Mapping[str, str]
+) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s", force=True)
     faulthandler.enable()
-    from phalanx.ps.server.service import Service
-    from phalanx.ps.wire.address import listening_sockets
-    from phalanx.ps.wire.listener import Listener
+    os.environ.update(env, PHALANX_ENDPOINT_FD=str(bound.detach()))
+    from phalanx.cluster.role import Role
+    from phalanx.ps.server.main import run
 
-    service = Service(rank, len(endpoints))
-    listening = listening_sockets(endpoints[rank], SECRET, bound)
-    Listener(listening, secret=SECRET, me=f"server {rank}", handler=service.handle).serve()
+    role = Role(
+        kind="server",
+        rank=rank,
+        world_size=len(endpoints),
+        endpoint=endpoints[rank],
+        server_endpoints=tuple(endpoints),
+        worker_endpoints=tuple(f"127.0.0.1:{20000 + worker}" for worker in range(workers)),
+        job_id="test",
+        launcher="phalanx",
+        secret=SECRET,
+    )
+    run(role, secret=SECRET)
 
 
 def _end(process: BaseProcess) -> int | None:

@@ -144,12 +144,12 @@ def batch_rows(worker):
 
 
 def run(modes, schedule):
-    """Take the steps of a schedule (worker numbers) through real modes, and end them."""
+    """Take the steps of a schedule (worker numbers) through real modes, and send what they hold back."""
     for worker in schedule:
         take_step(modes[worker], worker)
         modes[worker].store.flush()  # so that the next worker reads what this one pushed
     for mode in modes:
-        mode.finish()
+        mode.flush()
 
 
 def simulate(simulation, schedule):
@@ -160,9 +160,9 @@ def simulate(simulation, schedule):
     return simulation
 
 
-def table_of(store):
-    """Every row of the test's table, in the order of `EVERY_KEY`."""
-    (rows,) = store.pull([Want("ids", EVERY_KEY)], step=0).rows()
+def table_of(store, step=0):
+    """Every row of the test's table, in the order of `EVERY_KEY`, after so many pushes of this worker."""
+    (rows,) = store.pull([Want("ids", EVERY_KEY)], step=step).rows()
     return rows
 
 

@@ -105,7 +105,7 @@ class LocalStore:
         self._source.fill(table, range(SHARDS))
         snapshot = self._source.snapshot
         if snapshot.manifest.mode == "full":
-            self._holder.remember(snapshot.manifest.save, snapshot.directory, [table.spec.name])
+            self._holder.remember(snapshot.manifest.save, snapshot.directory.absolute(), [table.spec.name])
 
     def _table(self, name: str) -> Table:
         try:
