@@ -84,3 +84,26 @@ def test_an_error_of_a_server_is_raised_as_what_it_is():
             connected(endpoints, secret=bytes(32))
         store.leave()
         store.close()
+
+
+def test_what_two_servers_saved_three_load(tmp_path):
+    keys = np.arange(-500, 500, dtype=np.int64)
+    values = np.random.default_rng(1).random((len(keys), sim.DIM), np.float32)
+    with servers(2) as endpoints:
+        store = connected(endpoints)
+        store.declare([sim.SPEC])
+        store.push([Change("ids", keys, values, kind="assign")])
+        store.save(tmp_path / "snapshot", {"epoch": 2})
+        store.leave()
+        store.close()
+    with servers(3) as endpoints:
+        store = connected(endpoints)
+        assert store.load(tmp_path / "snapshot")["epoch"] == 2
+        store.declare([sim.SPEC])
+        (rows,) = store.pull([Want("ids", keys)]).rows()
+        np.testing.assert_array_equal(rows, values)
+        store.push([Change("ids", keys, values)])
+        assert store.load(tmp_path / "snapshot", ["ids"])["epoch"] == 2
+        np.testing.assert_array_equal(store.pull([Want("ids", keys)], step=1).rows()[0], values)
+        store.leave()
+        store.close()
