@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("PHALANX_HETER_ENDPOINTS", "rw", "", "host:port of every heterogeneous worker",
          "所有异构训练进程的 host:port"),
         ("PHALANX_ENDPOINT", "rw", "", "host:port of this process", "本进程的 host:port"),
-        ("PHALANX_ENDPOINT_FD", "w", "", "Descriptor of the socket bound to this process's endpoint",
+        ("PHALANX_ENDPOINT_FD", "rw", "", "Descriptor of the socket bound to this process's endpoint",
          "已绑定本进程端口的套接字描述符"),
         ("PHALANX_ATTEMPT", "rw", "0", "How many times the job was restarted", "任务已重启的次数"),
         ("PHALANX_JOB_ID", "rw", "", "Name of the job", "任务名"),

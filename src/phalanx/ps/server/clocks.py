@@ -7,10 +7,13 @@ worker it depends on is lost, or when the server stops.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from phalanx.errors import ClosedError, ConfigError, PeerLostError
+
+LEFT = 2**53
+"""The step of a worker that left: as many pushes as anyone can ask for."""
 
 ServerMode = Literal["sync", "async", "bounded"]
 
@@ -126,6 +129,18 @@ class Clocks:
         with self._changed:
             return list(self._pushed)
 
+    @property
+    def reached(self) -> list[int]:
+        """Pushes of each worker so far; `LEFT` for one that left."""
+        with self._changed:
+            return self._reached()
+
+    @property
+    def away(self) -> set[int]:
+        """Live workers whose connection closed."""
+        with self._changed:
+            return set(self._away)
+
     # --- waits -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -151,10 +166,17 @@ class Clocks:
         """Wait until a push of this step may be taken: in mode `sync` one step at a time. Raises as `check`."""
         self._wait(lambda: self.mode != "sync" or self._version >= step)
 
-    def wait_steps(self, steps: Iterable[int]) -> None:
-        """Wait until each worker has pushed at least so many steps. Raises as `check`."""
-        wanted = list(steps)
-        self._wait(lambda: all(has >= wants for has, wants in zip(self._pushed, wanted, strict=True)))
+    def wait_steps(self, steps: Sequence[int], seconds: float) -> None:
+        """Wait until each worker has `reached` these steps. Raises as `check`, and `PeerLostError` after `seconds`."""
+
+        def behind() -> list[int]:
+            return [worker for worker, has in enumerate(self._reached()) if has < steps[worker]]
+
+        if not self._wait(lambda: not behind(), seconds):
+            raise PeerLostError(
+                f"A snapshot waited {seconds:.0f} s for a step of workers {behind()} that another server has. Read "
+                "their logs."
+            )
 
     # --- to and from files -------------------------------------------------------------------------------------------
 
@@ -185,10 +207,14 @@ class Clocks:
     def _complete(self) -> int:
         return min((self._pushed[w] for w in self._live), default=max(self._pushed))
 
-    def _wait(self, come: Callable[[], bool]) -> None:
+    def _reached(self) -> list[int]:
+        return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
+
+    def _wait(self, come: Callable[[], bool], seconds: float | None = None) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: come() or self._end is not None)
+            has_come = self._changed.wait_for(lambda: come() or self._end is not None, seconds)
             self._raise_end()
+            return has_come
 
     def _raise_end(self) -> None:
         if self._end is not None:

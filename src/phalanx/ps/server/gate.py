@@ -13,9 +13,6 @@ from phalanx.errors import BackendError, ConfigError
 
 _log = logging.getLogger("phalanx.ps")
 
-LEFT = 2**53
-"""The step of a worker that left: as many pushes as anyone can ask for."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Freeze:

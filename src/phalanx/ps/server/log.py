@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.errors import BackendError, DataError
+from phalanx.errors import BackendError
 from phalanx.ps.snapshot.durable import sync_directory
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, pack, read_records
 
@@ -123,14 +123,13 @@ class Log:
         """Begin a new segment and return its number. No `append` may run beside it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._syncing)
+            path = self.directory / f"log-{self.segment + 1:08d}"
+            new = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             if self._fd >= 0:
                 if self.durability == "disk":
                     os.fsync(self._fd)
                 os.close(self._fd)
-            self._synced = self._end
-            self.segment += 1
-            path = self.directory / f"log-{self.segment:08d}"
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self.segment, self._fd, self._synced = self.segment + 1, new, self._end
             if self.durability == "disk":
                 sync_directory(self.directory)
             return self.segment
@@ -179,19 +178,3 @@ def _write(fd: int, buffers: list[bytes | memoryview]) -> None:
             written -= len(left.pop(0))
         if written:
             left[0] = left[0][written:]
-
-
-def check_same_job(directory: Path, job: str) -> None:
-    """Refuse a folder that holds the log of another job, whose steps mean nothing to this one's workers.
-
-    Raises:
-        DataError: If the folder's log is another job's; names both.
-    """
-    path = directory / "job"
-    if path.exists() and path.read_text() != job:
-        raise DataError(
-            f"{directory} holds the log of job {path.read_text()!r}, this is job {job!r}. "
-            "Give this server another folder, or delete that one."
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(job)

@@ -17,19 +17,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from phalanx.errors import ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
-from phalanx.ps.layout import layout_of
 from phalanx.ps.local import check_same
 from phalanx.ps.placement import shards_owned
 from phalanx.ps.rules import TableSpec, table_spec
 from phalanx.ps.server import changes
 from phalanx.ps.server.clients import Client, Clients
-from phalanx.ps.server.clocks import Clocks, checked_worker
+from phalanx.ps.server.clocks import LEFT, Clocks, checked_worker
 from phalanx.ps.server.entry import Entry
-from phalanx.ps.server.gate import LEFT, Gate
+from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.leases import Leases
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.steps import Steps
 from phalanx.ps.server.tables import Tables
+from phalanx.ps.snapshot.read import Source
+from phalanx.ps.table import Table, make_table
 from phalanx.ps.wire.message import Reply, Request
 
 
@@ -51,6 +52,19 @@ class Service:
         self.gate = Gate()
         self.log: Log | None = None
         self.stopped = threading.Event()
+        self.sources: list[Source] = []
+        """Snapshots that fill tables as they are declared; a later one goes first."""
+
+        self.loaded: Callable[[Source, str], None] = lambda source, table: None
+        """Called when a table was filled."""
+
+        self.unlogged = False
+        """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
+
+        self.write_base: Callable[[], None] = lambda: None
+        """Writes a base snapshot and returns when it is there."""
+
+        self._prepared: dict[str, Table] = {}
         self._steps = Steps()
         self._open: Counter[int] = Counter()
         self._opening = threading.Lock()
@@ -203,7 +217,14 @@ class Service:
                     check(request)
                 reply = self._accept(Entry(request.op, request.client, request.seq, request.meta, request.arrays))
             position = self.log.position if self.log else 0
+        self.write_unlogged()
         return self._durable(reply, position)
+
+    def write_unlogged(self) -> None:
+        """Write a base snapshot if tables hold what the log does not say."""
+        if self.unlogged:
+            self.write_base()
+            self.unlogged = False
 
     def _again(self, client: Client, seq: int) -> dict[str, Any] | None:
         """Return the answer to a request that was done before, None for a new one."""
@@ -250,9 +271,10 @@ class Service:
                         f"{field}={have!r}, as the first worker asked. Give every worker the same strategy."
                     )
         for spec in map(_spec, meta["specs"]):
-            layout_of(spec)
             if spec.name in self.tables.specs:
                 check_same(self.tables.specs[spec.name], spec)
+            else:
+                self._prepared[spec.name] = self.build(spec)
 
     def _declare(self, entry: Entry) -> dict[str, Any]:
         meta = entry.meta
@@ -264,12 +286,29 @@ class Service:
         self.clocks.join(client.worker)
         for spec in map(_spec, meta["specs"]):
             if spec.name not in self.tables.specs:
-                self.made(spec)
+                self.tables.put(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
+                self._note_source(spec.name)
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
 
-    def made(self, spec: TableSpec) -> None:
-        """Make a table that was declared."""
-        self.tables.make(spec)
+    def build(self, spec: TableSpec) -> Table:
+        """Return a new table, filled by the latest source that has it.
+
+        Raises:
+            ConfigError: If it cannot be made, or does not fit that source's table.
+            DataError: If that source is broken; names file and offset.
+        """
+        table = make_table(spec)
+        if source := self._source_of(spec.name):
+            source.fill(table, self.shards)
+        return table
+
+    def _source_of(self, name: str) -> Source | None:
+        return next((source for source in reversed(self.sources) if name in source.names), None)
+
+    def _note_source(self, name: str) -> None:
+        if source := self._source_of(name):
+            self.loaded(source, name)
+            self.unlogged = True
 
     def _apply_push(self, entry: Entry) -> dict[str, Any]:
         worker, clocks = self.clients[entry.client].worker, self._clocks()
@@ -339,9 +378,9 @@ class Service:
         }
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned; makes the tables, empty."""
+        """Take over what `state` returned; puts empty tables."""
         for spec in state["specs"]:
-            self.tables.make(_spec(spec))
+            self.tables.put(make_table(_spec(spec)))
         self.tables.count_from(state["counts"])
         self.clients.restore(state["clients"])
         self.clocks = Clocks.from_json(state["clocks"]) if state["clocks"] else None

@@ -11,7 +11,7 @@ from phalanx.ps.local import apply
 from phalanx.ps.reference import ReferenceTable
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.store import Change, Keys, Rows
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table import Table
 
 _COUNTS = ("pushed", "dropped", "evicted")
 
@@ -29,13 +29,17 @@ class Tables:
         """Specifications by name, in the order the tables were made."""
         return {name: table.spec for name, table in self.tables.items()}
 
-    def make(self, spec: TableSpec) -> Table:
-        """Make an empty table and return it."""
-        table = make_table(spec)
+    def put(self, table: Table) -> None:
+        """Add a table, in place of the one of its name if there is one."""
+        name = table.spec.name
+        if name in self.tables:
+            with self._guards[name]:
+                self.count_from(self.counts())
+                self.tables[name] = table
+            return
         # The reference table is for one thread at a time.
-        self._guards[spec.name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
-        self.tables[spec.name] = table
-        return table
+        self._guards[name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
+        self.tables[name] = table
 
     def pull(self, name: str, keys: Keys, out: Rows) -> None:
         """Read rows into `out`, shape (n, dim)."""

@@ -85,7 +85,7 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
             base=base,
             dense=dense,
             leases=states[0].get("leases") or None,
-            steps=states[0].get("steps") or None,
+            steps=states[0].get("pushed") or None,
             servers=len(calls),
         )
         _check_here(directory, manifest)

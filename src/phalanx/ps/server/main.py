@@ -1,0 +1,189 @@
+"""A server from its start to its end: recover, listen, answer until every worker has left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+from phalanx.cluster.role import Role
+from phalanx.errors import RoleError
+from phalanx.ps.server.log import Durability
+from phalanx.ps.server.recovery import Recovery
+from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.service import Service
+from phalanx.ps.wire.address import listening_sockets
+from phalanx.ps.wire.listener import Listener
+
+TICK_S = 0.2
+GRACE_S = 2.0
+"""How long a worker's connection may be gone before the worker is lost."""
+
+LAST_WORDS_S = 10.0
+"""How long a server goes on after a worker is lost, so that the others hear who it was."""
+
+REPORT_S = 60.0
+
+logger = logging.getLogger("phalanx.ps")
+
+
+def run(
+    role: Role,
+    *,
+    secret: bytes,
+    directory: str | Path | None = None,
+    load: str | Path | None = None,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Serve tables until every worker has left, or until SIGTERM.
+
+    Args:
+        role: This server's place in the job.
+        secret: The job's secret.
+        directory: Where this server keeps its state, for a restart; as `PHALANX_SERVER_DIR` says when None.
+        load: Folder of a snapshot that tables start from.
+        names: Tables to take from it; all when None.
+
+    Raises:
+        ConfigError: If the endpoint is taken, or `load` holds no snapshot.
+        DataError: If the state or the snapshot is broken; names file and offset.
+        PeerLostError: If a worker went without leaving, and workers are not started again.
+    """
+    service = Service(role.rank, role.world_size)
+    saving = Saving(service)
+    if load is not None:
+        saving.add_source(Path(load), names)
+    recovery = _recovery(service, saving, directory, role.job_id)
+    listener = Listener(
+        listening_sockets(role.endpoint, secret, _bound_socket()),
+        secret=secret,
+        me=f"server {role.rank}",
+        handler=service.handle,
+        opened=service.connected,
+        closed=service.disconnected,
+    )
+    state = f"state in {recovery.directory}" if recovery else "state in memory only"
+    logger.info("server %d of %d at %s: %s", role.rank, role.world_size, listener.endpoint, state)
+    thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
+    thread.start()
+    try:
+        _watch(service, recovery, 0.0 if _restarts() else GRACE_S)
+    finally:
+        service.stopped.set()
+        if service.clocks is not None:
+            service.clocks.stop()
+        listener.stop()
+        thread.join()
+        saving.wait()
+        if recovery is not None:
+            recovery.close()
+
+
+def _watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
+    """Return when the server is to end; raises if it is because a worker is lost."""
+    reported, last = time.monotonic(), ""
+    with _terminated() as asked_to_end:
+        while not service.stopped.wait(TICK_S) and not asked_to_end():
+            clocks = service.clocks
+            if clocks is None:
+                continue
+            if not clocks.live:
+                logger.info("server %d: all workers have left", service.server)
+                return
+            if grace_s and clocks.expire(time.monotonic(), grace_s):
+                _let_others_hear(service)
+                clocks.check()
+            if recovery is not None:
+                recovery.tick()
+            if time.monotonic() - reported >= REPORT_S:
+                reported, said = time.monotonic(), summary(service)
+                if said != last:
+                    logger.info("%s", said)
+                last = said
+
+
+def _let_others_hear(service: Service) -> None:
+    """Wait until the other workers have gone too: each gets an error that names the one that is lost."""
+    assert service.clocks is not None
+    until = time.monotonic() + LAST_WORDS_S
+    while time.monotonic() < until and service.clocks.live - service.clocks.away:
+        time.sleep(TICK_S)
+
+
+def summary(service: Service) -> str:
+    """Return one line of counts."""
+    tables = service.tables.report().values()
+    rows, size = sum(t["rows"] for t in tables), sum(t["bytes"] for t in tables)
+    pushed, dropped = sum(t["pushed"] for t in tables), sum(t["dropped"] for t in tables)
+    steps = service.clocks.steps if service.clocks else []
+    log = f", log {service.log.bytes / 2**20:,.0f} MiB" if service.log else ""
+    return (
+        f"server {service.server}: {len(tables)} tables, {rows:,} rows, {size / 2**20:,.0f} MiB; {pushed:,} rows "
+        f"pushed, {dropped:,} not admitted; steps of the workers {steps}{log}"
+    )
+
+
+def _recovery(service: Service, saving: Saving, given: str | Path | None, job: str) -> Recovery | None:
+    directory = given or os.environ.get("PHALANX_SERVER_DIR", "").strip()
+    if not directory:
+        return None
+    recovery = Recovery(service, saving, Path(directory), _durability())
+    recovery.recover(job)
+    return recovery
+
+
+def _durability() -> Durability:
+    value = os.environ.get("PHALANX_SERVER_DURABILITY", "").strip() or "process"
+    for known in get_args(Durability):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    raise RoleError(f"PHALANX_SERVER_DURABILITY must be process or disk, found {value!r}. Correct it or unset it.")
+
+
+def _restarts() -> bool:
+    """Whether workers wait for a server that was started again, and so servers for a worker."""
+    value = os.environ.get("PHALANX_SERVER_RETRY_S", "").strip() or "0"
+    try:
+        return float(value) > 0
+    except ValueError:
+        raise RoleError(f"PHALANX_SERVER_RETRY_S must be a number of seconds, found {value!r}. Correct it.") from None
+
+
+def _bound_socket() -> socket.socket | None:
+    """Return the socket that the launcher bound for this process, if it did."""
+    number = os.environ.get("PHALANX_ENDPOINT_FD", "")
+    return socket.socket(fileno=int(number)) if number else None
+
+
+@contextmanager
+def _terminated() -> Iterator[_Flag]:
+    """Note SIGTERM instead of dying of it, where the main thread runs the server."""
+    flag = _Flag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = signal.signal(signal.SIGTERM, flag.put_up)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Flag:
+    """Put up by a signal; a lock could be held by what the signal interrupts."""
+
+    def __init__(self) -> None:
+        self._up = False
+
+    def put_up(self, *_: object) -> None:
+        self._up = True
+
+    def __call__(self) -> bool:
+        return self._up

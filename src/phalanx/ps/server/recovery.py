@@ -1,0 +1,189 @@
+"""The state of a server on disk: a base snapshot of its own, and the log of what came after.
+
+    <directory>/job             whose state it is
+    <directory>/base-<n>/       a snapshot of this server alone: all that came before segment n of the log
+    <directory>/log-<n>, ...    what came after
+
+The base is written by a fork of the server when the log has outgrown the tables, and then the log before it goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import BackendError, PhalanxError
+from phalanx.ps.rules import TableSpec
+from phalanx.ps.server.copy_process import CopyProcess
+from phalanx.ps.server.entry import Entry
+from phalanx.ps.server.log import Durability, Log, replay
+from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.durable import sync_directory
+from phalanx.ps.snapshot.manifest import File, Manifest, write_manifest
+from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.write import Job
+
+logger = logging.getLogger("phalanx.ps")
+
+
+class Recovery:
+    """Keeps a server's state on disk, and gives it back to a server that was started again.
+
+    Args:
+        service: The server.
+        saving: Its part in snapshots.
+        directory: Where the state is.
+        durability: Whether an answered push outlives the process, or a power cut too.
+        log_bytes: Least size of the log at which a base snapshot is written; the log may also grow as large as the
+            tables.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        saving: Saving,
+        directory: Path,
+        durability: Durability = "process",
+        *,
+        log_bytes: int = 256 << 20,
+    ) -> None:
+        self._service, self._saving, self.directory, self._durability = service, saving, directory, durability
+        self._least_bytes = self._next_bytes = log_bytes
+        self._copy: CopyProcess | None = None
+        self._writing = threading.Lock()
+        self._segment = 0
+        self._state: dict[str, Any] = {}
+        self._tables: dict[str, TableSpec] = {}
+
+    def recover(self, job: str = "") -> bool:
+        """Give the service the state on disk, if there is one of this job, and log from here on; returns whether.
+
+        Args:
+            job: Name of the job. The state of another job is moved aside: its steps mean nothing to this one.
+
+        Raises:
+            DataError: If the state is broken; names file and offset.
+        """
+        self._claim(job)
+        started = time.monotonic()
+        segment = self._load_base()
+        count = 0
+        for record in replay(self.directory, segment):
+            self._service.apply(Entry.of(record))
+            count += 1
+        self._service.log = Log(self.directory, self._durability)
+        self._service.write_base = self.write_base
+        self._journal.forget(segment)
+        self._tidy(segment)
+        if segment or count:
+            rows = sum(table.rows for table in self._service.tables.tables.values())
+            took = time.monotonic() - started
+            logger.info("recovered from %s: %d rows, %d logged changes, %.1f s", self.directory, rows, count, took)
+        return bool(segment or count)
+
+    def write_base(self) -> None:
+        """Write a base snapshot and return when it is there and the log before it gone.
+
+        Raises:
+            BackendError: If the disk does not take it.
+        """
+        with self._writing:
+            if self._copy is not None:
+                self._end()  # begun before what is to be written now
+            self._begin()
+            self._end()
+
+    def tick(self) -> None:
+        """Begin a base snapshot when the log is long, and end one that is written. Called now and then."""
+        try:
+            with self._writing:
+                if self._copy is not None:
+                    if self._copy.wait(0):
+                        self._end()
+                elif self._journal.bytes > max(self._next_bytes, self._service.tables.bytes):
+                    self._begin()
+        except PhalanxError as e:
+            # The log goes on and holds everything; a base is tried again when it has grown further.
+            logger.warning("no base snapshot was written: %s", e)
+            self._next_bytes = self._journal.bytes + self._least_bytes
+
+    def close(self) -> None:
+        """Finish what is under way and close the log."""
+        if self._copy is not None:
+            self._copy.wait()
+        self._journal.close()
+
+    @property
+    def _journal(self) -> Log:
+        assert self._service.log is not None
+        return self._service.log
+
+    def _claim(self, job: str) -> None:
+        path = self.directory / "job"
+        if path.exists() and path.read_text() != job:
+            aside = self.directory.with_name(self.directory.name + ".previous")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.directory.rename(aside)
+            logger.warning("%s held the state of another job; it is now in %s", self.directory, aside)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(job)
+
+    def _load_base(self) -> int:
+        """Fill the tables from the newest base; returns the first segment that it does not hold."""
+        bases = sorted(path for path in self.directory.glob("base-*") if path.suffix != ".part")
+        if not bases:
+            return 0
+        snapshot = read(bases[-1])
+        state = snapshot.manifest.extra
+        self._service.restore_state(state)
+        for table in self._service.tables.tables.values():
+            snapshot.fill(table, self._service.shards)
+        self._saving.restore(state["saving"])
+        return int(bases[-1].name.removeprefix("base-"))
+
+    def _begin(self) -> None:
+        service = self._service
+        try:
+            with service.gate.change():
+                self._segment = self._journal.rotate()
+                for entry in service.pending():
+                    self._journal.append(entry.record(), entry.arrays)
+                state = {**service.state(), "saving": self._saving.to_json()}
+                part = self._part
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir()
+                self._copy = self._saving.copy(Job(part, "00000000", "full", service.shards, service.server))
+                self._state, self._tables = state, dict(service.tables.specs)
+        except OSError as e:
+            raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
+
+    def _end(self) -> None:
+        copy, self._copy = self._copy, None
+        assert copy is not None
+        try:
+            written = copy.result()
+            files = {number: File(*facts) for number, facts in written["files"].items()}
+            manifest = Manifest("00000000", "full", self._tables, written["rows"], files, self._state)
+            write_manifest(self._part, manifest)
+            self._part.rename(self._part.with_suffix(""))
+            sync_directory(self.directory)
+        except OSError as e:
+            raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
+        self._journal.forget(self._segment)
+        self._tidy(self._segment)
+        self._next_bytes = self._least_bytes
+
+    @property
+    def _part(self) -> Path:
+        return self.directory / f"base-{self._segment:08d}.part"
+
+    def _tidy(self, segment: int) -> None:
+        """Delete bases that are not the newest, or were not finished."""
+        for path in self.directory.glob("base-*"):
+            if path.name != f"base-{segment:08d}":
+                shutil.rmtree(path)

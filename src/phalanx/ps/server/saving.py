@@ -1,0 +1,138 @@
+"""The part of a server in snapshots: hold changes back, fork, let go; and load what others wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigError
+from phalanx.ps.server.copy_process import CopyProcess, give_up_without
+from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.holder import Holder
+from phalanx.ps.snapshot.read import Source
+from phalanx.ps.snapshot.save import disk_error
+from phalanx.ps.snapshot.write import Job, write
+from phalanx.ps.wire.message import Reply, Request
+
+_REMEMBERED = 4
+
+
+class Saving:
+    """Answers the operations of snapshots for a service.
+
+    Args:
+        service: The service whose tables are saved and loaded.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.holder = Holder(service.tables.tables, service.shards, service.server)
+        self._copies: dict[str, CopyProcess] = {}
+        service.loaded = self._loaded
+        for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
+            service.offer(op.__name__, op)
+
+    def freeze(self, request: Request) -> Reply:
+        """Hold changes back, but those of steps that another server has; returns how far each worker is."""
+        service, meta = self._service, request.meta
+        steps: Sequence[int] = meta.get("steps", ())
+        service.gate.freeze(meta["token"], meta["seconds"], steps)
+        if service.clocks is not None and steps:
+            service.clocks.wait_steps(steps, meta["seconds"])
+        return Reply(
+            {
+                "steps": service.clocks.reached if service.clocks else [],
+                "pushed": service.clocks.steps if service.clocks else [],
+                "fulls": self.holder.fulls,
+                "specs": [spec.to_json() for spec in service.tables.specs.values()],
+                "leases": service.leases.to_json(),
+            }
+        )
+
+    def snapshot(self, request: Request) -> Reply:
+        """Fork a copy that writes this server's part."""
+        service, save = self._service, request.meta["save"]
+        with service.gate.still(request.meta["token"]):
+            job = self.holder.job(request.meta)
+            self._copies[save] = self.copy(job)
+            while len(self._copies) > _REMEMBERED:
+                del self._copies[next(iter(self._copies))]
+        return Reply()
+
+    def copy(self, job: Job) -> CopyProcess:
+        """Fork a copy that writes a job. Nothing may change the tables meanwhile."""
+        tables, parent = self._service.tables, os.getpid()
+
+        def work() -> dict[str, Any]:
+            tables.release()
+            try:
+                return write(job, tables.tables, lambda: give_up_without(parent))
+            except OSError as e:
+                raise disk_error(job.directory, e) from e
+
+        with tables.held():
+            return CopyProcess(work)
+
+    def resume(self, request: Request) -> Reply:
+        """Let changes go on."""
+        self._service.gate.resume(request.meta["token"])
+        return Reply()
+
+    def saved(self, request: Request) -> Reply:
+        """Say whether this server's part is written, and what; waits a little for it."""
+        save = request.meta["save"]
+        copy = self._copies.get(save)
+        if copy is None:
+            raise ConfigError(f"This server writes no snapshot {save}: it was started again since. Save again.")
+        if not copy.wait(request.meta["wait_s"]):
+            return Reply({"done": False})
+        return Reply({"done": True, "result": copy.result()})
+
+    def load(self, request: Request) -> Reply:
+        """Replace rows by those of a snapshot, now and in tables declared later."""
+        service, names = self._service, request.meta.get("names")
+        self.add_source(Path(request.meta["directory"]), names)
+        source = service.sources[-1]
+        with service.gate.change():
+            wanted = [spec for name, spec in service.tables.specs.items() if name in source.names]
+            # All are read before the first is put in place: a broken file changes nothing.
+            for table in [service.build(spec) for spec in wanted]:
+                service.tables.put(table)
+                self._loaded(source, table.spec.name)
+            if names is None and service.server == 0:
+                service.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
+            service.unlogged = True
+        service.write_unlogged()
+        return Reply({"rows": {name: service.tables.tables[name].rows for name in (s.name for s in wanted)}})
+
+    def leases(self, request: Request) -> Reply:
+        """Return which files were read how far."""
+        return Reply({"leases": self._service.leases.to_json()})
+
+    def add_source(self, directory: Path, names: Sequence[str] | None) -> None:
+        """Fill tables that are declared from now on with what a snapshot has of them."""
+        self._service.sources.append(Source(directory, names))
+
+    def wait(self) -> None:
+        """Wait until every snapshot under way is written."""
+        for copy in list(self._copies.values()):
+            copy.wait()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what must outlive the process."""
+        sources = [[str(s.snapshot.directory.absolute()), sorted(s.names)] for s in self._service.sources]
+        return {"fulls": self.holder.to_json(), "sources": sources}
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Take over what `to_json` returned, the tables being filled."""
+        self.holder.restore(value["fulls"])
+        for directory, names in value["sources"]:
+            self.add_source(Path(directory), names)
+
+    def _loaded(self, source: Source, name: str) -> None:
+        """Note that a table is now as a snapshot has it, so that a delta can be made on that."""
+        manifest = source.snapshot.manifest
+        if manifest.mode == "full":
+            self.holder.remember(manifest.save, source.snapshot.directory.absolute(), [name])

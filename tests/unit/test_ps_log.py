@@ -1,0 +1,248 @@
+"""The log: what is answered is there after a crash, what was cut off is not, and damage is found."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.errors import BackendError, ConfigError, DataError
+from phalanx.ps.server.log import Log, replay, segments
+from phalanx.ps.server.recovery import Recovery
+from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.records import pack, read_records
+from ps_requests import FakeWorker, gradient
+
+
+def numbers(directory: Path, first: int = 0) -> list[int]:
+    return [record.meta["n"] for record in replay(directory, first)]
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+def test_records_come_back_in_order_over_segments(tmp_path: Path, durability: str) -> None:
+    log = Log(tmp_path, durability)  # type: ignore[arg-type]
+    arrays = [np.arange(3, dtype=np.int64), np.empty((0, 4), np.float32), np.float32([[1, 2]])]
+    for n in range(3):
+        log.sync(log.append({"n": n}, arrays))
+    second = log.rotate()
+    log.sync(log.append({"n": 3}, []))
+    log.close()
+    assert numbers(tmp_path) == [0, 1, 2, 3]
+    assert numbers(tmp_path, second) == [3]
+    (first, *_) = replay(tmp_path, 0)
+    for found, given in zip(first.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(found, given)
+        assert found.dtype == given.dtype
+
+
+def test_forget_deletes_what_a_base_holds(tmp_path: Path) -> None:
+    log = Log(tmp_path, "process")
+    log.append({"n": 0}, [])
+    second = log.rotate()
+    log.append({"n": 1}, [])
+    log.forget(second)
+    assert numbers(tmp_path) == [1]
+    assert log.bytes == sum(path.stat().st_size for path in segments(tmp_path).values())
+    log.close()
+
+
+def test_many_threads_share_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path, "disk")
+    positions = [log.append({"n": n}, []) for n in range(10)]
+    count = 0
+    real = os.fsync
+
+    def counted(fd: int) -> None:
+        nonlocal count
+        count += 1
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    for position in positions:
+        log.sync(position)
+    assert count == 1
+    log.close()
+
+
+def test_an_fsync_that_fails_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path, "disk")
+    position = log.append({"n": 0}, [])
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        with pytest.raises(BackendError, match=r"could not be flushed.*Input/output error"):
+            log.sync(position)
+    with pytest.raises(BackendError, match="could not be flushed"):
+        log.sync(position)
+
+
+@pytest.mark.parametrize("left", [1, 27, 28, 40])
+def test_a_record_cut_off_at_the_end_is_removed_and_said(
+    tmp_path: Path, left: int, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    log = Log(tmp_path, "process")
+    log.append({"n": 0}, [])
+    whole = log.append({"n": 1}, [np.zeros(100, np.float32)])
+    log.close()
+    (path,) = segments(tmp_path).values()
+    (first, _) = read_records(path)
+    os.truncate(path, first.end + left)
+    assert numbers(tmp_path) == [0]
+    assert f"ends inside the record that begins at byte {first.end}" in caplog.text
+    assert path.stat().st_size == first.end < whole
+    assert numbers(tmp_path) == [0]
+
+
+def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path: Path) -> None:
+    log = Log(tmp_path, "process")
+    for n in range(3):
+        log.append({"n": n}, [np.zeros(10, np.float32)])
+    log.close()
+    (path,) = segments(tmp_path).values()
+    data = bytearray(path.read_bytes())
+    second = next(r.end for r in read_records(path))
+    data[second + 60] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{path} is broken at byte {second}: its checksum"):
+        numbers(tmp_path)
+    data[second + 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{path} is broken at byte {second}: there is no record's header"):
+        numbers(tmp_path)
+
+
+def test_a_torn_segment_before_the_last_is_damage(tmp_path: Path) -> None:
+    log = Log(tmp_path, "process")
+    log.append({"n": 0}, [])
+    log.rotate()
+    log.close()
+    path = next(iter(segments(tmp_path).values()))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(DataError, match="ends inside the record"):
+        numbers(tmp_path)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files of this process cannot grow beyond 4 KiB, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_refuses_the_record_and_keeps_the_log(tmp_path: Path, small_files: None) -> None:
+    log = Log(tmp_path, "process")
+    log.append({"n": 0}, [])
+    with pytest.raises(BackendError, match=rf"log in {tmp_path}, which has \d+ bytes free: File too large.*push again"):
+        log.append({"n": 1}, [np.zeros(10_000, np.float32)])
+    log.append({"n": 2}, [])
+    log.close()
+    assert numbers(tmp_path) == [0, 2]
+
+
+# --- a service with a log ---------------------------------------------------------------------------------------------
+
+
+def served(directory: Path, workers: int = 1, mode: str = "async") -> tuple[Service, list[FakeWorker]]:
+    """Return a service as a restart finds it, and its workers, which number their requests on."""
+    service = Service()
+    recovery = Recovery(service, Saving(service), directory)
+    recovery.recover("a job")
+    fakes = [FakeWorker(service, worker) for worker in range(workers)]
+    if service.clocks is None:
+        for fake in fakes:
+            fake.declare(mode=mode, workers=workers)
+    else:
+        for fake in fakes:
+            known = service.clients.get(fake.client)
+            fake.seq = known.last if known else 0
+    return service, fakes
+
+
+def test_a_restart_has_every_answered_push_once(tmp_path: Path) -> None:
+    _, (worker,) = served(tmp_path)
+    worker.push(gradient((1, 2), 1.0), step=0)
+    pulled = worker.pull(2, 3, step=1, keep=True)
+    first = worker.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1)
+    _, (again,) = served(tmp_path)
+    assert again.pull(1, 2, 3, step=2).arrays[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
+    # What was answered but not heard comes again with its number.
+    assert again.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=1, seq=worker.seq) == first
+    assert again.pull(1, 2, 3, step=2).arrays[0][:, 0].tolist() == [-1.0, -2.0, -1.0]
+    # Pulls before the restart are forgotten: their keys are asked for.
+    assert again.push_pulled(pulled.meta["pull_id"], 1.0, 2, step=2) == {"need_keys": True}
+    assert again.call("report", {}).meta["tables"]["items"]["pushed"] == 4
+
+
+def test_a_restart_has_the_pushes_of_the_open_step(tmp_path: Path) -> None:
+    _, (one, _) = served(tmp_path, 2, "sync")
+    one.push(gradient((1,), 1.0), step=0, weight=3)
+    _, (one, two) = served(tmp_path, 2, "sync")
+    two.push(gradient((1,), 5.0), step=0, weight=1)
+    assert one.pull(1, step=1).arrays[0][0, 0] == -2.0
+
+
+def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
+    _, (one, two) = served(tmp_path, 2)
+    two.call("leave", {})
+    one.call("lease", {"epoch": 0, "files": ["a", "b"]})
+    one.call("done", {"epoch": 0, "file": "a", "offset": 9, "end": False})
+    assert one.call("shrink", {"table": "items"}).meta == {"rows": 0}
+    service, (one, two) = served(tmp_path, 2)
+    assert service.clocks is not None
+    assert service.clocks.live == {0}
+    # Worker 0 started anew: what it held is free again, from where it had come to.
+    anew = FakeWorker(service, 0, client=7)
+    anew.declare(workers=2)
+    assert anew.call("lease", {"epoch": 0, "files": ["a", "b"]}).meta["offset"] == 9
+
+
+def test_a_full_disk_refuses_the_push_and_training_goes_on_after(tmp_path: Path, small_files: None) -> None:
+    service, (worker,) = served(tmp_path)
+    many = tuple(range(1000))
+    with pytest.raises(BackendError, match="make room there and push again"):
+        worker.push(gradient(many, 1.0), step=0)
+    assert worker.pull(1, step=0).arrays[0][0, 0] == 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    worker.push(gradient(many, 1.0), step=0)
+    assert worker.pull(1, step=1).arrays[0][0, 0] == -1
+    assert service.clocks is not None
+    _, (again,) = served(tmp_path)
+    assert again.pull(1, step=1).arrays[0][0, 0] == -1
+
+
+def test_the_state_of_another_job_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    _, (worker,) = served(tmp_path / "0")
+    worker.push(gradient((1,), 1.0), step=0)
+    service = Service()
+    assert not Recovery(service, Saving(service), tmp_path / "0").recover("another job")
+    assert service.clocks is None
+    assert "state of another job; it is now in" in caplog.text
+    assert (tmp_path / "0.previous" / "job").read_text() == "a job"
+
+
+def test_a_refused_request_is_not_in_the_log(tmp_path: Path) -> None:
+    _, (worker,) = served(tmp_path)
+    with pytest.raises(ConfigError):
+        worker.push(gradient((1,), 1.0, lr=-1.0), step=0)
+    with pytest.raises(ConfigError):
+        worker.call("shrink", {"table": "other"})
+    assert [r.meta["op"] for r in replay(tmp_path, 0)] == ["declare"]
+
+
+def test_a_record_is_its_header_json_and_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(pack({"a": 1}, [np.arange(2, dtype=np.uint32)])) * 2)
+    assert [(r.meta, r.arrays[0].tolist()) for r in read_records(path)] == [({"a": 1}, [0, 1])] * 2
+    assert list(read_records(path, lambda meta: False)) == []
