@@ -77,11 +77,17 @@ def wait_for(what: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def stop(process: subprocess.Popen) -> None:
+    """Stop a process and wait until it stands still."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 @pytest.mark.parametrize("rows", [10, 100_000])
 def test_a_stopped_server_is_lost_at_the_deadline(tmp_path, rows):
     with server(tmp_path / "record") as (process, endpoint):
         connection = connect(endpoint, timeout_s=0.7)
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         started = time.monotonic()
         with pytest.raises(
             PeerLostError,
@@ -99,7 +105,7 @@ def test_a_stopped_server_that_takes_no_bytes_is_lost_at_the_deadline(tmp_path, 
     monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
     with server(tmp_path / "record") as (process, endpoint):
         connection = connect(endpoint, timeout_s=0.7)
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         started = time.monotonic()
         with pytest.raises(PeerLostError, match=r"for 'push' and waited .* s: it does not take requests"):
             connection.call("push", {}, [np.zeros(8_000_000)])
@@ -109,7 +115,7 @@ def test_a_stopped_server_that_takes_no_bytes_is_lost_at_the_deadline(tmp_path, 
 
 def test_a_stopped_server_cannot_be_connected_to_for_ever(tmp_path):
     with server(tmp_path / "record") as (process, endpoint):
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         with pytest.raises(PeerLostError, match=r"for 'connect' and waited 0\.\d s: it did not answer in time\. Start"):
             connect(endpoint, timeout_s=0.5)
 

@@ -1,0 +1,213 @@
+"""10,000 broken frames: a server and a client refuse each, hold no memory for it, and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from phalanx.errors import PeerLostError
+from phalanx.ps.wire import Connection, Reply, Request, frame
+from phalanx.ps.wire import secret as handshake
+from phalanx.ps.wire.channel import Channel, UnixChannel
+from phalanx.ps.wire.frame import Kind
+from phalanx.ps.wire.receive import Budget
+from phalanx.ps.wire.segments import Segment
+from phalanx.ps.wire.session import Session, Terms
+from wiring import SECRET, connected, serving
+
+pytestmark = pytest.mark.dist
+
+BOUND_BYTES = 24 << 20
+"""Two chunks of a payload and what numpy and Python need around them."""
+
+
+def answer(request: Request) -> Reply:
+    return Reply({"bytes": sum(array.nbytes for array in request.arrays)}, request.arrays[:1])
+
+
+class Admitted(Session):
+    """A session whose client was let in."""
+
+    def _admit(self) -> None:
+        self.admitted = True
+
+
+class Victim:
+    """A server's session fed by hand, in this thread, until it ends."""
+
+    def __init__(self, kind: type[Session]) -> None:
+        self.kind = kind
+        self.budget = Budget(64 << 20)
+        nothing, never = (lambda client: None), threading.Event()
+        self.terms = Terms(SECRET, "server 0", answer, 16 << 20, self.budget, 5.0, never, nothing, nothing)
+
+    def feed(self, data: bytes, descriptor: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        writer = UnixChannel(ours)
+        writer.send([data], descriptor=descriptor)
+        ours.shutdown(socket.SHUT_WR)
+        self.kind(UnixChannel(theirs), "a test", self.terms).run(lambda where, why: None)
+        writer.close()
+        assert self.budget.used == 0
+
+
+def request(content: object, payload: bytes = b"", flags: int = 0, claimed: int | None = None) -> bytes:
+    """Return a frame whose header and object are sound, whatever they say."""
+    raw = json.dumps(content).encode()
+    length = len(payload) if claimed is None else claimed
+    head = struct.pack("<4sHBBQQIQ", frame.MAGIC, 1, Kind.REQUEST, flags, 1, 1, len(raw), length)
+    checksum = struct.pack("<I", zlib.crc32(raw, zlib.crc32(head)))
+    return head + checksum + raw + payload
+
+
+def sound(arrays: list[frame.Array]) -> bytes:
+    layout = frame.layout_of(arrays)
+    content = {"op": "pull", "meta": {"step": 1}, "arrays": layout.described()}
+    head = frame.encode(Kind.REQUEST, 0, 1, 1, content, layout.payload_bytes)
+    return head + b"".join(frame.chunks(layout, arrays))
+
+
+SOUND = [sound([]), sound([np.arange(20)]), sound([np.arange(300), np.ones((300, 16), np.float32)])]
+SIZES = [0, 1, 7, 8, 64, 4 << 20, 15 << 20, 1 << 30, 1 << 40, 1 << 41, 1 << 62, -1, True, 1.5, None, "8"]
+SEGMENTS = [[1, 1 << 16], [1, 1 << 30], [0, 1 << 40], [-1, -1], [1], "1", None, [1, 1 << 70], [2, 1 << 16]]
+
+
+def flipped(chance: random.Random) -> bytes:
+    data = bytearray(chance.choice(SOUND))
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    return bytes(data)
+
+
+def truncated(chance: random.Random) -> bytes:
+    data = chance.choice(SOUND)
+    return data[: chance.randrange(len(data))]
+
+
+def noise(chance: random.Random) -> bytes:
+    return chance.choice([b"", frame.MAGIC, frame.MAGIC + b"\1\0\1\0"]) + chance.randbytes(chance.randrange(300))
+
+
+def lying(chance: random.Random) -> bytes:
+    """Say untrue things in a sound frame: sizes that are huge, negative or no sizes, segments that are not there."""
+    name, size = chance.choice([("uint8", 1), ("int64", 8)])
+    shape = [chance.choice(SIZES) for _ in range(chance.choice([0, 1, 1, 1, 2]))]
+    content = {"op": "pull", "meta": {}, "arrays": [[name, shape]], "segment": chance.choice(SEGMENTS)}
+    if chance.random() < 0.3:
+        content[chance.choice(list(content))] = chance.choice([None, 3, [], {}, [[]], "x", shape])
+    claimed = chance.choice([count for count in SIZES if type(count) is int and count >= 0])
+    if len(shape) == 1 and type(shape[0]) is int and 0 <= shape[0] < 1 << 60:
+        claimed = shape[0] * size
+    payload = chance.randbytes(chance.randrange(2000))
+    return request(content, payload, chance.choice([0, 0, 1, 2, 3, 255]), claimed)
+
+
+def broken(count: int, seed: int) -> Iterator[bytes]:
+    chance = random.Random(seed)
+    makers = [noise, truncated, flipped, lying]
+    for number in range(count):
+        yield makers[number % 4](chance)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", [Session, Admitted], ids=["before the handshake", "after it"])
+def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
+    victim = Victim(kind)
+    victim.feed(SOUND[2])
+    threads, files = threading.active_count(), descriptors()
+    tracemalloc.start()
+    for data in broken(5000, seed=5):
+        victim.feed(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < BOUND_BYTES
+    assert (threading.active_count(), descriptors()) == (threads, files)
+
+
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
+    victim, shared = Victim(Admitted), Segment(1, 1 << 16)
+    assert shared.descriptor is not None
+    before = descriptors()
+    for flags in (0, frame.SHARED, frame.NEW_SEGMENT, frame.SHARED | frame.NEW_SEGMENT):
+        content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
+        victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
+    assert descriptors() == before
+    shared.forget_descriptor()
+
+
+def test_memory_that_could_shrink_under_the_server_is_refused():
+    victim = Victim(Admitted)
+    complaints: list[str] = []
+    descriptor = os.memfd_create("unsealed")
+    os.ftruncate(descriptor, 1 << 16)
+    ours, theirs = socket.socketpair()
+    writer = UnixChannel(ours)
+    content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": [1, 1 << 16]}
+    writer.send([request(content, b"", 3, 100)], descriptor=descriptor)
+    Admitted(UnixChannel(theirs), "a test", victim.terms).run(lambda where, why: complaints.append(why))
+    writer.close()
+    os.close(descriptor)
+    assert complaints == ["a segment could shrink while it is read"]
+
+
+def test_a_listener_serves_on_after_broken_clients_of_both_kinds():
+    with serving(answer) as listener:
+        host, port = listener.endpoint.split(":")
+        for number, data in enumerate(broken(400, seed=6)):
+            with socket.create_connection((host, int(port)), timeout=10) as client:
+                if number % 2:
+                    greet(Channel(client))
+                    client.setblocking(True)
+                client.sendall(data)
+        with connected(listener) as connection:
+            assert connection.call("pull", {}, [np.arange(5)]).meta == {"bytes": 40}
+
+
+def greet(channel: Channel) -> None:
+    mine = handshake.greeting("worker 1", 1)
+    handshake.greet(channel, mine, secret=SECRET, peer="server 0", binding=b"", deadline=time.monotonic() + 10)
+
+
+def test_a_client_gives_up_a_server_that_answers_with_broken_frames():
+    replies = [b"", *broken(200, seed=7)]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer_with, args=(listening, replies))
+        thread.start()
+        for _ in replies:
+            connection = Connection(
+                f"127.0.0.1:{listening.getsockname()[1]}", secret=SECRET, me="worker 1", peer="server 0", timeout_s=10
+            )
+            with pytest.raises(PeerLostError, match=r"worker 1 asked server 0 at .* for 'pull'"):
+                connection.call("pull", {}, reply_bytes=1 << 16)
+            connection.close()
+            assert not connection._reader.is_alive()
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+def answer_with(listening: socket.socket, replies: list[bytes]) -> None:
+    for reply in replies:
+        accepted, _ = listening.accept()
+        channel = Channel(accepted)
+        mine = handshake.greeting("server 0")
+        handshake.admit(channel, mine, secret=SECRET, binding=b"", deadline=time.monotonic() + 10)
+        channel.send([reply])
+        channel.interrupt(socket.SHUT_WR)
+        channel.close()
