@@ -65,7 +65,7 @@ class RemoteStore:
     ) -> None:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
         self._tables: dict[str, _Table] = {}
-        self._first_step = 0
+        self._first_step: int | None = None
         self._unanswered: list[_Push] = []
         self._kept: deque[_Named] = deque(maxlen=KEPT_PULLS)
         self._connections: list[Connection] = []
@@ -89,15 +89,15 @@ class RemoteStore:
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make tables on every server. See `Store.declare`."""
         replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
-        if not self._tables:
-            self._go_on_from([int(reply.meta["step"]) for reply in replies])
+        if self._first_step is None:
+            self._first_step = self._go_on_from([int(reply.meta["step"]) for reply in replies])
         for spec in specs:
             self._tables[spec.name] = _Table(spec)
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Send one request to every server that owns any of the keys. See `Store.pull`."""
         pull = _Pull(self, wants, [self._deal(want.table, want.keys) for want in wants])
-        pull.send(self._connections, self._first_step + step)
+        pull.send(self._connections, self._number(step))
         if pull.named is not None:
             self._kept.append(pull.named)
         return pull
@@ -106,7 +106,7 @@ class RemoteStore:
         """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
         self.flush()
         named = next((pull for pull in reversed(self._kept) if pull.has_keys_of(changes)), _Named({}))
-        about = {"step": self._first_step + step, "weight": weight, "changes": [_header(change) for change in changes]}
+        about = {"step": self._number(step), "weight": weight, "changes": [_header(change) for change in changes]}
         parts = [_dealt(change, self._deal(change.table, change.keys)) for change in changes]
         for rank, connection in enumerate(self._connections):
             push = _Push(connection, about, [of_change[rank] for of_change in parts])
@@ -178,6 +178,10 @@ class RemoteStore:
                 f"there is no table {name!r}; tables: {sorted(self._tables)}.{did_you_mean(name, self._tables)}"
             ) from None
 
+    def _number(self, step: int) -> int:
+        """Return what the servers call this push of ours."""
+        return step + (self._first_step or 0)
+
     def _deal(self, name: str, keys: Keys) -> Deal:
         table = self.table(name)
         if table.last is None or table.last[0] is not keys:
@@ -188,12 +192,12 @@ class RemoteStore:
         pending = [connection.send(op, meta) for connection in self._connections]
         return [p.result() for p in pending]
 
-    def _go_on_from(self, steps: list[int]) -> None:
-        """Take up the count of an earlier process of this worker, which may have died between two servers."""
-        self._first_step = max(steps)
+    def _go_on_from(self, steps: list[int]) -> int:
+        """Return the first push of this process: an earlier one of this worker may have died between two servers."""
         for connection, had in zip(self._connections, steps, strict=True):
-            for step in range(had, self._first_step):
+            for step in range(had, max(steps)):
                 connection.call("push", {"step": step, "weight": 0.0, "pull_id": None, "changes": []})
+        return max(steps)
 
 
 class _Table:
