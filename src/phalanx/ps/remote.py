@@ -9,28 +9,24 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.ps.deal import Array, Deal
+from phalanx.ps.deal import Deal
+from phalanx.ps.exchange import NamedPull, PullRequest, PushRequest, dealt, header
 from phalanx.ps.placement import table_salt
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.store import Change, Keys, Pulled, Rows, TableReport, Want
-from phalanx.ps.wire.connection import Connection, Pending
+from phalanx.ps.store import Change, Keys, Pulled, TableReport, Want
+from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import Reply
 
 ServerMode = Literal["sync", "async", "bounded"]
 
 KEPT_PULLS = 8
 """Pulls that a push can name; a server remembers more."""
-
-_COLUMNS = ("counts", "shows", "clicks")
 
 
 class RemoteStore:
@@ -66,8 +62,8 @@ class RemoteStore:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
         self._tables: dict[str, _Table] = {}
         self._first_step: int | None = None
-        self._unanswered: list[_Push] = []
-        self._kept: deque[_Named] = deque(maxlen=KEPT_PULLS)
+        self._unanswered: list[PushRequest] = []
+        self._kept: deque[NamedPull] = deque(maxlen=KEPT_PULLS)
         self._connections: list[Connection] = []
         client = secrets.randbits(64)
         try:
@@ -96,22 +92,24 @@ class RemoteStore:
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Send one request to every server that owns any of the keys. See `Store.pull`."""
-        pull = _Pull(self, wants, [self._deal(want.table, want.keys) for want in wants])
+        deals = [self._deal(want.table, want.keys) for want in wants]
+        pull = PullRequest(wants, deals, [self._table(want.table).dim for want in wants], self.flush)
         pull.send(self._connections, self._number(step))
-        if pull.named is not None:
-            self._kept.append(pull.named)
+        self._kept.append(pull.named)
         return pull
 
     def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
         """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
         self.flush()
-        named = next((pull for pull in reversed(self._kept) if pull.has_keys_of(changes)), _Named({}))
-        about = {"step": self._number(step), "weight": weight, "changes": [_header(change) for change in changes]}
-        parts = [_dealt(change, self._deal(change.table, change.keys)) for change in changes]
+        named = next((pull for pull in reversed(self._kept) if pull.has_keys_of(changes)), NamedPull({}))
+        about = {"step": self._number(step), "weight": weight, "changes": [header(change) for change in changes]}
+        parts = [dealt(change, self._deal(change.table, change.keys)) for change in changes]
         for rank, connection in enumerate(self._connections):
-            push = _Push(connection, about, [of_change[rank] for of_change in parts])
+            push = PushRequest(connection, about, [of_change[rank] for of_change in parts])
             push.send(named.ids.get(rank))
             self._unanswered.append(push)
+        if named in self._kept:
+            self._kept.remove(named)  # servers forget it with its push
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `Store.flush`.
@@ -169,8 +167,7 @@ class RemoteStore:
         for connection in self._connections:
             connection.close()
 
-    def table(self, name: str) -> _Table:
-        """Return what is known of a declared table."""
+    def _table(self, name: str) -> _Table:
         try:
             return self._tables[name]
         except KeyError:
@@ -183,7 +180,7 @@ class RemoteStore:
         return step + (self._first_step or 0)
 
     def _deal(self, name: str, keys: Keys) -> Deal:
-        table = self.table(name)
+        table = self._table(name)
         if table.last is None or table.last[0] is not keys:
             table.last = keys, Deal.of(keys, table.salt, len(self._connections))
         return table.last[1]
@@ -207,112 +204,3 @@ class _Table:
         self.dim, self.salt = spec.dim, table_salt(spec.name)
         self.last: tuple[Keys, Deal] | None = None
         """The keys dealt last: those of a step's push are mostly those of its pull."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """What a push needs to name an earlier pull."""
-
-    keys: dict[str, Keys]
-    """By table."""
-
-    ids: dict[int, int] = field(default_factory=dict)
-    """What each server calls the pull, by the server's rank; known once the rows are."""
-
-    def has_keys_of(self, changes: Sequence[Change]) -> bool:
-        """Return whether a push of these changes can name this pull."""
-        return bool(self.ids) and all(
-            change.table in self.keys and _equal(self.keys[change.table], change.keys) for change in changes
-        )
-
-
-class _Pull:
-    """A pull under way on several servers."""
-
-    def __init__(self, store: RemoteStore, wants: Sequence[Want], deals: list[Deal]) -> None:
-        self._store, self._wants, self._deals = store, wants, deals
-        self._asked: dict[int, tuple[Connection, dict[str, Any], list[Array], Pending]] = {}
-        self._rows: list[Rows] | None = None
-        keys = {want.table: want.keys for want in wants}
-        self.named = _Named(keys) if len(keys) == len(wants) else None
-
-    def send(self, connections: Sequence[Connection], step: int) -> None:
-        """Ask every server that owns some of the keys."""
-        for rank, connection in enumerate(connections):
-            keys = [deal.keys[rank] for deal in self._deals]
-            if any(map(len, keys)):
-                tables = [[want.table, len(k)] for want, k in zip(self._wants, keys, strict=True)]
-                meta = {"step": step, "tables": tables, "keep": self.named is not None}
-                pending = connection.send("pull", meta, keys, reply_bytes=self._room(tables))
-                self._asked[rank] = connection, meta, keys, pending
-
-    def rows(self) -> list[Rows]:
-        """Wait and return one (n, dim) array per `Want`."""
-        if self._rows is None:
-            # The answers to earlier pushes have come before these; an error of theirs comes first.
-            self._store.flush()
-            answers = {rank: self._answer(rank) for rank in self._asked}
-            self._rows = [
-                deal.joined({rank: arrays[i] for rank, arrays in answers.items()}, self._store.table(want.table).dim)
-                for i, (want, deal) in enumerate(zip(self._wants, self._deals, strict=True))
-            ]
-            self._asked.clear()
-        return self._rows
-
-    def _answer(self, rank: int) -> Sequence[Array]:
-        connection, meta, keys, pending = self._asked[rank]
-        reply = pending.result()
-        if "need_push" in reply.meta:
-            # A push before this pull had to be sent again, and came behind it.
-            reply = connection.call("pull", meta, keys, reply_bytes=self._room(meta["tables"]))
-        if self.named is not None:
-            self.named.ids[rank] = int(reply.meta["pull_id"])
-        return reply.arrays
-
-    def _room(self, tables: Sequence[Sequence[Any]]) -> int:
-        return sum(4 * self._store.table(name).dim * n + 64 for name, n in tables)
-
-
-class _Push:
-    """A push under way on one server.
-
-    Args:
-        connection: To the server.
-        about: What goes with it.
-        parts: Per change its keys, values and columns, as far as this server owns them.
-    """
-
-    def __init__(self, connection: Connection, about: Mapping[str, Any], parts: list[list[Array]]) -> None:
-        self._connection, self._about, self._parts = connection, about, parts
-        self._pending: Pending | None = None
-
-    def send(self, pull_id: int | None) -> None:
-        """Send the push, without keys if it names a pull."""
-        start = 0 if pull_id is None else 1
-        arrays = [array for part in self._parts for array in part[start:]]
-        self._pending = self._connection.send("push", {**self._about, "pull_id": pull_id}, arrays)
-
-    def wait(self) -> None:
-        """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
-        if self._pending is None:
-            self.send(None)
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        if pending.result().meta.get("need_keys"):
-            self.wait()
-
-
-def _header(change: Change) -> dict[str, Any]:
-    columns = {column: True for column in _COLUMNS if getattr(change, column) is not None}
-    return {"table": change.table, "kind": change.kind, "lr": change.lr, **columns}
-
-
-def _dealt(change: Change, deal: Deal) -> list[list[Array]]:
-    """Return the arrays of a change by server, the keys first."""
-    columns = [getattr(change, column) for column in _COLUMNS]
-    arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
-    return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]
-
-
-def _equal(known: Keys, keys: Keys) -> bool:
-    return known is keys or np.array_equal(known, keys)

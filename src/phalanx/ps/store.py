@@ -99,7 +99,7 @@ class Store(Protocol):
         """Ask for rows. Reading changes nothing: an id without a row reads as what it would start from.
 
         Args:
-            wants: Any number of entries; a table may come more than once.
+            wants: One entry per table.
             step: Pushes this worker has made so far; sync and bounded modes wait by it.
         """
         ...

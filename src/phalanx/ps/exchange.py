@@ -1,0 +1,133 @@
+"""One pull and one push as requests to servers: what is sent, what is waited for, what is sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.ps.deal import Array, Deal
+from phalanx.ps.store import Change, Keys, Rows, Want
+from phalanx.ps.wire.connection import Connection, Pending
+
+_COLUMNS = ("counts", "shows", "clicks")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedPull:
+    """What a push needs to name an earlier pull."""
+
+    keys: dict[str, Keys]
+    """By table."""
+
+    ids: dict[int, int] = field(default_factory=dict)
+    """What each server calls the pull, by the server's rank; known once the rows are."""
+
+    def has_keys_of(self, changes: Sequence[Change]) -> bool:
+        """Return whether a push of these changes can name this pull."""
+        return bool(self.ids and changes) and all(
+            change.table in self.keys and _equal(self.keys[change.table], change.keys) for change in changes
+        )
+
+
+class PullRequest:
+    """A pull under way on several servers.
+
+    Args:
+        wants: What is asked.
+        deals: Which server owns which keys, per want.
+        dims: Values per row, per want.
+        before: Called before the rows are read; the answers to earlier pushes have come when those to this pull have,
+            and an error among them comes first.
+    """
+
+    def __init__(
+        self, wants: Sequence[Want], deals: Sequence[Deal], dims: Sequence[int], before: Callable[[], None]
+    ) -> None:
+        self._wants, self._deals, self._dims, self._before = wants, deals, dims, before
+        self._asked: dict[int, tuple[Connection, dict[str, Any], list[Array], Pending]] = {}
+        self._rows: list[Rows] | None = None
+        self.named = NamedPull({want.table: want.keys for want in wants})
+
+    def send(self, connections: Sequence[Connection], step: int) -> None:
+        """Ask every server that owns some of the keys."""
+        for rank, connection in enumerate(connections):
+            keys = [deal.keys[rank] for deal in self._deals]
+            if any(map(len, keys)):
+                tables = [[want.table, len(k)] for want, k in zip(self._wants, keys, strict=True)]
+                meta = {"step": step, "tables": tables, "keep": True}
+                pending = connection.send("pull", meta, keys, reply_bytes=self._room(keys))
+                self._asked[rank] = connection, meta, keys, pending
+
+    def rows(self) -> list[Rows]:
+        """Wait and return one (n, dim) array per `Want`."""
+        if self._rows is None:
+            self._before()
+            answers = {rank: self._answer(rank) for rank in self._asked}
+            self._rows = [
+                deal.joined({rank: arrays[i] for rank, arrays in answers.items()}, dim)
+                for i, (deal, dim) in enumerate(zip(self._deals, self._dims, strict=True))
+            ]
+            self._asked.clear()
+        return self._rows
+
+    def _answer(self, rank: int) -> Sequence[Array]:
+        connection, meta, keys, pending = self._asked[rank]
+        reply = pending.result()
+        if "need_push" in reply.meta:
+            # A push before this pull had to be sent again, and came behind it.
+            reply = connection.call("pull", meta, keys, reply_bytes=self._room(keys))
+        self.named.ids[rank] = int(reply.meta["pull_id"])
+        return reply.arrays
+
+    def _room(self, keys: Sequence[Keys]) -> int:
+        """Return the bytes of the rows of these keys, each array beginning at a multiple of 64."""
+        return sum(4 * dim * len(k) + 64 for k, dim in zip(keys, self._dims, strict=True))
+
+
+class PushRequest:
+    """A push under way on one server.
+
+    Args:
+        connection: To the server.
+        about: What goes with it.
+        parts: Per change its keys, values and columns, as far as this server owns them.
+    """
+
+    def __init__(self, connection: Connection, about: Mapping[str, Any], parts: list[list[Array]]) -> None:
+        self._connection, self._about, self._parts = connection, about, parts
+        self._pending: Pending | None = None
+
+    def send(self, pull_id: int | None) -> None:
+        """Send the push, without keys if it names a pull."""
+        start = 0 if pull_id is None else 1
+        arrays = [array for part in self._parts for array in part[start:]]
+        self._pending = self._connection.send("push", {**self._about, "pull_id": pull_id}, arrays)
+
+    def wait(self) -> None:
+        """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
+        if self._pending is None:
+            self.send(None)
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        if pending.result().meta.get("need_keys"):
+            self.wait()
+
+
+def header(change: Change) -> dict[str, Any]:
+    """Return what a push says of a change beside its arrays."""
+    columns = {column: True for column in _COLUMNS if getattr(change, column) is not None}
+    return {"table": change.table, "kind": change.kind, "lr": change.lr, **columns}
+
+
+def dealt(change: Change, deal: Deal) -> list[list[Array]]:
+    """Return the arrays of a change by server, the keys first."""
+    columns = [getattr(change, column) for column in _COLUMNS]
+    arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
+    return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]
+
+
+def _equal(known: Keys, keys: Keys) -> bool:
+    return known is keys or np.array_equal(known, keys)
