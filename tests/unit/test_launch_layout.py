@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch import environment, tables
+from phalanx.launch import environment, report
 from phalanx.launch.layout import Layout, Offer, arrange, check_terms
 
 
@@ -152,20 +152,20 @@ def test_server_and_worker_read_what_fleet_wrote() -> None:
 def test_the_environment_table_shows_no_secret() -> None:
     layout = second_node()
     variables = environment.build(layout.local[0], layout, facts(), {"AWS_SECRET": "hush"}) | {"MY_TOKEN": "hush"}
-    text = tables.environment_table(environment.shown(layout.local[0], "collective", variables))
+    text = report.environment_table(environment.shown(layout.local[0], "collective", variables))
     assert "hush" not in text
     assert re.search(r"\| PADDLE_TRAINERS_NUM +3 \|", text)
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
 def test_a_long_value_is_cut_in_the_middle() -> None:
-    text = tables.environment_table([("NAME", "a" * 100 + "b" * 100)])
+    text = report.environment_table([("NAME", "a" * 100 + "b" * 100)])
     assert re.search(r"a{20,}\.\.\.b{20,}", text)
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
 def test_the_banner_is_framed() -> None:
-    lines = tables.banner([("gpus", "0,1"), ("ips", "127.0.0.1")]).splitlines()
+    lines = report.banner([("gpus", "0,1"), ("ips", "127.0.0.1")]).splitlines()
     assert lines[0] == "----------- Configuration Arguments -----------"
     assert lines[1:] == ["gpus: 0,1", "ips: 127.0.0.1", "-" * len(lines[0])]
 

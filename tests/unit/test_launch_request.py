@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import LaunchError
+from phalanx.errors import ConfigError, LaunchError
 from phalanx.launch import cards, machine, nodes, request
 from phalanx.launch.machine import Machine
 from phalanx.launch.options import Options
@@ -129,8 +129,11 @@ def test_endpoint_lists_give_each_host_its_processes(script: str, this_host: Non
     ("flags", "message"),
     [
         ({"servers": "10.0.0.2:6000", "workers": ""}, "--workers is empty"),
-        ({"servers": "10.0.0.2", "workers": "10.0.0.2:1"}, "'10.0.0.2' is not an endpoint"),
-        ({"servers": "10.0.0.2:70000", "workers": "10.0.0.2:1"}, "port from 1 to 65535"),
+        (
+            {"servers": "10.0.0.2", "workers": "10.0.0.2:1"},
+            "--servers must list host:port entries .*, found '10.0.0.2'",
+        ),
+        ({"servers": "10.0.0.2:70000", "workers": "10.0.0.2:1"}, "ports from 1 to 65535"),
         ({"servers": "10.0.0.2:1", "workers": "10.0.0.2:1"}, "10.0.0.2:1 is listed 2 times"),
         (
             {"servers": "10.0.0.2:1", "workers": "10.0.0.2:2", "worker_num": 2},
@@ -139,7 +142,7 @@ def test_endpoint_lists_give_each_host_its_processes(script: str, this_host: Non
     ],
 )
 def test_endpoint_lists_are_checked(script: str, this_host: None, flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(ConfigError, match=message):
         request.resolve(options(script, **flags), CPU)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.hostlist import expand_hosts
+from phalanx.cluster.environment import expand_hosts
 from phalanx.cluster.role import Role
 from phalanx.cluster.steps import PORT_BASE, PORT_SPAN, derived_port
 from phalanx.errors import RoleError

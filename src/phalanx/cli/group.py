@@ -15,7 +15,7 @@ _COMMANDS = {
         "command",
         "Start a script on every process of this host and watch over it.",
     ),
-    "ps": ("phalanx.launch.ps", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
     "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.cluster.environment import Environment
-from phalanx.cluster.hostlist import expand_hosts
+from phalanx.cluster.environment import Environment, expand_hosts
 from phalanx.cluster.steps import FIRST_SPECIAL_STEP, derived_port
 from phalanx.errors import LaunchError, did_you_mean
 

@@ -1,4 +1,4 @@
-"""Read typed values from environment variables, with errors that name the variable."""
+"""Read typed values and lists of hosts from environment variables, with errors that name the variable."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _LISTS = {
     "server_endpoints": ("PHALANX_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST"),
     "heter_endpoints": ("PHALANX_HETER_ENDPOINTS", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
 }
+_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -108,5 +110,47 @@ def split_endpoint(endpoint: str, source: str) -> tuple[str, int]:
     """
     host, colon, port = endpoint.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) <= 65535):
-        raise RoleError(f"{source} must list host:port entries, found {endpoint!r}. Write for example 10.0.0.1:6170.")
+        raise RoleError(
+            f"{source} must list host:port entries with ports from 1 to 65535, found {endpoint!r}. "
+            "Write for example 10.0.0.1:6170."
+        )
     return host.strip("[]"), int(port)
+
+
+def expand_hosts(compact: str) -> list[str]:
+    """Return the host names of `gpu[01-03,7],login` in order, leading zeros kept.
+
+    Raises:
+        RoleError: If a bracket is not a list of numbers and ranges.
+    """
+    hosts: list[str] = []
+    for part in _OUTSIDE_BRACKETS.split(compact):
+        hosts += _expand(part.strip())
+    if not all(hosts) or any(c in host for host in hosts for c in "[] "):
+        raise _malformed(compact)
+    return hosts
+
+
+def _expand(pattern: str) -> list[str]:
+    bracket = _BRACKET.search(pattern)
+    if bracket is None:
+        return [pattern]
+    before, after = pattern[: bracket.start()], pattern[bracket.end() :]
+    return [before + n + tail for n in _numbers(bracket[1], pattern) for tail in _expand(after)]
+
+
+def _numbers(ranges: str, pattern: str) -> list[str]:
+    numbers: list[str] = []
+    for entry in ranges.split(","):
+        first, dash, last = entry.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise _malformed(pattern)
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _malformed(text: str) -> RoleError:
+    return RoleError(
+        f"A host list must look like node[01-03,7],login, found {text!r}. Set MASTER_ADDR to name the first host."
+    )

@@ -6,8 +6,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from phalanx.cluster.environment import Environment, split_endpoint
-from phalanx.cluster.hostlist import expand_hosts
+from phalanx.cluster.environment import Environment, expand_hosts, split_endpoint
 from phalanx.cluster.role import Kind, Role
 from phalanx.errors import RoleError
 

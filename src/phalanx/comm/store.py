@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.cluster import port_owner
+from phalanx.cluster import network
 from phalanx.cluster.environment import split_endpoint
 from phalanx.cluster.messages import text
 from phalanx.cluster.role import Role
@@ -206,7 +206,7 @@ def _listen(host: str, port: int, timeout_s: float) -> Store:
         return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     except dist.DistNetworkError as error:
         is_taken = "EADDRINUSE" in str(error) or "in use" in str(error)
-        reason = f"the port is in use by {port_owner.owner(port)}" if is_taken else str(error)
+        reason = f"the port is in use by {network.port_owner(port)}" if is_taken else str(error)
         raise ConfigError(
             f"Rank 0 was to hold the job's store at {host}:{port}, but could not: {reason}. "
             "End the process that has the port, or choose another MASTER_PORT."

@@ -18,8 +18,8 @@ from phalanx.launch import environment, logs
 from phalanx.launch.console import Console
 from phalanx.launch.layout import Process
 from phalanx.launch.link_handle import LinkHandle
+from phalanx.launch.processes import StopSignals
 from phalanx.launch.report import how
-from phalanx.launch.signals import StopSignals
 from phalanx.launch.start import Starter
 from phalanx.launch.verdict import Ending, is_consequence
 

@@ -10,8 +10,8 @@ from phalanx.launch.options import Options
 def ranks_per_node(options: Options, machine: Machine) -> int:
     """Return how many workers this host runs in collective mode.
 
-    What the user said; else one per card; else 1: on CPU one process already uses every core through its
-    threads, and a second one changes the global batch, so that is never done unasked.
+    What the user said; else one per card; else 1: on CPU one process already uses every core through its threads, and a
+    second one changes the global batch, so that is never done unasked.
 
     Raises:
         LaunchError: If cards were asked for that are not there, or more ranks than cards.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wants_servers: bool = False) -> None:
     """Run the launcher and leave the process with its exit code.
 
-    The fork server starts before anything else is imported: its import of torch is the longest part of every
-    start, and everything the launcher does meanwhile is free.
+    The fork server starts before anything else is imported: its import of torch is the longest part of every start, and
+    everything the launcher does meanwhile is free.
 
     Args:
         arguments: Command line without the program; `sys.argv[1:]` when omitted.

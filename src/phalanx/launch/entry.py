@@ -48,12 +48,9 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn a freshly forked child into what `message` asks for. Never returns.
 
     Args:
-        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `cwd`, `log` (file
-        for both
-            output streams), `log_format`, and for a script `script`, `args` and `error_file`, `rank`; for
-            the others `config`.
-        fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the
-        environment.
+        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `cwd`, `log` (file for both
+            output streams), `log_format`, and for a script `script`, `args`, `error_file`, `rank`; for others `config`.
+        fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the environment.
     """
     code = 1
     try:
@@ -68,12 +65,19 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
 
 def _run_service(message: dict[str, Any], fds: list[int]) -> int:
     if message["target"] == "store":
-        from phalanx.launch.store import serve
-
-        return serve(fds[0], **message["config"])
+        return _hold_store(fds[0], **message["config"])
     from phalanx.launch.link import join
 
     return join(fds, **message["config"])
+
+
+def _hold_store(listen_fd: int, host: str, port: int) -> NoReturn:
+    """Hold the job's key-value store, which so outlives every rank, until this process is told to end."""
+    from torch._C._distributed_c10d import TCPStore
+
+    _store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
+    while True:
+        signal.pause()
 
 
 def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
@@ -219,9 +223,8 @@ def _write_error_record(
 def _finish(code: int, failed: bool) -> int:
     """Do what interpreter shutdown does, but so that a communication thread cannot abort the process.
 
-    Backends free tensors from their own threads; during real shutdown that ends in SIGABRT now and then,
-    and a good run counts as failed. So: threads, exit handlers, process group, one collection, and then the
-    process ends at once.
+    Backends free tensors from their own threads; during real shutdown that ends in SIGABRT now and then, and a good run
+    counts as failed. So: threads, exit handlers, process group, one collection, and then the process ends at once.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -266,7 +269,6 @@ def _leave_process_group() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # closed by the script, or its disk is full: nothing more to save
+        # Closed by the script, or its disk is full: nothing more to save.
+        with contextlib.suppress(ValueError, OSError):
             stream.flush()

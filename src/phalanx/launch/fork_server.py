@@ -1,14 +1,12 @@
 """The process that has torch imported and forks every other process of the job.
 
-It has one thread, forks from it, and never touches CUDA. It serves one launcher over one socket; when that
-socket closes, for whatever reason, it kills everything it ever started, and what that started, and ends.
+It has one thread, forks from it, and never touches CUDA. It serves one launcher over one socket; when that socket
+closes, for whatever reason, it kills everything it ever started, and what that started, and ends.
 
-    launcher -> server   {"configure": {name: value}}                     environment fixed before libraries
-    are loaded
+    launcher -> server   {"configure": {name: value}}                     environment, before libraries are loaded
                          {"spawn": id, "target": ..., ...} + descriptors   see `entry.run_child`
                          {"signal": number, "ids": [...]}                  to the process groups of these
-    server -> launcher   {"ready": true, "torch": ..., "threads": n}
-                         {"spawned": id, "pid": n}
+    server -> launcher   {"spawned": id, "pid": n}
                          {"exited": id, "status": wait status, "time": seconds since the epoch}
                          {"fatal": text}                                   torch cannot be imported
 """
@@ -20,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from typing import Any, NoReturn
 
@@ -128,7 +125,4 @@ def main() -> None:
         wire.send(launcher, {"fatal": f"torch cannot be imported: {error}"})
         return
     entry.prepare()
-    version = str(sys.modules["torch"].__version__)
-    with contextlib.suppress(BrokenPipeError):
-        wire.send(launcher, {"ready": True, "torch": version, "threads": preload.thread_count()})
-        ForkServer(launcher).serve()
+    ForkServer(launcher).serve()

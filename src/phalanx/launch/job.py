@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster import messages
-from phalanx.launch import allocated, environment, ports, registry, report, staging, tables, wire
+from phalanx.launch import allocated, environment, machine, registry, report, staging, wire
 from phalanx.launch.attempt import POLL_S, Attempt, Outcome
 from phalanx.launch.console import Console
 from phalanx.launch.layout import Layout, Offer, arrange
@@ -20,9 +20,9 @@ from phalanx.launch.link_handle import LinkHandle
 from phalanx.launch.logs import LogFolder, shown
 from phalanx.launch.machine import Machine
 from phalanx.launch.options import Options
+from phalanx.launch.processes import StopSignals
 from phalanx.launch.request import ROLES, Request, check_script, resolve
 from phalanx.launch.server_handle import ServerHandle
-from phalanx.launch.signals import StopSignals
 from phalanx.launch.start import Starter
 from phalanx.launch.verdict import first_failure
 from phalanx.versions import require_torch
@@ -45,8 +45,8 @@ class Job:
         """Run the job to its end.
 
         Returns:
-            The exit code: 0 after success, else that of the process that failed first (128 + signal), or
-            128 + the signal that stopped the launcher.
+            The exit code: 0 after success, else that of the process that failed first (128 + signal), or 128 + the
+            signal that stopped the launcher.
 
         Raises:
             PhalanxError: If the job cannot be started, or another host is missing or lost.
@@ -58,7 +58,7 @@ class Job:
         request = resolve(self._options, here)
         self._secret = staging.job_secret(request, self._inherited)
         threads = self._fix_threads(request, here)
-        self._console.write(tables.banner(self._options.banner_items()))
+        self._console.write(report.banner(self._options.banner_items()))
         self._say_mode(request, here)
         if flag := self._options.misplaced:
             logger.warning(
@@ -216,7 +216,7 @@ class Job:
         with theirs:
             meeting = None
             if nodes.rank == 0:
-                meeting = ports.bind(nodes.address, port, flag="--http_port", listen=True)
+                meeting = machine.bind(nodes.address, port, flag="--http_port", listen=True)
                 fds.append(meeting.fileno())
             self._server.spawn(
                 "link",
@@ -252,7 +252,7 @@ class Job:
                 len(here),
             )
             variables = environment.build(here[0], layout, facts, self._inherited)
-            self._console.write(tables.environment_table(environment.shown(here[0], facts.mode, variables)))
+            self._console.write(report.environment_table(environment.shown(here[0], facts.mode, variables)))
         logger.info(staging.log_hint(layout, facts.mode, facts.log_dir))
 
 

@@ -1,12 +1,13 @@
 """The process through which the launchers of several hosts meet, agree on the layout and share bad news.
 
-It holds, or joins, a TCPStore at one documented port of the first host. Nothing else of ours listens on the
-network: the store is torch's own, as unauthenticated as every store torch opens.
+It holds, or joins, a TCPStore at one documented port of the first host. Nothing else of ours listens on the network:
+the store is torch's own, as unauthenticated as every store torch opens.
 
-    launcher -> link   {"offer": {...}, "attempt": n}    {"failed": [endings], "attempt": n}    {"done": n}
-     {"bye": true} link -> launcher   {"waiting": [nodes], "why": text}    {"offers": [...], "attempt": n}
-     {"failures": [...], "attempt": n}
-                       {"all_done": n}    {"error": text, "user": bool}    {"bye": true}
+    launcher -> link   {"offer": {...}, "attempt": n}   {"failed": [endings], "attempt": n}
+                       {"done": n}   {"bye": true}
+    link -> launcher   {"waiting": [nodes], "why": text}   {"offers": [...], "attempt": n}
+                       {"failures": [...], "attempt": n}   {"all_done": n}
+                       {"error": text, "user": bool}   {"bye": true}
 
 `user` says that the user can correct it. A host that finds one of the others started with other terms says so in the
 store, and looks at the hosts that are late: with another list, or another order, they hold a store of their own.
@@ -33,8 +34,8 @@ POLL_S = 0.1
 
 BEAT_S = 0.5
 LOST_AFTER_S = 6.0
-"""Silence after which a host counts as lost. Far above scheduling delays of a busy host: a failure inside it
-is told at once, and one of its network breaks the ranks' own connections first."""
+"""Silence after which a host counts as lost. Far above scheduling delays of a busy host: a failure inside it is told at
+once, and one of its network breaks the ranks' own connections first."""
 
 SAY_S = 3.0
 """How often missing hosts are named."""

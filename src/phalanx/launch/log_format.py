@@ -84,8 +84,7 @@ def configure_rank(name: str | None) -> None:
     """Show log lines in a rank's output.
 
     Args:
-        name: A format the user asked for, which then holds for the script's own lines too; None leaves those
-        alone and
+        name: A format the user asked for, which then holds for the script's own lines too; None leaves those alone and
             shows ours in the default format.
     """
     if name is not None:

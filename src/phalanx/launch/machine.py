@@ -1,7 +1,8 @@
-"""What this machine offers a job: cores, cards, addresses. Looked at without importing torch."""
+"""What this machine offers a job: cores, cards, addresses, ports. Looked at without importing torch."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster import messages
+from phalanx.cluster import messages, network
 from phalanx.errors import LaunchError
 from phalanx.launch.preload import is_cuda_build, torch_libraries
 
@@ -145,3 +146,39 @@ def address_towards(peer: str) -> str:
                 f"No route from this host to {peer} ({error.strerror}). Check the address and the network."
             ) from None
         return str(probe.getsockname()[0])
+
+
+def bind(address: str, port: int, *, flag: str, listen: bool = False) -> socket.socket:
+    """Return a TCP socket bound to `address`.
+
+    Args:
+        address: An address of this host.
+        port: Port, or 0 for one the system chooses.
+        flag: What asked for the port, for the message.
+        listen: Whether to listen at once, so that early clients wait instead of being refused.
+
+    Raises:
+        LaunchError: If the port is taken; names the process that has it.
+    """
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:
+            # A run that just ended leaves its fixed port in TIME_WAIT. For port 0 the option would let the
+            # system hand out a port that another bound, not yet listening socket has.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, port))
+        if listen:
+            made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise _bind_error(address, port, flag, error) from None
+    return made
+
+
+def _bind_error(address: str, port: int, flag: str, error: OSError) -> LaunchError:
+    if error.errno == errno.EADDRINUSE:
+        held = network.port_owner(port)
+        return LaunchError(messages.text("port in use", flag=flag, port=port, address=address, owner=held))
+    if error.errno == errno.EADDRNOTAVAIL:
+        return LaunchError(f"{flag} {port}: {address} is not an address of this host. Correct the address.")
+    return LaunchError(f"{flag} {port} on {address} cannot be bound ({error.strerror}). Choose another port.")

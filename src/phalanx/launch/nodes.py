@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.cluster.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch import machine as hosts
 from phalanx.launch.machine import Machine
-from phalanx.launch.options import DEFAULT_PORT, Options
+from phalanx.launch.options import Options
 
 _ANYWHERE = "192.0.2.1"
 """An address for documentation: no host has it, so packets to it leave by the default route."""
@@ -18,8 +19,7 @@ class Nodes:
     """The hosts of a job as one of them sees it."""
 
     hosts: tuple[str, ...]
-    """Address of every host by node rank; only the first is known when the job was given as a count of
-    hosts."""
+    """Address of every host by node rank; only the first is known when the job was given as a count of hosts."""
 
     count: int
     rank: int
@@ -40,26 +40,11 @@ class Nodes:
         return known[rank] if rank < len(known) else f"node {rank}"
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split `ip:port`.
-
-    Raises:
-        LaunchError: If it is not one.
-    """
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise LaunchError(
-            f"'{endpoint}' is not an endpoint. Write ip:port with a port from 1 to 65535, e.g. 10.0.0.1:6170."
-        )
-    return host, int(port)
-
-
 def collective_nodes(options: Options, machine: Machine) -> Nodes:
     """Return the hosts named by `--ips`, or counted by `--nnodes` and `--master_addr`.
 
     Raises:
-        LaunchError: If an address is no address, none or several of them are this host's, or the counts
-        disagree.
+        LaunchError: If an address is none, none or several of them are this host's, or the counts disagree.
     """
     if options.ips is not None:
         listed = tuple(part.strip() for part in options.ips.split(",") if part.strip())
@@ -134,7 +119,7 @@ def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> No
     Raises:
         LaunchError: As `collective_nodes`.
     """
-    return _choose(options, machine, tuple(dict.fromkeys(split_endpoint(e)[0] for e in endpoints)))
+    return _choose(options, machine, tuple(dict.fromkeys(split_endpoint(e, "an endpoint list")[0] for e in endpoints)))
 
 
 def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
@@ -191,8 +176,3 @@ def _reachable(host: str) -> str:
             "reach. Write its network address instead, or remove that line."
         )
     return address
-
-
-def meeting_point(nodes: Nodes, port: int | None) -> str:
-    """Return `ip:port` at which the launchers meet."""
-    return f"{nodes.hosts[0]}:{port or DEFAULT_PORT}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from phalanx.cluster.allocation import Counts
 
 DEFAULT_PORT = 29500
-"""Port on the first host at which the launchers of several hosts meet, unless `--http_port` says
-otherwise."""
+"""Port on the first host at which the launchers of several hosts meet, unless `--http_port` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

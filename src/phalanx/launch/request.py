@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.cluster import messages
+from phalanx.cluster.environment import split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch.cards import deal_cards, ranks_per_node
 from phalanx.launch.machine import Machine
-from phalanx.launch.nodes import Nodes, collective_nodes, listed_nodes, split_endpoint
+from phalanx.launch.nodes import Nodes, collective_nodes, listed_nodes
 from phalanx.launch.options import DEFAULT_PORT, Options
 
 Mode = Literal["collective", "ps"]
@@ -58,7 +59,7 @@ def resolve(options: Options, machine: Machine) -> Request:
     """Check what the user asked for against the machine.
 
     Raises:
-        LaunchError: For the first thing that cannot work; says what was asked, what was found and what to do.
+        ConfigError: For the first thing that cannot work; says what was asked, what was found and what to do.
     """
     mode, given = detect_mode(options)
     if mode == "collective" and options.server_dir is not None:
@@ -74,7 +75,7 @@ def resolve(options: Options, machine: Machine) -> Request:
     elif options.servers or options.workers:
         endpoints = _listed_endpoints(options)
         nodes = listed_nodes(options, machine, [e for role in ROLES for e in endpoints[role]])
-        counts = {role: sum(split_endpoint(e)[0] == nodes.address for e in endpoints[role]) for role in ROLES}
+        counts = {role: sum(e.rpartition(":")[0] == nodes.address for e in endpoints[role]) for role in ROLES}
     else:
         nodes = collective_nodes(options, machine)
         counts = _ps_counts(options)
@@ -156,7 +157,7 @@ def _listed_endpoints(options: Options) -> dict[RoleName, tuple[str, ...]]:
                 f"--{role}_num or correct the list."
             )
         for endpoint in lists[role]:
-            split_endpoint(endpoint)
+            split_endpoint(endpoint, f"--{role}s")
     for role in ("server", "worker"):
         if not lists[role]:
             raise LaunchError(

@@ -12,13 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from phalanx.cluster import network
-from phalanx.cluster.environment import Environment
+from phalanx.cluster.environment import Environment, split_endpoint
 from phalanx.errors import LaunchError
-from phalanx.launch import ports, registry
+from phalanx.launch import machine, registry
 from phalanx.launch.environment import JobFacts
 from phalanx.launch.layout import Layout, Offer, Process
 from phalanx.launch.logs import shown
-from phalanx.launch.nodes import split_endpoint
 from phalanx.launch.options import Options
 from phalanx.launch.request import ROLES, Request, RoleName
 
@@ -57,8 +56,8 @@ class Stage:
     def hand_over(self, *, keep_endpoints: bool) -> None:
         """Close our copies, now that the processes have theirs.
 
-        A listening socket that we still held would let the peers of a dead process connect, and wait for ever: which
-        is right where that process is started again, and wrong everywhere else.
+        A listening socket that we still held would let the peers of a dead process connect, and wait for ever: which is
+        right where that process is started again, and wrong everywhere else.
         """
         if self.store is not None:
             self.store.close()
@@ -66,12 +65,12 @@ class Stage:
             self._open.close()
 
     def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
-        return self._open.enter_context(ports.bind(self.request.nodes.address, port, flag=flag, listen=listen))
+        return self._open.enter_context(machine.bind(self.request.nodes.address, port, flag=flag, listen=listen))
 
     def _wanted_ports(self, role: RoleName) -> list[int]:
         if not self.request.endpoints:
             return [0] * self.request.counts.get(role, 0)
-        listed = [split_endpoint(endpoint) for endpoint in self.request.endpoints[role]]
+        listed = [split_endpoint(endpoint, f"--{role}s") for endpoint in self.request.endpoints[role]]
         return [port for host, port in listed if host == self.request.nodes.address]
 
     def offer(self, job_id: str, options: Options, secret: str) -> Offer:

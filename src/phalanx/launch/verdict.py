@@ -1,8 +1,8 @@
 """Which process failed first. Pure.
 
-When one rank dies the others fail too, often within a millisecond and sometimes before its end is noticed.
-So an ending is judged by its kind before its time: a signal that we did not send is a cause; then an
-exception of the script's own; an error that says a peer is gone is a consequence.
+When one rank dies the others fail too, often within a millisecond and sometimes before its end is noticed. So an ending
+is judged by its kind before its time: a signal that we did not send is a cause; then an exception of the script's own;
+an error that says a peer is gone is a consequence.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def is_consequence(ending: Ending) -> bool:
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """Return the ending that started the failure, or None when nothing failed.
 
-    When all failures only say that a peer is gone, and a process had ended with exit code 0 by itself, that
-    early end is the cause: it closed its connections before its exit could be seen, so its time says nothing.
+    When all failures only say that a peer is gone, and a process had ended with exit code 0 by itself, that early end
+    is the cause: it closed its connections before its exit could be seen, so its time says nothing.
     """
     seen: Sequence[Ending] = list(endings)
     failures = sorted((e for e in seen if e.failed), key=lambda e: (_weight(e), e.time))
