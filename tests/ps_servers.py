@@ -27,14 +27,34 @@ SECRET = bytes(range(32))
 class Endpoints(list[str]):
     """`host:port` of each server by rank, and the processes behind them."""
 
-    def __init__(self, endpoints: list[str], processes: list[BaseProcess], logs: list[Path]) -> None:
+    def __init__(self, endpoints: list[str], workers: int, env: Mapping[str, str], folder: Path) -> None:
         super().__init__(endpoints)
-        self.processes = processes
-        self._logs = logs
+        self.processes: list[BaseProcess] = []
+        self._workers, self._env = workers, dict(env)
+        self._logs = [folder / f"serverlog.{rank}" for rank in range(len(endpoints))]
 
     def log(self, rank: int) -> str:
         """Return what a server has written so far."""
         return self._logs[rank].read_text(errors="replace")
+
+    def start(self, rank: int, bound: socket.socket, attempt: int = 0) -> BaseProcess:
+        """Start a server at the socket bound for it."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(ranks.PRELOAD)
+        env = {**self._env, "PHALANX_ATTEMPT": str(attempt)}
+        arguments = (rank, list(self), self._workers, bound, str(self._logs[rank]), env)
+        process = context.Process(target=_serve, args=arguments, name=f"server {rank}")
+        with ranks.bare_main():
+            process.start()
+        bound.close()
+        return process
+
+    def kill_and_restart(self, rank: int) -> None:
+        """Kill a server without a word, and start it again at its address, as the launcher does."""
+        self.processes[rank].kill()
+        self.processes[rank].join()
+        self.processes[rank].close()
+        self.processes[rank] = self.start(rank, _bound(int(self[rank].rpartition(":")[2])), attempt=1)
 
 
 @contextlib.contextmanager
@@ -46,37 +66,29 @@ def servers(n: int = 1, *, workers: int = 1, env: Mapping[str, str] | None = Non
     Args:
         n: Number of servers.
         workers: Number of workers.
-        env: Variables added to the servers' environment.
+        env: Variables added to the servers' environment; `{rank}` in a value is the server's rank.
 
     Raises:
         AssertionError: If a server failed by itself; with its log.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(ranks.PRELOAD)
     bound = [_bound() for _ in range(n)]
-    endpoints = ["127.0.0.1:" + str(made.getsockname()[1]) for made in bound]
+    addresses = [f"127.0.0.1:{made.getsockname()[1]}" for made in bound]
     with tempfile.TemporaryDirectory(prefix="phalanx-servers-") as folder:
-        logs = [Path(folder) / f"serverlog.{rank}" for rank in range(n)]
-        processes: list[BaseProcess] = []
+        endpoints = Endpoints(addresses, workers, env or {}, Path(folder))
         try:
             for rank, made in enumerate(bound):
-                arguments = (rank, endpoints, workers, made, str(logs[rank]), dict(env or {}))
-                process = context.Process(target=_serve, args=arguments, name=f"server {rank}")
-                with ranks.bare_main():
-                    process.start()
-                made.close()
-                processes.append(process)
-            yield Endpoints(endpoints, processes, logs)
+                endpoints.processes.append(endpoints.start(rank, made))
+            yield endpoints
         finally:
-            codes = [_end(process) for process in processes]
+            codes = [_end(process) for process in endpoints.processes]
         for rank, code in enumerate(codes):
-            assert code in (0, -15, -9), f"server {rank} ended with {code}:\n{logs[rank].read_text(errors='replace')}"
+            assert code in (0, -15, -9), f"server {rank} ended with {code}:\n{endpoints.log(rank)}"
 
 
-def _bound() -> socket.socket:
+def _bound(port: int = 0) -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind(("127.0.0.1", 0))
+    made.bind(("127.0.0.1", port))
     return made
 
 
@@ -89,7 +101,8 @@ def _serve(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s", force=True)
     faulthandler.enable()
-    os.environ.update(env, PHALANX_ENDPOINT_FD=str(bound.detach()))
+    os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in env.items()})
+    os.environ["PHALANX_ENDPOINT_FD"] = str(bound.detach())
     from phalanx.cluster.role import Role
     from phalanx.ps.server.main import run
 
@@ -101,6 +114,7 @@ def _serve(
         server_endpoints=tuple(endpoints),
         worker_endpoints=tuple(f"127.0.0.1:{20000 + worker}" for worker in range(workers)),
         job_id="test",
+        attempt=int(env["PHALANX_ATTEMPT"]),
         launcher="phalanx",
         secret=SECRET,
     )

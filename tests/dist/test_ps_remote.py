@@ -11,6 +11,7 @@ import pytest
 
 import ps_simulator as sim
 from phalanx.errors import ConfigError, PeerLostError
+from phalanx.ps.local import LocalStore
 from phalanx.ps.remote import RemoteStore
 from phalanx.ps.store import Change, Want
 from ps_servers import SECRET, servers
@@ -105,5 +106,30 @@ def test_what_two_servers_saved_three_load(tmp_path):
         store.push([Change("ids", keys, values)])
         assert store.load(tmp_path / "snapshot", ["ids"])["epoch"] == 2
         np.testing.assert_array_equal(store.pull([Want("ids", keys)], step=1).rows()[0], values)
+        store.leave()
+        store.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_training_goes_on_over_servers_that_are_killed_and_started_again(mode, tmp_path):
+    """Between pull and push a server forgets the pull; between push and pull it may not have answered."""
+    env = {"PHALANX_SERVER_DIR": str(tmp_path / "{rank}"), "PHALANX_SERVER_RETRY_S": "30"}
+    local = LocalStore()
+    with servers(2, env=env) as endpoints:
+        store = connected(endpoints, mode=mode, retry_s=30.0)
+        for each in (store, local):
+            each.declare([sim.SPEC])
+        for step in range(8):
+            keys = sim.keys_of(0, step)
+            rows, expected = (each.pull([Want("ids", keys)], step=step).rows()[0] for each in (store, local))
+            np.testing.assert_array_equal(rows, expected)
+            if step == 2:
+                endpoints.kill_and_restart(0)
+            for each in (store, local):
+                each.push([Change("ids", keys, np.sin(rows))], step=step)
+            if step == 5:
+                endpoints.kill_and_restart(1)
+        np.testing.assert_array_equal(sim.table_of(store, 8), sim.table_of(local))
+        assert store.report()["ids"].pushed == local.report()["ids"].pushed
         store.leave()
         store.close()
