@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "phalanx.comm", "phalanx.comm.context"]
+PRELOAD = ["torch", "torch.distributed", "phalanx.comm", "phalanx.comm.context", "phalanx.ps.server.main"]
 """What the server that all test processes are forked from has imported."""
 
 GRACE_S = 8.0
