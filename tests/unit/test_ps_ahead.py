@@ -13,11 +13,11 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.ps import SGD, Constant, SparseEmbedding
+from phalanx.ps.ahead import prefetch
 from phalanx.ps.attach import current
 from phalanx.ps.geo import Geo
 from phalanx.ps.local import LocalStore
 from phalanx.ps.modes import Async, HalfAsync, Mode
-from phalanx.ps.prefetch import prefetch
 from phalanx.ps.store import Change, Want
 
 KEYS = np.array([4, 9], np.int64)
