@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import did_you_mean
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
+    from phalanx.ps.ahead import prefetch
     from phalanx.ps.embedding import SparseEmbedding, lookup
     from phalanx.ps.rules import (
         FTRL,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no
         Uniform,
     )
 
-_HOMES = {"SparseEmbedding": "embedding", "lookup": "embedding"}
+_HOMES = {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
 
 __all__ = [
     "FTRL",
@@ -43,6 +44,7 @@ __all__ = [
     "SparseEmbedding",
     "Uniform",
     "lookup",
+    "prefetch",
 ]
 
 
