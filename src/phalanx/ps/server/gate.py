@@ -56,14 +56,14 @@ class Gate:
         """Be inside the freeze that `token` began, while nothing changes.
 
         Raises:
-            BackendError: If that freeze is over; its deadline passed.
+            BackendError: If that freeze is over.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._busy)
             if not self._is_frozen() or self._freeze is None or self._freeze.token != token:
                 raise BackendError(
-                    f"The moment of snapshot {token} is over: training was let go at its deadline. Save again; if it "
-                    "comes back, a server takes too long to answer."
+                    f"The moment of snapshot {token} is over: training was let go at its deadline, or this server was "
+                    "started again since. Save again; if it comes back, a server takes too long to answer."
                 )
             self._busy = True
         try:

@@ -41,6 +41,7 @@ def run(
     directory: str | Path | None = None,
     load: str | Path | None = None,
     names: Sequence[str] | None = None,
+    log_bytes: int = 256 << 20,
 ) -> None:
     """Serve tables until every worker has left, or until SIGTERM.
 
@@ -50,6 +51,7 @@ def run(
         directory: Where this server keeps its state, for a restart; as `PHALANX_SERVER_DIR` says when None.
         load: Folder of a snapshot that tables start from.
         names: Tables to take from it; all when None.
+        log_bytes: Size of the log at which the state is written anew; see `Recovery`.
 
     Raises:
         ConfigError: If the endpoint is taken, or `load` holds no snapshot.
@@ -60,7 +62,7 @@ def run(
     saving = Saving(service)
     if load is not None:
         saving.add_source(Path(load), names)
-    recovery = _recovery(service, saving, directory, role.job_id)
+    recovery = _recovery(service, saving, directory, role.job_id, log_bytes)
     listener = Listener(
         listening_sockets(role.endpoint, secret, _bound_socket()),
         secret=secret,
@@ -130,11 +132,11 @@ def summary(service: Service) -> str:
     )
 
 
-def _recovery(service: Service, saving: Saving, given: str | Path | None, job: str) -> Recovery | None:
+def _recovery(service: Service, saving: Saving, given: str | Path | None, job: str, log_bytes: int) -> Recovery | None:
     directory = given or os.environ.get("PHALANX_SERVER_DIR", "").strip()
     if not directory:
         return None
-    recovery = Recovery(service, saving, Path(directory), _durability())
+    recovery = Recovery(service, saving, Path(directory), _durability(), log_bytes=log_bytes)
     recovery.recover(job)
     return recovery
 

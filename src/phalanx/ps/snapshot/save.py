@@ -67,7 +67,10 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     """
     asked, name = check_mode(mode), secrets.token_hex(4)
     directory = Path(directory).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"Asked to save to {directory}: {e.strerror}. Give a folder that can be made.") from e
     before = _before(directory, asked)
     started = time.monotonic()
     try:
@@ -90,8 +93,10 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
         )
         _check_here(directory, manifest)
         write_manifest(directory, manifest)
-    except BaseException:
+    except BaseException as e:
         _sweep(directory, lambda save: save == name)
+        if isinstance(e, OSError):
+            raise disk_error(directory, e) from e
         raise
     _sweep(directory, lambda save: save != name)
     for file in before - {file.name for file in manifest.files.values()}:

@@ -1,0 +1,216 @@
+"""Servers that are killed, and disks that are full: nothing acknowledged is lost, and nothing is done twice."""
+
+from __future__ import annotations
+
+import random
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.errors import BackendError, PhalanxError
+from phalanx.ps.remote import RemoteStore
+from phalanx.ps.rules import Adagrad, Normal, TableSpec
+from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.lookup import Lookup
+from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.save import save
+from phalanx.ps.store import Change, Want
+from ps_processes import SECRET, Server, Worker, servers
+from ps_requests import SPEC, FakeWorker, gradient
+
+pytestmark = pytest.mark.fault
+
+WORKERS = 2
+TABLE = TableSpec(name="rows", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=1.0), seed=5)
+RETRY = {"PHALANX_SERVER_RETRY_S": "60"}
+
+
+def ids_of(worker: int, step: int) -> np.ndarray:
+    return np.random.default_rng([worker, step]).choice(200, size=30, replace=False).astype(np.int64)
+
+
+class Progress:
+    """Counts steps of all workers; a test waits for a number of them, however fast the machine is."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, threading.Condition()
+
+    def one(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._count >= count, 60), f"stuck at {self._count} of {count}"
+
+
+def kill_while(server: Server, steps: int, kills: int, seed: int, work: Callable[[int, Progress], None]) -> None:
+    """Run `work` for each worker, and kill and restart the server at random numbers of steps."""
+    progress, errors = Progress(), []
+
+    def run(worker: int) -> None:
+        try:
+            work(worker, progress)
+        except BaseException as e:  # shown by the test's own thread
+            errors.append(e)
+            raise
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for moment in sorted(random.Random(seed).sample(range(1, steps * WORKERS - 10), kills)):
+        progress.wait(moment)
+        server.kill()
+        server.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+
+
+def store(server: Server, worker: int, mode: str) -> RemoteStore:
+    return RemoteStore(
+        [server.endpoint],
+        secret=SECRET,
+        worker=worker,
+        workers=WORKERS,
+        mode=mode,  # type: ignore[arg-type]
+        timeout_s=60.0,
+        retry_s=60.0,
+    )
+
+
+def gradients(rows: np.ndarray, worker: int, step: int) -> np.ndarray:
+    """What a worker computes depends on what it read, so that a wrong reading shows at the end."""
+    return (0.1 * rows + np.float32(worker + 1) / np.float32(step + 1)).astype(np.float32)
+
+
+def undisturbed(steps: int) -> bytes:
+    service = Service()
+    workers = [FakeWorker(service, worker) for worker in range(WORKERS)]
+    for worker in workers:
+        worker.declare(TABLE, mode="sync", workers=WORKERS)
+    for step in range(steps):
+        for n, worker in enumerate(workers):
+            ids = ids_of(n, step)
+            rows = worker.pull(*ids, step=step, table="rows").arrays[0]
+            worker.push(Change("rows", ids, gradients(rows, n, step)), step=step, weight=n + 1)
+    return workers[0].pull(*range(200), step=steps, table="rows").arrays[0].tobytes()
+
+
+def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Path) -> None:
+    steps = 150
+    final: dict[int, bytes] = {}
+
+    def train(worker: int, progress: Progress) -> None:
+        remote = store(server, worker, "sync")
+        remote.declare([TABLE])
+        for step in range(steps):
+            ids = ids_of(worker, step)
+            (rows,) = remote.pull([Want("rows", ids)], step=step).rows()
+            remote.push([Change("rows", ids, gradients(rows, worker, step))], step=step, weight=worker + 1)
+            progress.one()
+        (rows,) = remote.pull([Want("rows", np.arange(200))], step=steps).rows()
+        final[worker] = rows.tobytes()
+        remote.close()
+
+    with servers(1, tmp_path, RETRY, state=True, log_bytes=100_000) as (server,):
+        kill_while(server, steps, 10, 1, train)
+        assert "recovered from" in server.log
+    assert final[0] == final[1] == undisturbed(steps)
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+def test_async_applies_what_it_acknowledged_and_nothing_twice(tmp_path: Path, durability: str) -> None:
+    steps = 150
+
+    def train(worker: int, progress: Progress) -> None:
+        remote = store(server, worker, "async")
+        remote.declare([SPEC])
+        for step in range(steps):
+            ids = ids_of(worker, step)
+            remote.pull([Want("items", ids)], step=step).rows()
+            remote.push([Change("items", ids, np.ones((len(ids), 2), np.float32))], step=step)
+            progress.one()
+        remote.flush()
+        remote.close()
+
+    env = {**RETRY, "PHALANX_SERVER_DURABILITY": durability}
+    with servers(1, tmp_path, env, state=True, log_bytes=100_000) as (server,):
+        kill_while(server, steps, 5, 2, train)
+        worker = Worker(server, 0)
+        worker.declare(workers=WORKERS)
+        rows = worker.pull(*range(200), step=steps).arrays[0][:, 0]
+        pushed = worker.call("report", {}).meta["tables"]["items"]["pushed"]
+        worker.close()
+    expected = np.zeros(200, np.float32)
+    for n in range(WORKERS):
+        for step in range(steps):
+            expected[ids_of(n, step)] -= 1
+    np.testing.assert_array_equal(rows, expected)
+    assert pushed == WORKERS * steps * 30
+
+
+def test_a_server_killed_in_a_save_leaves_the_snapshot_before(tmp_path: Path) -> None:
+    where, many = tmp_path / "snapshot", tuple(range(20_000))
+    with servers(1, tmp_path, RETRY, state=True) as (server,):
+        worker = Worker(server, retry_s=60.0)
+        worker.declare()
+        worker.push(gradient(many, 1.0), step=0)
+        save([worker], where, {"n": 0})
+        before = {path.name for path in where.iterdir()}
+        worker.push(gradient(many, 1.0), step=1)
+        failed: list[PhalanxError] = []
+
+        def save_again() -> None:
+            try:
+                save([worker], where, {"n": 1})
+            except PhalanxError as e:
+                failed.append(e)
+
+        thread = threading.Thread(target=save_again)
+        thread.start()
+        while {path.name for path in where.iterdir()} <= before:
+            pass
+        server.kill()
+        server.start()
+        thread.join(60)
+        assert "started again since. Save again" in str(failed[0])
+        assert read(where).extra() == {"n": 0}
+        assert Lookup(where).rows("items", np.array([7]))[0, 0] == -1.0
+        # The save that is asked for again is whole, and nothing of the others stays.
+        save([worker], where, {"n": 2})
+        assert Lookup(where).rows("items", np.array([7]))[0, 0] == -2.0
+        assert len(list(where.iterdir())) == len(before)
+        worker.close()
+
+
+def limit_file_size(server: Server, size: int) -> None:
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_refuses_pushes_and_saves_and_both_go_on_after(tmp_path: Path) -> None:
+    where, many = tmp_path / "snapshot", tuple(range(2000))
+    with servers(1, tmp_path, state=True) as (server,):
+        worker = Worker(server)
+        worker.declare()
+        worker.push(gradient(many, 1.0), step=0)
+        save([worker], where, {"n": 0})
+        (log,) = (tmp_path / "0").glob("log-*")
+        limit_file_size(server, log.stat().st_size + 100)
+        with pytest.raises(BackendError, match=r"log in .*, which has \d+ bytes free: File too large.*push again"):
+            worker.push(gradient(many, 1.0), step=1)
+        assert worker.pull(7, step=1).arrays[0][0, 0] == -1.0
+        limit_file_size(server, 50)
+        with pytest.raises(BackendError, match=r"bytes free: File too large\. The snapshot that was there stays"):
+            save([worker], where, {"n": 1})
+        assert read(where).extra() == {"n": 0}
+        limit_file_size(server, resource.RLIM_INFINITY)
+        worker.push(gradient(many, 1.0), step=1)
+        save([worker], where, {"n": 2})
+        assert Lookup(where).rows("items", np.array([7]))[0, 0] == -2.0
+        worker.close()

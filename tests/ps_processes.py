@@ -1,0 +1,131 @@
+"""Parameter servers as processes that a test kills and starts again at their address, and workers over sockets."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import ranks
+from phalanx.cluster.role import Role
+from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.message import Reply
+from ps_requests import FakeWorker
+
+SECRET = bytes(range(32))
+
+
+class Server:
+    """One server's process. Its socket stays here, as with the launcher, so that it keeps its address."""
+
+    def __init__(self, rank: int, servers: int, folder: Path, env: Mapping[str, str], **options: Any) -> None:
+        self._bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.endpoint = "127.0.0.1:" + str(self._bound.getsockname()[1])
+        self._log = folder / f"serverlog.{rank}"
+        self._env, self._options = env, options
+        self._role = Role(kind="server", rank=rank, world_size=servers, endpoint=self.endpoint, job_id="test")
+        self.process: BaseProcess | None = None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*ranks.PRELOAD, "phalanx.ps.server.main", "phalanx.ps.remote"])
+        arguments = (self._role, self._bound, str(self._log), dict(self._env), self._options)
+        self.process = context.Process(target=_serve, args=arguments, name=f"server {self._role.rank}")
+        with ranks.bare_main():
+            self.process.start()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.join()
+
+    def end(self, seconds: float = 20.0) -> int | None:
+        """Wait for the end of the process and return its exit code."""
+        assert self.process is not None
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, self.log
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process.close()
+        self._bound.close()
+
+
+@contextmanager
+def servers(
+    count: int, folder: Path, env: Mapping[str, str] | None = None, *, state: bool = False, **options: Any
+) -> Iterator[list[Server]]:
+    """Run servers; with `state` each keeps its state in `folder`. Options go to `run`."""
+    made = [
+        Server(n, count, folder, env or {}, **options, **({"directory": str(folder / str(n))} if state else {}))
+        for n in range(count)
+    ]
+    try:
+        for server in made:
+            server.start()
+        yield made
+    finally:
+        for server in made:
+            server.close()
+
+
+def _serve(role: Role, bound: socket.socket, log: str, env: dict[str, str], options: dict[str, Any]) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s", force=True)
+    faulthandler.enable()
+    os.environ.update(env, PHALANX_ENDPOINT_FD=str(bound.detach()))
+    from phalanx.ps.server.main import run
+
+    run(role, secret=SECRET, **options)
+
+
+class Worker(FakeWorker):
+    """A worker of one server, over a real connection."""
+
+    def __init__(self, server: Server, worker: int = 0, *, rank: int = 0, retry_s: float = 0.0) -> None:
+        super().__init__(None, worker)  # type: ignore[arg-type]
+        self.connection = Connection(
+            server.endpoint,
+            secret=SECRET,
+            me=f"worker {worker}",
+            peer=f"server {rank}",
+            client=100 + worker,
+            timeout_s=30.0,
+            retry_s=retry_s,
+        )
+
+    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> Reply:
+        return self.connection.call(op, meta, arrays, reply_bytes=1 << 16)
+
+    def close(self) -> None:
+        self.connection.close()
