@@ -9,6 +9,7 @@ from torch import nn
 import phalanx as px
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
+from phalanx.errors import ConfigError, PlanError, RoleError
 from phalanx.ps import attach
 from ps_servers import SECRET, servers
 from ranks import run_ranks
@@ -139,3 +140,192 @@ def test_sync_training_of_two_workers_equals_one_process(style, configs, rule, n
     for state, skipped in found:
         assert_same(state, expected)
         assert skipped == 0
+
+
+# --- sync keeps its promise in odd steps ----------------------------------------------------------------------------
+
+
+def train_with_a_loader():
+    """Uneven batches, accumulation and clipping, as the loader cuts them."""
+    ids, target = (
+        torch.randint(IDS, (10, 2), generator=torch.Generator().manual_seed(0)),
+        torch.arange(10.0).view(10, 1),
+    )
+    model = model_of(seed=4)
+    model.body[1].eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = fleet.DistributedStrategy(a_sync=False)
+    model, optimizer, loader = px.distribute(
+        model, optimizer, (ids, target), global_batch=3, shuffle=False, strategy=strategy
+    )
+    for number, (x, y) in enumerate(loader):
+        F.mse_loss(model(x), y).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = state_of(model)
+    fleet.stop_worker()
+    return state
+
+
+def test_uneven_batches_and_accumulation_stay_exact():
+    with servers(workers=2) as endpoints:
+        found = run_ranks(train_with_a_loader, 2, env=job(endpoints))
+    expected = train_with_a_loader()
+    for state in found:
+        assert_same(state, expected)
+
+
+def skip_on_one_worker():
+    strategy = fleet.DistributedStrategy(a_sync=False)
+    context = fleet.init(strategy=strategy)
+    model = model_of()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        loss = loss_of(model, step, slice(None)) * (float("inf") if context.rank == 1 and step == 1 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    fleet.stop_worker()
+    return attach.current().skipped, attach.current().mode.step
+
+
+def test_a_step_that_a_scaler_skips_holds_nobody_up():
+    with servers(workers=2) as endpoints:
+        assert run_ranks(skip_on_one_worker, 2, env=job(endpoints)) == [(0, 4), (1, 4)]
+
+
+# --- snapshots ------------------------------------------------------------------------------------------------------
+
+
+def first_day(folder, all_save):
+    context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
+    model = model_of()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    model = fleet.distributed_model(model)
+    for step in range(3):
+        loss_of(model, step, slice(context.rank, None, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if all_save or context.rank == 1:
+        fleet.save_persistables(folder)
+    fleet.barrier_worker()
+    state = state_of(model)
+    fleet.stop_worker()
+    return state
+
+
+def second_day(folder, names):
+    context = fleet.init(strategy=fleet.DistributedStrategy(a_sync=False))
+    model = model_of()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.05))
+    model = fleet.distributed_model(model)
+    fleet.load(folder, names)
+    loaded = state_of(model)
+    model.deep(torch.tensor([IDS + context.rank])).sum().backward()
+    optimizer.step()
+    fleet.barrier_worker()
+    rows = attach.current().mode.store.report()["deep"].rows
+    fleet.stop_worker()
+    return loaded, rows
+
+
+@pytest.mark.parametrize("all_save", [True, False])
+def test_a_job_saves_once_and_any_other_job_goes_on_from_it(tmp_path, all_save):
+    folder = str(tmp_path / "day1")
+    with servers(2, workers=2) as endpoints:
+        saved, same = run_ranks(first_day, 2, folder, all_save, env=job(endpoints))
+    assert saved == same
+    if all_save:
+        with servers(1, workers=2) as endpoints:
+            for loaded, rows in run_ranks(second_day, 2, folder, None, env=job(endpoints)):
+                assert loaded == saved
+                assert rows > IDS // 2
+    alone, _ = second_day(folder, None)
+    assert alone == saved, "in one process, without servers"
+    attach.current().finish()
+    context_of.shutdown()
+    named, _ = second_day(folder, ["wide"])
+    assert named["wide"] == saved["wide"]
+    assert named["deep"] != saved["deep"]
+
+
+def train_and_save(folder):
+    model = fleet.distributed_model(model_of())
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters()))
+    loss_of(model, 0, slice(None)).backward()
+    optimizer.step()
+    fleet.save_inference_model(folder)
+    return state_of(model)
+
+
+def load_and_predict(folder):
+    model = fleet.distributed_model(model_of())
+    fleet.load(folder)
+    return state_of(model)
+
+
+def test_a_model_predicts_from_a_snapshot_without_an_optimizer(tmp_path):
+    (expected,) = run_ranks(train_and_save, 1, str(tmp_path))
+    assert run_ranks(load_and_predict, 1, str(tmp_path)) == [expected]
+
+
+# --- roles and errors -----------------------------------------------------------------------------------------------
+
+
+def on_the_wrong_role(is_server):
+    fleet.init()
+    assert fleet.is_server() == is_server
+    model = nn.Linear(1, 1)
+    if is_server:
+        fleet.init_server()
+        assert fleet.distributed_model(model) is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert fleet.distributed_optimizer(optimizer) is optimizer
+    workers = (
+        fleet.init_worker,
+        fleet.stop_worker,
+        lambda: fleet.save_persistables("x"),
+        lambda: fleet.save_inference_model("x"),
+        lambda: fleet.load("x"),
+        fleet.shrink,
+        fleet.barrier_worker,
+    )
+    for call in workers if is_server else (fleet.init_server, fleet.run_server):
+        with pytest.raises(RoleError, match=r"was called on (server|worker) 0. Ask fleet.is_(worker|server)\(\) first"):
+            call()
+
+
+def test_verbs_of_the_other_role_are_errors():
+    run_ranks(on_the_wrong_role, 1, False)
+    as_server = {"PHALANX_ROLE": "SERVER", "TRAINING_ROLE": "PSERVER"}
+    run_ranks(on_the_wrong_role, 1, True, env=as_server | job(["127.0.0.1:20000"]))
+
+
+def without_servers():
+    with pytest.raises(PlanError, match="2 workers share table 'deep', but the job has no parameter server"):
+        px.distribute(model_of())
+    with pytest.raises(ConfigError, match="Launch with `phalanx run --server_num 1 --worker_num 2"):
+        model_of()(data(0)[0])
+
+
+def test_tables_of_several_workers_need_a_server():
+    run_ranks(without_servers, 2)
+
+
+def what_cannot_work():
+    fleet.init()
+    with pytest.raises(ConfigError, match=r"table 'deep' has no update rule yet. Call distributed_optimizer"):
+        model_of()(data(0)[0])
+    strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 100})
+    model = model_of()
+    with pytest.raises(ValueError, match="uses 'adam', and geo mode trains with SGD"):
+        fleet.distributed_optimizer(torch.optim.Adam(model.parameters()), strategy)
+
+
+def test_what_servers_cannot_do_is_named():
+    with servers() as endpoints:
+        run_ranks(what_cannot_work, 1, env=job(endpoints))

@@ -163,7 +163,8 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} has no shape yet (a lazy layer). Run one forward pass before distributing."
             )
-        if param in _cared_for:
+        # Models may share a table.
+        if param in _cared_for and not isinstance(param, Handle):
             raise PlanError(
                 f"parameter {name!r} is distributed already, as {_cared_for[param][0]!r} of another model. Distribute "
                 "one module that holds both."

@@ -87,9 +87,10 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     """Replace tables, and with `names=None` dense parameters, by those of a snapshot. Collective."""
     tables = attach.current()
     extra: dict[str, Any] = read(directory).extra()
-    if context_of.current().rank == 0:
-        tables.mode.load(directory, names)
+    # Nobody may go on training while another still loads, nor may a second load undo what was trained.
     agree("load", [str(directory), list(names) if names is not None else None])
+    tables.load(directory, names)
+    agree("loaded", True)
     if names is not None:
         return
     models = list(distributed_models())

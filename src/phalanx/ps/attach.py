@@ -15,8 +15,8 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,16 +27,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
-from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
-from phalanx.errors import ConfigError
-from phalanx.plan.rules import DENSE
+from phalanx.errors import ClosedError, ConfigError
 from phalanx.plan.value import Push
-from phalanx.ps.dense import DenseTable
+from phalanx.ps.dense import DenseParameters
 from phalanx.ps.handle import Handle, Occurrences, free_name, give_name
 from phalanx.ps.modes import Mode
 from phalanx.ps.open import open_mode
-from phalanx.ps.rules import SGD
+from phalanx.ps.rules import SGD, Rule
+from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.store import Change, Keys, Rows, Want
 from phalanx.ps.table import Table, make_table
 from phalanx.ps.translate import rule_of
@@ -69,12 +68,14 @@ class Attachment:
 
         self._mode: Mode | None = None
         self._handles: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
-        self._declared: set[str] = set()
+        self._declared: dict[str, Rule] = {}
+        self._rules_loaded: dict[str, Rule] = {}
         self._untrained: dict[str, Table] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
-        self._dense_of: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
+        self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
+        self._is_finished = False
         self._opener: nn.Parameter | None = None
         """The parameter that got the first gradient since the last step."""
 
@@ -135,21 +136,33 @@ class Attachment:
             self._hook_every_optimizer()
 
     def _declare(self, handle: Handle) -> None:
-        """Make the table of a handle once its rule is known."""
+        """Make the table of a handle once its rule is known.
+
+        Raises:
+            ConfigError: If servers need the rule and nobody said it, or the optimizer came after another was assumed.
+        """
         name = str(handle.table)
-        if name in self._declared:
+        if name in self._declared and name not in self._rules_loaded:
             return
         holder = self._holder_of(handle)
-        rule = handle.settings.optimizer or (rule_of(*holder) if holder else None)
-        if rule is not None:
-            self.mode.declare([handle.settings.spec(name, rule)])
-            self._declared.add(name)
-            self._untrained.pop(name, None)
-        elif self.context.role.server_endpoints:
+        rule = handle.settings.optimizer or (rule_of(*holder) if holder else self._rules_loaded.get(name))
+        if rule is None and self.context.role.server_endpoints:
             raise ConfigError(
                 f"table {name!r} has no update rule yet. Call distributed_optimizer(optimizer), with the table's "
                 "parameter in the optimizer, before the first forward pass, or give SparseEmbedding an optimizer=."
             )
+        if rule is None and self.context.is_distributed:
+            open_mode(self.context, self.push)  # raises: workers share tables, and there is no server
+        if rule is None or self._declared.get(name) == rule:
+            return
+        if name in self._declared:
+            raise ConfigError(
+                f"table {name!r} was loaded with {self._declared[name]} and read before an optimizer was there, which "
+                f"now asks for {rule}. Make the optimizer before the first forward pass."
+            )
+        self.mode.declare([handle.settings.spec(name, rule)])
+        self._declared[name] = rule
+        self._untrained.pop(name, None)
 
     def _initial_rows(self, handle: Handle, keys: Keys) -> Rows:
         """Return rows of a table that no optimizer trained yet, so that its rule is not known."""
@@ -184,16 +197,16 @@ class Attachment:
         """
         is_known = optimizer in self._optimizers
         self._optimizers.add(optimizer)
-        handles, groups = self._handles_of(optimizer, is_known), self._dense_of.get(optimizer, [])
+        handles = self._handles_of(optimizer, is_known)
         changes = [change for handle in handles if (change := self._take(handle))]
-        changes += [change for group in groups if (change := group.table.hand_out(group.lr))]
-        if changes or groups or any(self._holder_of(handle) for handle in handles):
+        changes += self._dense.hand_out(optimizer)
+        if changes or self._dense.steps(optimizer) or any(self._holder_of(handle) for handle in handles):
             self._send(changes)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Read the dense parameters of this optimizer back from the servers."""
-        if groups := self._dense_of.get(optimizer):
-            self._read_dense(groups)
+        if self._dense.steps(optimizer):
+            self._dense.read(self.mode, optimizer)
 
     def _handles_of(self, optimizer: Optimizer, is_known: bool) -> list[Handle]:
         """Return the handles that a step of this optimizer pushes: those it holds, and those that none holds."""
@@ -224,6 +237,8 @@ class Attachment:
         return None
 
     def _send(self, changes: Sequence[Change]) -> None:
+        if self._is_finished:
+            raise ClosedError("an optimizer stepped after stop_worker(). Stop after the last step.")
         if all(_is_finite(change) for change in changes):
             self.mode.push(changes)
         else:
@@ -269,10 +284,6 @@ class Attachment:
         """Say where a dense parameter lives."""
         self._places[param] = on_servers
 
-    def holds(self, param: Tensor) -> bool:
-        """Return whether a dense parameter's gradient goes to a table."""
-        return any(param is p for groups in self._dense_of.values() for group in groups for p in group.table.params)
-
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer whose caller sees to it that `before_step` and `after_step` run.
 
@@ -280,44 +291,20 @@ class Attachment:
         """
         self._optimizers.add(optimizer)
         self._unhook()
-        groups = [group for g in optimizer.param_groups if (group := self._dense_group(optimizer, g))]
-        self._dense_of[optimizer] = groups
-        if not groups:
-            return
-        self.mode.declare([group.table.spec(rule_of(optimizer, group.settings)) for group in groups])
-        self._assign_first_values(groups)
-        for group in groups:
-            for param in group.table.params:
-                param.register_hook(partial(self._on_dense_gradient, param))
-
-    def _dense_group(self, optimizer: Optimizer, settings: dict[str, Any]) -> _Group | None:
-        params = [
-            param
-            for param in settings["params"]
-            if not isinstance(param, Handle) and param.requires_grad and self._places.get(param, self.dense)
-        ]
-        if not params:
-            return None
-        number = sum(map(len, self._dense_of.values())) + optimizer.param_groups.index(settings)
-        return _Group(DenseTable(f"{DENSE}/{number}", params), settings)
-
-    def _assign_first_values(self, groups: Sequence[_Group]) -> None:
-        """Give all workers worker 0's values, unless the servers have values already: of a snapshot, or a restart."""
-        if self.context.role.attempt == 0:
-            held = self.mode.store.report() if self.context.rank == 0 else {}
-            self.mode.assign([g.table.values() for g in groups if g.table.name in held and not held[g.table.name].rows])
-        agree("dense tables", [len(group.table.params) for group in groups])
-        self._read_dense(groups)
+        params = self._dense.add(optimizer, self._lives_on_servers)
+        if params:
+            role = self.context.role
+            self._dense.start(optimizer, self.mode, is_first=role.rank == 0, is_again=role.attempt > 0)
+        for param in params:
+            param.register_hook(partial(self._on_dense_gradient, param))
 
     def read_dense(self) -> None:
         """Read all dense parameters from the servers."""
-        for groups in self._dense_of.values():
-            self._read_dense(groups)
+        self._dense.read(self.mode)
 
-    def _read_dense(self, groups: Sequence[_Group]) -> None:
-        rows = self.mode.pull([group.table.want() for group in groups]).rows()
-        for group, each in zip(groups, rows, strict=True):
-            group.table.read(each)
+    def _lives_on_servers(self, param: Tensor) -> bool:
+        is_dense = not isinstance(param, Handle) and param.requires_grad
+        return is_dense and bool(self._places.get(param, self.dense))
 
     def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         self._open_step(param)
@@ -336,33 +323,36 @@ class Attachment:
             hook.remove()
         self._hooks = []
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- snapshots and the end --------------------------------------------------------------------------------------
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> None:
+        """Replace rows by those of a snapshot, of all tables or of those named; worker 0 does it for all.
+
+        A table that no optimizer has claimed when it is read then keeps the rule it was saved with.
+        """
+        saved = read_manifest(directory).tables
+        self._rules_loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
+        self.mode.load(directory, names if self.context.rank == 0 else [])
 
     def finish(self) -> None:
-        """Send what is held back and leave the tables. Safe to call twice."""
+        """Send what is held back and leave the tables, which can still be read. Safe to call twice."""
         self._unhook()
-        atexit.unregister(self.finish_at_exit)
+        self._is_finished = True
         if self._mode is not None:
             self._mode.finish()
 
-    def finish_at_exit(self) -> None:
-        """Finish, unless the script failed: then the others must learn that this worker is lost."""
+    def close(self) -> None:
+        """Let go of the tables at the end of the process.
+
+        A script that failed does not take its leave: the others must learn that this worker is lost.
+        """
         failed = hasattr(sys, "last_value") or os.path.isfile(os.environ.get("PHALANX_ERROR_FILE", ""))
         if not failed:
             self.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Dense parameters on servers, and the optimizer's group they are of."""
-
-    table: DenseTable
-    settings: dict[str, Any]
-
-    @property
-    def lr(self) -> float:
-        """Current learning rate."""
-        return float(self.settings["lr"])
+        if self._mode is not None:
+            self._mode.store.close()
+        self._mode = None
+        self._untrained.clear()
 
 
 def _is_finite(change: Change) -> bool:
@@ -381,10 +371,10 @@ def current() -> Attachment:
     context = context_of.init()
     if _current is None or _current.context is not context:
         _current = Attachment(context)
-        atexit.register(_current.finish_at_exit)
+        atexit.register(_current.close)
     return _current
 
 
 def holds(param: Tensor) -> bool:
     """Return whether the gradient of this parameter goes to a table."""
-    return isinstance(param, Handle) or (_current is not None and _current.holds(param))
+    return isinstance(param, Handle) or (_current is not None and param in _current._dense)

@@ -5,16 +5,23 @@ A row holds values of one parameter only, so a parameter without a gradient in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from phalanx.comm.agreement import agree
 from phalanx.errors import ConfigError
-from phalanx.plan.rules import DENSE_WIDTH
+from phalanx.plan.rules import DENSE, DENSE_WIDTH
+from phalanx.ps.modes import Mode
 from phalanx.ps.rules import Constant, Rule, TableSpec
 from phalanx.ps.store import Change, Keys, Rows, Want
+from phalanx.ps.translate import rule_of
 
 
 class DenseTable:
@@ -86,3 +93,82 @@ def _as_rows(tensors: Sequence[Tensor]) -> Rows:
         begin = end
     rows: Rows = out.numpy()
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A table, and the optimizer's group whose parameters it holds."""
+
+    table: DenseTable
+    settings: dict[str, Any]
+
+    @property
+    def lr(self) -> float:
+        """Current learning rate."""
+        return float(self.settings["lr"])
+
+
+class DenseParameters:
+    """All dense parameters on the servers, by the optimizer that steps them."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
+        self._made = 0
+
+    def add(self, optimizer: Optimizer, is_wanted: Callable[[Tensor], bool]) -> list[nn.Parameter]:
+        """Make a table for each group of an optimizer; returns the parameters in them.
+
+        Args:
+            optimizer: The optimizer.
+            is_wanted: Whether a parameter lives on servers.
+        """
+        groups = []
+        for settings in optimizer.param_groups:
+            if params := [param for param in settings["params"] if is_wanted(param)]:
+                groups.append(_Group(DenseTable(f"{DENSE}/{self._made}", params), settings))
+            self._made += 1
+        if groups:
+            self._of[optimizer] = groups
+        return [param for group in groups for param in group.table.params]
+
+    def start(self, optimizer: Optimizer, mode: Mode, *, is_first: bool, is_again: bool) -> None:
+        """Give all workers the servers' values: of a snapshot or a restart, else those of the first worker.
+
+        Collective over the workers, except for one that was started again.
+
+        Args:
+            optimizer: One that was added.
+            mode: The training mode.
+            is_first: Whether this is worker 0.
+            is_again: Whether this worker was started again.
+        """
+        groups = self._of[optimizer]
+        mode.declare([group.table.spec(rule_of(optimizer, group.settings)) for group in groups])
+        if not is_again:
+            held = mode.store.report() if is_first else {}
+            mode.assign([g.table.values() for g in groups if is_first and not held[g.table.name].rows])
+            agree("dense tables", [len(group.table.params) for group in groups])
+        self.read(mode, optimizer)
+
+    def hand_out(self, optimizer: Optimizer) -> list[Change]:
+        """Return the gradients of what an optimizer steps, and clear them."""
+        groups = self._of.get(optimizer, [])
+        return [change for group in groups if (change := group.table.hand_out(group.lr))]
+
+    @torch.no_grad()
+    def read(self, mode: Mode, optimizer: Optimizer | None = None) -> None:
+        """Read the parameters that an optimizer steps from the servers; those of all when None."""
+        optimizers = list(self._of) if optimizer is None else [optimizer]
+        groups = [group for each in optimizers for group in self._of.get(each, [])]
+        if not groups:
+            return
+        arrays = mode.pull([group.table.want() for group in groups]).rows()
+        for group, rows in zip(groups, arrays, strict=True):
+            group.table.read(rows)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is p for groups in self._of.values() for group in groups for p in group.table.params)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps parameters on servers."""
+        return optimizer in self._of
