@@ -149,3 +149,56 @@ def test_a_worker_that_comes_back_does_not_wait_for_a_group_it_cannot_join(tmp_p
     assert "rank 0 of 2 in a group: True" in done.log("workerlog.0")
     assert "rank 1 of 2 in a group: False" in done.log("workerlog.1")
     assert "worker 1 was started again alone" in done.out
+
+
+TRAIN = """
+import os, signal, sys
+import torch
+from torch import nn
+import phalanx as px
+from phalanx import fleet
+
+role = px.cluster.Role.detect()
+victim = sys.argv[1]
+if role.is_server and role.attempt == 0:
+    open("server.pid", "w").write(str(os.getpid()))
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = sys.argv[2] == "async"
+fleet.init(strategy=strategy)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    sys.exit()
+
+net = nn.Sequential(px.ps.SparseEmbedding(2, optimizer=px.ps.SGD(0.1)), nn.Flatten(), nn.Linear(4, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+net = fleet.distributed_model(net)
+for step in range(20):
+    net(torch.arange(8).reshape(4, 2) + step).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 9 and role.attempt == 0 and role.rank == 1:
+        os.kill(os.getpid() if victim == "worker" else int(open("server.pid").read()), signal.SIGKILL)
+fleet.stop_worker()
+print("worker", role.rank, "attempt", role.attempt, "made", step + 1, "steps", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("victim", "mode"), [("server", "async"), ("worker", "sync")])
+def test_training_on_real_servers_survives_a_kill(tmp_path: Path, victim: str, mode: str) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    flags = ("--server_num", "1", "--worker_num", "2", "--max_restarts", "1")
+    done = launch(tmp_path, *flags, "train.py", victim, mode)
+    assert done.code == 0, done.out + done.err
+    attempt = 1 if victim == "worker" else 0
+    assert "worker 0 attempt 0 made 20 steps" in done.log("workerlog.0")
+    assert f"worker 1 attempt {attempt} made 20 steps" in done.log("workerlog.1")
+    assert ("recovered from" in done.log("serverlog.0")) == (victim == "server")
+    assert "Starting it again" in done.out
+
+
+def test_without_restarts_a_killed_server_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "server", "async")
+    assert done.code == 137
+    assert "server 0 failed first" in done.out
