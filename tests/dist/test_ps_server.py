@@ -136,6 +136,19 @@ def test_a_snapshot_is_one_moment_of_all_servers(tmp_path: Path, mode: str) -> N
         close([*workers, coordinator])
 
 
+def test_a_snapshot_in_sync_ends_the_step_under_way(tmp_path: Path) -> None:
+    ids = np.arange(10)
+    with servers(2, tmp_path) as made:
+        workers = joined(made, 2, "sync")
+        coordinator = [Worker(server, 9, rank=n) for n, server in enumerate(made)]
+        push(workers[0], ids, 1.0, 0)
+        saving = in_background(lambda: save(coordinator, tmp_path / "save", {}))  # type: ignore[func-returns-value]
+        push(workers[1], ids, 1.0, 0)
+        saving.join()
+        assert set(values(tmp_path / "save", ids)) == {-1.0}
+        close([*workers, coordinator])
+
+
 def test_one_three_and_two_servers_continue_one_snapshot(tmp_path: Path) -> None:
     ids = np.arange(100)
     for day, count in enumerate([1, 3, 2]):

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
-from phalanx.ps.server.clocks import LEFT, Clocks, checked_worker
+from phalanx.ps.server.clocks import Clocks, checked_worker
 from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.leases import Leases
+from phalanx.ps.snapshot.save import LEFT
 
 
 class Waiter:

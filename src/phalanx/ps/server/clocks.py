@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from phalanx.errors import ClosedError, ConfigError, PeerLostError
-
-LEFT = 2**53
-"""The step of a worker that left: as many pushes as anyone can ask for."""
+from phalanx.ps.snapshot.save import LEFT
 
 ServerMode = Literal["sync", "async", "bounded"]
 

@@ -44,6 +44,7 @@ class Saving:
         return Reply(
             {
                 "steps": service.clocks.reached if service.clocks else [],
+                "mode": service.clocks.mode if service.clocks else None,
                 "pushed": service.clocks.steps if service.clocks else [],
                 "fulls": self.holder.fulls,
                 "specs": [spec.to_json() for spec in service.tables.specs.values()],

@@ -7,6 +7,7 @@ of its worker's step: whichever comes again is answered and not applied.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from phalanx.ps.placement import shards_owned
 from phalanx.ps.rules import TableSpec, table_spec
 from phalanx.ps.server import changes
 from phalanx.ps.server.clients import Client, Clients
-from phalanx.ps.server.clocks import LEFT, Clocks, checked_worker
+from phalanx.ps.server.clocks import Clocks, checked_worker
 from phalanx.ps.server.entry import Entry
 from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.leases import Leases
@@ -30,8 +31,11 @@ from phalanx.ps.server.log import Log
 from phalanx.ps.server.steps import Steps
 from phalanx.ps.server.tables import Tables
 from phalanx.ps.snapshot.read import Source
+from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.table import Table, make_table
 from phalanx.ps.wire.message import Reply, Request
+
+logger = logging.getLogger("phalanx.ps")
 
 
 class Service:
@@ -280,6 +284,7 @@ class Service:
         meta = entry.meta
         if self.clocks is None:
             self.clocks = Clocks(meta["mode"], meta["workers"], meta.get("bound") or 0)
+            logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
         client, replaced = self.clients.of(entry.client, meta["worker"])
         if replaced:
             self.leases.release(client.worker)
@@ -288,6 +293,7 @@ class Service:
             if spec.name not in self.tables.specs:
                 self.tables.put(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
                 self._note_source(spec.name)
+                logger.info("server %d: table %s, dim %d, %s", self.server, spec.name, spec.dim, spec.rule)
         return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
 
     def build(self, spec: TableSpec) -> Table:

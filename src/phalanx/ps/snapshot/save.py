@@ -29,6 +29,9 @@ from phalanx.ps.wire.message import Reply
 FREEZE_S = 10.0
 """Longest that changes are held back."""
 
+LEFT = 2**53
+"""The step of a worker that left: as many pushes as anyone can ask for."""
+
 _POLL_S = 5.0
 _OURS = re.compile(
     r"(?:(?:shard-\d{4}|dense)-(?P<save>[0-9a-f]{8})\.\w+|(?:part-\d+|manifest\.json)\.(?P<part>[0-9a-f]{8}))"
@@ -114,14 +117,26 @@ def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tupl
         for call in calls:
             stack.callback(_let_go, call, name)
             states.append(dict(call.call("freeze", freeze).meta))
-        if any(state["steps"] != states[0]["steps"] for state in states):
-            furthest = [max(steps) for steps in zip(*(state["steps"] for state in states), strict=True)]
+        furthest = _furthest(states)
+        if any(state["steps"] != furthest for state in states):
             states = [dict(call.call("freeze", {**freeze, "steps": furthest}).meta) for call in calls]
         base = _base(states, directory) if mode == "delta" else None
         request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
         for call in calls:
             call.call("snapshot", {**request, **({"base": base.save, "base_tables": base.tables} if base else {})})
     return states, base
+
+
+def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the steps, by worker, at which all holders can stop.
+
+    In mode `sync` that ends the step under way: the workers that pushed it may have it in their dense parameters.
+    """
+    furthest = [max(steps) for steps in zip(*(state["steps"] for state in states), strict=True)]
+    live = [steps for steps in furthest if steps < LEFT]
+    if states[0].get("mode") == "sync" and live:
+        return [max(live) if steps < LEFT else LEFT for steps in furthest]
+    return furthest
 
 
 def _let_go(call: Caller, name: str) -> None:

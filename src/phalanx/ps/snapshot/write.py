@@ -93,9 +93,10 @@ def _says_something(columns: Columns, job: Job, name: str) -> bool:
 def encode(table: str, shard: int, columns: Columns, mode: Mode, dim: int) -> tuple[dict[str, Any], list[Array]]:
     """Return a table's part of a shard as a record; `read.decode` is the inverse."""
     meta = {"table": table, "shard": shard, "tick": columns.tick, "whole": columns.whole, "format": mode}
+    if mode in ("full", "delta"):
+        waiting: list[Array] = [columns.waiting_keys, columns.waiting_ticks, columns.waiting_counts]
+        return meta, [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]
     values = np.ascontiguousarray(columns.rows[:, :dim])
-    if mode == "serving":
-        return meta, [columns.keys, values]
     if mode == "serving_bf16":
         bits = nearest_bfloat16(values).view(np.uint32) >> np.uint32(16)
         return meta, [columns.keys, bits.astype(np.uint16)]
@@ -103,8 +104,7 @@ def encode(table: str, shard: int, columns: Columns, mode: Mode, dim: int) -> tu
         scales = np.abs(values).max(axis=1, initial=0) / np.float32(127)
         steps = np.divide(values, scales[:, None], out=np.zeros_like(values), where=scales[:, None] > 0)
         return meta, [columns.keys, np.rint(steps).astype(np.int8), scales]
-    waiting: list[Array] = [columns.waiting_keys, columns.waiting_ticks, columns.waiting_counts]
-    return meta, [columns.keys, columns.ticks, columns.rows, *waiting, columns.days]
+    return meta, [columns.keys, values]
 
 
 def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]]]) -> Facts:
