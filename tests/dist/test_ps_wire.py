@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PeerLostError, PlanError
 from phalanx.ps.wire import Connection, Handler, Listener, Reply, Request
+from phalanx.ps.wire.segments import Lease
 from wiring import SECRET, connected, serving, tcp_only
 
 pytestmark = pytest.mark.dist
@@ -82,11 +83,12 @@ def test_a_push_of_200_megabytes_has_no_cliff(way):
 
 def test_a_reply_made_in_the_room_lies_in_the_clients_own_memory():
     with both() as connection:
-        pending = connection.send("rows", {"n": 1000}, reply_bytes=1000 * 64)
-        memory = pending.placed.lease.memory
-        (rows,) = pending.result().arrays
-        assert np.shares_memory(rows, memory)
+        (rows,) = connection.call("rows", {"n": 1000}, reply_bytes=1000 * 64).arrays
         assert rows[:, 3].tolist() == list(range(1000))
+        owner = rows
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        assert isinstance(owner, Lease)
 
 
 def test_a_kept_reply_is_not_overwritten_by_later_ones():
@@ -94,6 +96,16 @@ def test_a_kept_reply_is_not_overwritten_by_later_ones():
         kept = [connection.call("echo", {}, [np.full(2000, k)], 16000).arrays[0] for k in range(20)]
     assert [int(array[0]) for array in kept] == list(range(20))
     assert all((array == array[0]).all() for array in kept)
+
+
+def test_without_shared_memory_arrays_go_through_the_socket(monkeypatch, caplog, phalanx_propagates):
+    def none_left(name: str, flags: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("phalanx.ps.wire.segments.os.memfd_create", none_left)
+    with both() as connection:
+        assert connection.call("sum", {}, [np.ones(5000, np.int64)]).meta["sums"] == [5000]
+    assert "no shared memory of 65536 bytes (Too many open files): arrays go through the socket" in caplog.text
 
 
 def test_requests_are_numbered_and_answered_in_order(way):

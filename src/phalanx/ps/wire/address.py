@@ -67,7 +67,10 @@ def listening_sockets(endpoint: str, secret: bytes, bound: socket.socket | None 
     Raises:
         ConfigError: If an address others can reach has no secret, or the endpoint is taken.
     """
-    address = resolve(endpoint)
+    try:
+        address = resolve(endpoint)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {endpoint}: {error.strerror}. Correct the host.") from None
     tcp = bound or _bind_tcp(address)
     # Clients try the Unix socket first: it must be there when TCP starts to listen.
     address = Address(address.host, tcp.getsockname()[1])

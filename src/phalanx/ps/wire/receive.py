@@ -63,15 +63,15 @@ class Incoming:
             FrameError: If a checksum is wrong.
             OSError: If the connection breaks or `deadline` passes.
         """
-        memory: Bytes = np.empty(0, np.uint8)
+        memory: Bytes = np.empty(min(count, CHUNK_BYTES), np.uint8)
         for start in range(0, count, CHUNK_BYTES):
             end = min(start + CHUNK_BYTES, count)
-            if end > len(memory):
-                grown = self._grown(memory, start, min(count, max(end, 2 * len(memory))))
-                if grown is None:
-                    discard(self._channel, count - start, deadline)
-                    return None
-                memory = grown
+            if not self._budget.take(end - start):
+                discard(self._channel, count - start, deadline)
+                return None
+            self._held += end - start
+            # The system moves pages of large blocks instead of copying them, so to grow by one chunk costs little.
+            memory.resize(end, refcheck=False)
             _read_checked(self._channel, memory[start:end], deadline)
         return memory
 
@@ -79,14 +79,6 @@ class Incoming:
         """Say that the memory is not used any more."""
         self._budget.give(self._held)
         self._held = 0
-
-    def _grown(self, memory: Bytes, filled: int, size: int) -> Bytes | None:
-        if not self._budget.take(size - len(memory)):
-            return None
-        self._held += size - len(memory)
-        grown: Bytes = np.empty(size, np.uint8)
-        grown[:filled] = memory[:filled]
-        return grown
 
 
 def discard(channel: Channel, count: int, deadline: float | None = None) -> None:

@@ -8,6 +8,7 @@ when nothing of its own refers to it any more: neither the request nor an array 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -17,17 +18,15 @@ import numpy as np
 
 from phalanx.ps.wire.frame import Bytes, FrameError
 
+_log = logging.getLogger("phalanx.ps.wire")
+
 SMALLEST_SHARED = 8 << 10
 """Below so many bytes a payload goes through the socket: handing over memory costs more."""
 
-_SMALLEST = 1 << 16
-_LARGEST_KEPT = 64 << 20
-_MOST_PER_SIZE = 8
+_SMALLEST, _LARGE, _LARGEST = 1 << 16, 64 << 20, 1 << 30
+_MOST_PER_SIZE, _MOST_LARGE = 8, 2
 _MOST_ATTACHED = 128
-_LARGEST = 1 << 41
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-ONCE = 0
-"""Number of a segment that serves one request and is not kept."""
 
 
 class Segment:
@@ -87,28 +86,33 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, deque[Segment]] = {}
         self._made: dict[int, int] = {}
-        self._numbers = 0
         self._lock = threading.Lock()
 
     def lease(self, size: int) -> Lease | None:
-        """Return memory of at least `size` bytes, or None when too many pieces of that size are in use."""
+        """Return memory of at least `size` bytes; None if it is too large, or too many of that size are in use.
+
+        Segments are kept for the next request: their pages are there already, and new ones cost ten times a copy.
+        """
         rounded = max(_SMALLEST, 1 << (size - 1).bit_length())
-        if rounded > _LARGEST_KEPT:
-            return Lease(Segment(ONCE, rounded), self)
+        if rounded > _LARGEST:
+            return None
         with self._lock:
             free = self._free.setdefault(rounded, deque())
             if free:
                 return Lease(free.pop(), self)
-            if self._made.get(rounded, 0) >= _MOST_PER_SIZE:
+            if self._made.get(rounded, 0) >= (_MOST_PER_SIZE if rounded <= _LARGE else _MOST_LARGE):
+                return None
+            try:
+                made = Segment(sum(self._made.values()) + 1, rounded)
+            except OSError as error:
+                _log.warning("no shared memory of %s bytes (%s): arrays go through the socket", rounded, error.strerror)
                 return None
             self._made[rounded] = self._made.get(rounded, 0) + 1
-            self._numbers += 1
-            return Lease(Segment(self._numbers, rounded), self)
+            return Lease(made, self)
 
     def give_back(self, segment: Segment) -> None:
         """Take a segment whose lease ended. Runs whenever Python drops an object, so it takes no lock."""
-        if segment.number != ONCE:
-            self._free[segment.size].append(segment)
+        self._free[segment.size].append(segment)
 
 
 class Attached:
@@ -132,8 +136,7 @@ class Attached:
             raise FrameError(f"segment {number} of {size} bytes cannot be mapped: {error.strerror}") from None
         finally:
             os.close(descriptor)
-        if number != ONCE:
-            self._kept[number] = memory
+        self._kept[number] = memory
         return memory
 
     def find(self, number: int) -> Bytes:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ _LONGEST_MESSAGE = 1 << 16
 class Terms:
     """What every session of a listener shares."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     me: str
     handler: Handler
     max_frame_bytes: int
