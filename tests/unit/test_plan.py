@@ -196,3 +196,53 @@ def test_a_strategy_always_makes_a_plan_that_survives_json(world, mib, fused, sc
     )
     plan = plan_from_strategy(strategy, SMALL, world)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+# --- parameter servers ----------------------------------------------------------------------------------------------
+
+IDS = Table(name="ids", module="emb", dim=8, optimizer="adagrad(lr=0.05)", entry="count(count=10)")
+WIDE = ModelShape(
+    (ParamShape(name="emb.handle", shape=(0, 8), dtype="float32", item_bytes=4, table=IDS), *SMALL.params)
+)
+
+
+def test_with_servers_rows_and_dense_parameters_are_pushed():
+    plan = plan_from_strategy(DistributedStrategy(), WIDE, 2, 3)
+    rule = plan.rule_for("emb.handle")
+    assert (rule.place, rule.update) == (Server(table="ids"), Push(mode="async"))
+    assert plan.rule_for("fc.weight").place == Server(table="dense")
+    assert (plan.servers, [table.name for table in plan.tables]) == (3, ["ids", "dense"])
+    assert explain(plan, WIDE).collectives == 0
+
+
+def test_hybrid_reduces_dense_gradients_and_pushes_rows():
+    strategy = DistributedStrategy(a_sync=True, a_sync_configs={"dense": "all_reduce"})
+    plan = plan_from_strategy(strategy, WIDE, 2, 1)
+    assert isinstance(plan.rule_for("fc.weight").update, AllReduce)
+    assert plan.rule_for("emb.handle").update == Push(mode="async")
+    assert explain(plan, WIDE).gradients == 2
+
+
+def test_tables_of_several_workers_need_a_server():
+    with pytest.raises(PlanError, match=r"2 workers share table 'ids'.*phalanx run --server_num 1 --worker_num 2"):
+        plan_from_strategy(DistributedStrategy(), WIDE, 2)
+
+
+def test_one_process_holds_its_tables_itself():
+    explanation = explain(plan_from_strategy(DistributedStrategy(), WIDE, 1), WIDE)
+    (table,) = json.loads(explanation.to_json())["tables"]
+    assert (table["table"], table["lives"], table["rule"]) == ("ids", "this process", "adagrad(lr=0.05)")
+    assert "its table is in this process" in str(explanation)
+
+
+def test_explain_says_of_each_table_what_it_is_and_where_it_lives():
+    strategy = DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 100})
+    text = str(explain(plan_from_strategy(strategy, WIDE, 2, 2), WIDE))
+    for words in ("push (geo, 100 steps)", "2 servers", "count(count=10)", "adagrad(lr=0.05)", "table dense"):
+        assert words in text
+
+
+def test_a_plan_with_servers_survives_a_file(tmp_path):
+    plan = plan_from_strategy(DistributedStrategy(a_sync=False), WIDE, 2, 1)
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
