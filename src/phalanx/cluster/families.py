@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.cluster import steps
 from phalanx.cluster.environment import Environment, split_endpoint
-from phalanx.cluster.role import Kind, Role
+from phalanx.cluster.role import Kind, Launcher, Role
 from phalanx.errors import RoleError, did_you_mean
 
 KINDS: dict[str, Kind] = {
@@ -53,9 +53,9 @@ def read_role(variables: Mapping[str, str]) -> Role:
     kind = _kind(env)
     _check_agreement(env, kind)
     if any(env.text(name) for name in _OURS):
-        return _ours(env, kind)
+        return _by_rank(env, kind, "PHALANX_", ("PHALANX_NODE_RANK", "PHALANX_NODE_COUNT"), "phalanx")
     if any(env.text(name) for name in _TORCHRUN) and kind == "worker":
-        return _torchrun(env)
+        return _by_rank(env, kind, "", ("GROUP_RANK", "GROUP_WORLD_SIZE"), "torchrun")
     if any(env.text(name) for name in _FLEET):
         return _fleet(env, kind)
     return steps.step_role(env) or Role()
@@ -132,25 +132,14 @@ def _rank_and_size(env: Environment, rank_name: str, size_name: str) -> tuple[in
     return rank, size
 
 
-def _ours(env: Environment, kind: Kind) -> Role:
-    rank, size = _rank_and_size(env, "PHALANX_RANK", "PHALANX_WORLD_SIZE")
-    place = _place(env, "PHALANX_", ("PHALANX_NODE_RANK", "PHALANX_NODE_COUNT"), rank, size)
+def _by_rank(env: Environment, kind: Kind, prefix: str, node_names: tuple[str, str], launcher: Launcher) -> Role:
+    """The Role of a family that says rank and size: ours with its prefix, or torchrun's with none."""
+    rank, size = _rank_and_size(env, f"{prefix}RANK", f"{prefix}WORLD_SIZE")
     endpoints = env.all_endpoints()
-    own = env.text("PHALANX_ENDPOINT") or _own_endpoint(endpoints, kind, rank)
+    own = env.text("PHALANX_ENDPOINT") or env.text("PADDLE_CURRENT_ENDPOINT") or _own_endpoint(endpoints, kind, rank)
     return Role(
-        kind=kind, rank=rank, world_size=size, endpoint=own, launcher="phalanx",
-        **place, **endpoints, **_master(env, "PHALANX_", size), **_job(env),
-    )  # fmt: skip
-
-
-def _torchrun(env: Environment) -> Role:
-    rank, size = _rank_and_size(env, "RANK", "WORLD_SIZE")
-    place = _place(env, "", ("GROUP_RANK", "GROUP_WORLD_SIZE"), rank, size)
-    endpoints = env.all_endpoints()
-    own = env.text("PADDLE_CURRENT_ENDPOINT") or _own_endpoint(endpoints, "worker", rank)
-    return Role(
-        rank=rank, world_size=size, endpoint=own, launcher="torchrun",
-        **place, **endpoints, **_master(env, "", size), **_job(env),
+        kind=kind, rank=rank, world_size=size, endpoint=own, launcher=launcher,
+        **_place(env, prefix, node_names, rank, size), **endpoints, **_master(env, prefix, size), **_job(env),
     )  # fmt: skip
 
 

@@ -78,12 +78,15 @@ class Job:
                 shutil.rmtree(self._gloo_path, ignore_errors=True)
 
     def _fix_threads(self, request: Request, here: Machine) -> str:
-        """Give each local process its share of the cores, before the libraries that read it are loaded."""
+        """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
         threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
         self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
         source = "from your environment" if chosen else f"of {here.cores} cores"
-        return f"OMP_NUM_THREADS={threads} for each process ({source})"
+        said = f"OMP_NUM_THREADS={threads} for each process ({source})"
+        if request.mode == "ps" or request.cards or self._options.nproc_per_node is not None:
+            return said
+        return f"{said}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
 
     def _say_mode(self, request: Request, here: Machine) -> None:
         cards = len(here.usable_cards)
@@ -98,8 +101,6 @@ class Job:
             compiled = "compiled with cuda" if here.has_cuda_build else "not compiled with cuda"
             logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
         self._console.write(f"launch train in {'GPU' if request.cards else 'CPU'} mode\n")
-        if not request.cards and self._options.nproc_per_node is None:
-            logger.info("No -n given: 1 process, as one process uses every core. -n 2 starts two.")
         origins = self._options.origins
         if request.nodes.many and "node_rank" in origins:
             sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
