@@ -202,8 +202,19 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
         if isinstance(param, Handle):
             assert isinstance(place, Server)
             attachment.name_table(param, place.table)
+        elif isinstance(place, Server) and place.table != DENSE:
+            from phalanx.ps.placed import place_embedding  # imports torch's compiler
+
+            embedding = _owner_of(name, model)
+            assert isinstance(embedding, nn.Embedding)
+            place_embedding(embedding, place.table, attachment)
         else:
             attachment.place(param, on_servers=isinstance(place, Server))
+
+
+def _owner_of(name: str, model: nn.Module) -> nn.Module:
+    """Return the module that has this parameter."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> Reducer:
@@ -248,27 +259,28 @@ def _check(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) ->
             f"the Plan has {plan.servers} parameter servers, but {servers} were launched. Launch with --server_num "
             f"{plan.servers}, or change `servers` of the Plan."
         )
-    beyond = _first_beyond_this_version(plan, shape)
+    beyond = _first_beyond_this_version(plan, shape, model)
     if beyond:
         raise PlanError(
             f"this version cannot apply {beyond}. It applies all-reduced, frozen, module-held and pushed parameters."
         )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        on_ranks = isinstance(plan.rule_for(f"{name}.weight".lstrip(".")).place, OnRanks)
+        if on_ranks and getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise PlanError(
                 f"module {name!r} makes sparse gradients, which an all-reduce of buckets cannot carry. Build it with "
                 f"sparse=False."
             )
 
 
-def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
+def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
     pushes = set()
     for param in shape.params:
         rule = plan.rule_for(param.name)
         if isinstance(rule.update, Push):
             pushes.add(rule.update)
         if isinstance(rule.place, Server) or param.table:
-            beyond = _beyond_tables(rule, param)
+            beyond = _beyond_tables(rule, param, model)
             if beyond:
                 return beyond
             continue
@@ -298,13 +310,13 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape) -> str | None:
     return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
 
 
-def _beyond_tables(rule: ParamRule, param: ParamShape) -> str | None:
+def _beyond_tables(rule: ParamRule, param: ParamShape, model: nn.Module) -> str | None:
     """Return what of the rule of a parameter in a table cannot be applied."""
     where = f"params[{rule.match}]"
     if not isinstance(rule.place, Server):
         return f"{where}.place = {rule.place.kind} for {param.name!r}, whose rows live in a table"
     if not isinstance(rule.update, Push):
         return f"{where}.update = {rule.update.kind} for {param.name!r}, which lives in a table"
-    if param.table is None and rule.place.table != DENSE:
+    if param.table is None and rule.place.table != DENSE and not isinstance(_owner_of(param.name, model), nn.Embedding):
         return f"{where}.place.table = {rule.place.table!r} for the dense parameter {param.name!r}; use {DENSE!r}"
     return None

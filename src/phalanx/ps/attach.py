@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
+from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ClosedError, ConfigError
 from phalanx.plan.value import Push
@@ -71,6 +72,7 @@ class Attachment:
         self._declared: dict[str, Rule] = {}
         self._rules_loaded: dict[str, Rule] = {}
         self._untrained: dict[str, Table] = {}
+        self._first_values: dict[str, Tensor] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._dense = DenseParameters()
@@ -163,10 +165,34 @@ class Attachment:
         self.mode.declare([handle.settings.spec(name, rule)])
         self._declared[name] = rule
         self._untrained.pop(name, None)
+        if name in self._first_values:
+            self._assign(name, self._first_values.pop(name), over=False)
+
+    def start_from(self, handle: Handle, values: Tensor) -> None:
+        """Give the rows 0, 1, ... of a table these values, shape (n, dim); before training only those it lacks.
+
+        Collective once the table has an update rule: worker 0's values count.
+        """
+        name = str(handle.table)
+        if name in self._declared:
+            self._assign(name, values, over=True)
+        else:
+            self._first_values[name] = values
+
+    def _assign(self, name: str, values: Tensor, *, over: bool) -> None:
+        if self.context.role.attempt and not over:
+            return
+        is_first = self.context.rank == 0 and (over or not self.mode.store.report()[name].rows)
+        change = Change(name, np.arange(len(values)), values.contiguous().numpy(), kind="assign")
+        self.mode.assign([change] if is_first else [])
+        agree(f"first values of {name}", list(values.shape))
 
     def _initial_rows(self, handle: Handle, keys: Keys) -> Rows:
         """Return rows of a table that no optimizer trained yet, so that its rule is not known."""
         name = str(handle.table)
+        if name in self._first_values:
+            rows: Rows = self._first_values[name].numpy()[keys]
+            return rows
         if name not in self._untrained:
             self._untrained[name] = make_table(handle.settings.spec(name, SGD(lr=0.0)))
         out = np.empty((len(keys), handle.settings.dim), np.float32)

@@ -82,8 +82,12 @@ class Handle(nn.Parameter):
     def __new__(cls, settings: TableSettings) -> Handle:
         """Make the handle of a table without a name."""
         self = super().__new__(cls, torch.empty(0, settings.dim))
-        self.settings, self.table, self._seen = settings, None, None
+        self.become(settings)
         return self
+
+    def become(self, settings: TableSettings) -> None:
+        """Stand for a table that has no name yet."""
+        self.settings, self.table, self._seen = settings, None, None
 
     def __deepcopy__(self, memo: object) -> Handle:
         return self  # rows are not copied: a copy of a model reads and trains the same table
