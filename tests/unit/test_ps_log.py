@@ -158,12 +158,12 @@ def served(directory: Path, workers: int = 1, mode: str = "async") -> tuple[Serv
     recovery = Recovery(service, Saving(service), directory)
     recovery.recover("a job")
     fakes = [FakeWorker(service, worker) for worker in range(workers)]
-    if service.clocks is None:
+    if service.state.clocks is None:
         for fake in fakes:
             fake.declare(mode=mode, workers=workers)
     else:
         for fake in fakes:
-            known = service.clients.get(fake.client)
+            known = service.state.clients.get(fake.client)
             fake.seq = known.last if known else 0
     return service, fakes
 
@@ -198,8 +198,8 @@ def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
     one.call("done", {"epoch": 0, "file": "a", "offset": 9, "end": False})
     assert one.call("shrink", {"table": "items"}).meta == {"rows": 0}
     service, (one, two) = served(tmp_path, 2)
-    assert service.clocks is not None
-    assert service.clocks.live == {0}
+    assert service.state.clocks is not None
+    assert service.state.clocks.live == {0}
     # Worker 0 started anew: what it held is free again, from where it had come to.
     anew = FakeWorker(service, 0, client=7)
     anew.declare(workers=2)
@@ -215,7 +215,7 @@ def test_a_full_disk_refuses_the_push_and_training_goes_on_after(tmp_path: Path,
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     worker.push(gradient(many, 1.0), step=0)
     assert worker.pull(1, step=1).arrays[0][0, 0] == -1
-    assert service.clocks is not None
+    assert service.state.clocks is not None
     _, (again,) = served(tmp_path)
     assert again.pull(1, step=1).arrays[0][0, 0] == -1
 
@@ -227,7 +227,7 @@ def test_the_state_of_another_job_is_moved_aside(
     worker.push(gradient((1,), 1.0), step=0)
     service = Service()
     assert not Recovery(service, Saving(service), tmp_path / "0").recover("another job")
-    assert service.clocks is None
+    assert service.state.clocks is None
     assert "state of another job; it is now in" in caplog.text
     assert (tmp_path / "0.previous" / "job").read_text() == "a job"
 

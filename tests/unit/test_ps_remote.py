@@ -88,8 +88,8 @@ def test_rows_come_back_in_the_order_of_the_keys_whoever_owns_them(servers):
     for order in (KEYS, KEYS[::-1].copy(), np.array([7, 31], np.int64), KEYS[:0]):
         (rows,) = store.pull([Want("ids", order)], step=1).rows()
         np.testing.assert_array_equal(rows, VALUES[order])
-    assert sum(service.tables.tables["ids"].rows for service in services) == len(KEYS)
-    assert all(service.tables.tables["ids"].rows for service in services)
+    assert sum(service.state.tables.tables["ids"].rows for service in services) == len(KEYS)
+    assert all(service.state.tables.tables["ids"].rows for service in services)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -112,7 +112,7 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     (service,), store = made()
     pulled = store.pull([Want("ids", KEYS)])
     pulled.rows()
-    for client in service.clients._clients.values():
+    for client in service.state.clients._clients.values():
         client.kept.clear()
     store.push([Change("ids", KEYS, VALUES)])
     late = store.pull([Want("ids", KEYS)], step=1)
@@ -136,7 +136,7 @@ def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost(monkeypatch):
     np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
     store.push([Change("ids", KEYS, VALUES)], step=1)
     store.flush()
-    assert service.clocks.steps == [2]
+    assert service.state.clocks.steps == [2]
 
 
 def test_several_tables_travel_in_one_request_and_idle_servers_are_not_asked():
@@ -165,7 +165,7 @@ def test_a_restarted_worker_goes_on_where_the_servers_are():
     again.push([Change("ids", KEYS, VALUES)], step=0)
     (rows,) = again.pull([Want("ids", KEYS)], step=1).rows()
     np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES, rtol=1e-6)
-    assert [service.clocks.steps for service in services] == [[5], [5]]
+    assert [service.state.clocks.steps for service in services] == [[5], [5]]
 
 
 def test_servers_and_this_process_agree_on_every_row():
@@ -189,7 +189,7 @@ def test_leases_are_those_of_the_first_server():
     store.done(0, "a", 10)
     assert store.lease(0, ["a", "b"]) == ("b", 0, 1)
     assert store.lease(0, ["a", "b"]) == (None, 0, 1)
-    assert not services[1].leases.to_json()
+    assert not services[1].state.leases.to_json()
 
 
 def test_an_unknown_table_is_named_before_anything_is_sent():

@@ -145,10 +145,10 @@ def test_a_lost_worker_is_named_to_the_others() -> None:
     service.connected(two.client)
     service.connected(two.client)  # connected again before the old connection's end was seen
     service.disconnected(two.client)
-    assert service.clocks is not None
-    assert service.clocks.expire(1e18, 1.0) == []
+    assert service.state.clocks is not None
+    assert service.state.clocks.expire(1e18, 1.0) == []
     service.disconnected(two.client)
-    assert service.clocks.expire(1e18, 1.0) == [1]
+    assert service.state.clocks.expire(1e18, 1.0) == [1]
     with pytest.raises(PeerLostError, match="lost worker 1"):
         one.push(gradient((1,), 1.0), step=0)
 

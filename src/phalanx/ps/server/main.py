@@ -79,8 +79,8 @@ def run(
         _watch(service, recovery, 0.0 if _restarts() else GRACE_S)
     finally:
         service.stopped.set()
-        if service.clocks is not None:
-            service.clocks.stop()
+        if service.state.clocks is not None:
+            service.state.clocks.stop()
         listener.stop()
         thread.join()
         saving.wait()
@@ -93,11 +93,11 @@ def _watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
     reported, last = time.monotonic(), ""
     with _terminated() as asked_to_end:
         while not service.stopped.wait(TICK_S) and not asked_to_end():
-            clocks = service.clocks
+            clocks = service.state.clocks
             if clocks is None:
                 continue
             if not clocks.live:
-                logger.info("server %d: all workers have left", service.server)
+                logger.info("server %d: all workers have left", service.state.server)
                 return
             if grace_s and clocks.expire(time.monotonic(), grace_s):
                 _let_others_hear(service)
@@ -113,21 +113,21 @@ def _watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
 
 def _let_others_hear(service: Service) -> None:
     """Wait until the other workers have gone too: each gets an error that names the one that is lost."""
-    assert service.clocks is not None
+    assert service.state.clocks is not None
     until = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < until and service.clocks.live - service.clocks.away:
+    while time.monotonic() < until and service.state.clocks.live - service.state.clocks.away:
         time.sleep(TICK_S)
 
 
 def summary(service: Service) -> str:
     """Return one line of counts."""
-    tables = service.tables.report().values()
+    tables = service.state.tables.report().values()
     rows, size = sum(t["rows"] for t in tables), sum(t["bytes"] for t in tables)
     pushed, dropped = sum(t["pushed"] for t in tables), sum(t["dropped"] for t in tables)
-    steps = service.clocks.steps if service.clocks else []
+    steps = service.state.clocks.steps if service.state.clocks else []
     log = f", log {service.log.bytes / 2**20:,.0f} MiB" if service.log else ""
     return (
-        f"server {service.server}: {len(tables)} tables, {rows:,} rows, {size / 2**20:,.0f} MiB; {pushed:,} rows "
+        f"server {service.state.server}: {len(tables)} tables, {rows:,} rows, {size / 2**20:,.0f} MiB; {pushed:,} rows "
         f"pushed, {dropped:,} not admitted; steps of the workers {steps}{log}"
     )
 

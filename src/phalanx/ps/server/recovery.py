@@ -74,14 +74,14 @@ class Recovery:
         segment = self._load_base()
         count = 0
         for record in replay(self.directory, segment):
-            self._service.apply(Entry.of(record))
+            self._service.state.apply(Entry.of(record))
             count += 1
         self._service.log = Log(self.directory, self._durability)
         self._service.write_base = self.write_base
         self._journal.forget(segment)
         self._tidy(segment)
         if segment or count:
-            rows = sum(table.rows for table in self._service.tables.tables.values())
+            rows = sum(table.rows for table in self._service.state.tables.tables.values())
             took = time.monotonic() - started
             logger.info("recovered from %s: %d rows, %d logged changes, %.1f s", self.directory, rows, count, took)
         return bool(segment or count)
@@ -105,7 +105,7 @@ class Recovery:
                 if self._copy is not None:
                     if self._copy.wait(0):
                         self._end()
-                elif self._journal.bytes > max(self._next_bytes, self._service.tables.bytes):
+                elif self._journal.bytes > max(self._next_bytes, self._service.state.tables.bytes):
                     self._begin()
         except PhalanxError as e:
             # The log goes on and holds everything; a base is tried again when it has grown further.
@@ -140,9 +140,9 @@ class Recovery:
             return 0
         snapshot = read(bases[-1])
         state = snapshot.manifest.extra
-        self._service.restore_state(state)
-        for table in self._service.tables.tables.values():
-            snapshot.fill(table, self._service.shards)
+        self._service.state.restore(state)
+        for table in self._service.state.tables.tables.values():
+            snapshot.fill(table, self._service.state.shards)
         self._saving.restore(state["saving"])
         return int(bases[-1].name.removeprefix("base-"))
 
@@ -151,14 +151,16 @@ class Recovery:
         try:
             with service.gate.change():
                 self._segment = self._journal.rotate()
-                for entry in service.pending():
+                for entry in service.state.pending():
                     self._journal.append(entry.record(), entry.arrays)
-                state = {**service.state(), "saving": self._saving.to_json()}
+                state = {**service.state.to_json(), "saving": self._saving.to_json()}
                 part = self._part
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                self._copy = self._saving.copy(Job(part, "00000000", "full", service.shards, service.server))
-                self._state, self._tables = state, dict(service.tables.specs)
+                self._copy = self._saving.copy(
+                    Job(part, "00000000", "full", service.state.shards, service.state.server)
+                )
+                self._state, self._tables = state, dict(service.state.tables.specs)
         except OSError as e:
             raise BackendError(f"{self.directory} takes no base snapshot: {e.strerror}. Make room there.") from e
 

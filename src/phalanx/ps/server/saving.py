@@ -28,9 +28,9 @@ class Saving:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.holder = Holder(service.tables.tables, service.shards, service.server)
+        self.holder = Holder(service.state.tables.tables, service.state.shards, service.state.server)
         self._copies: dict[str, CopyProcess] = {}
-        service.loaded = self._loaded
+        service.state.loaded = self._loaded
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
             service.offer(op.__name__, op)
 
@@ -39,16 +39,16 @@ class Saving:
         service, meta = self._service, request.meta
         steps: Sequence[int] = meta.get("steps", ())
         service.gate.freeze(meta["token"], meta["seconds"], steps)
-        if service.clocks is not None and steps:
-            service.clocks.wait_steps(steps, meta["seconds"])
+        if service.state.clocks is not None and steps:
+            service.state.clocks.wait_steps(steps, meta["seconds"])
         return Reply(
             {
-                "steps": service.clocks.reached if service.clocks else [],
-                "mode": service.clocks.mode if service.clocks else None,
-                "pushed": service.clocks.steps if service.clocks else [],
+                "steps": service.state.clocks.reached if service.state.clocks else [],
+                "mode": service.state.clocks.mode if service.state.clocks else None,
+                "pushed": service.state.clocks.steps if service.state.clocks else [],
                 "fulls": self.holder.fulls,
-                "specs": [spec.to_json() for spec in service.tables.specs.values()],
-                "leases": service.leases.to_json(),
+                "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
+                "leases": service.state.leases.to_json(),
             }
         )
 
@@ -64,7 +64,7 @@ class Saving:
 
     def copy(self, job: Job) -> CopyProcess:
         """Fork a copy that writes a job. Nothing may change the tables meanwhile."""
-        tables, parent = self._service.tables, os.getpid()
+        tables, parent = self._service.state.tables, os.getpid()
 
         def work() -> dict[str, Any]:
             tables.release()
@@ -95,26 +95,26 @@ class Saving:
         """Replace rows by those of a snapshot, now and in tables declared later."""
         service, names = self._service, request.meta.get("names")
         self.add_source(Path(request.meta["directory"]), names)
-        source = service.sources[-1]
+        source = service.state.sources[-1]
         with service.gate.change():
-            wanted = [spec for name, spec in service.tables.specs.items() if name in source.names]
+            wanted = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
             # All are read before the first is put in place: a broken file changes nothing.
-            for table in [service.build(spec) for spec in wanted]:
-                service.tables.put(table)
+            for table in [service.state.build(spec) for spec in wanted]:
+                service.state.tables.put(table)
                 self._loaded(source, table.spec.name)
-            if names is None and service.server == 0:
-                service.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
-            service.unlogged = True
+            if names is None and service.state.server == 0:
+                service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
+            service.state.unlogged = True
         service.write_unlogged()
-        return Reply({"rows": {name: service.tables.tables[name].rows for name in (s.name for s in wanted)}})
+        return Reply({"rows": {name: service.state.tables.tables[name].rows for name in (s.name for s in wanted)}})
 
     def leases(self, request: Request) -> Reply:
         """Return which files were read how far."""
-        return Reply({"leases": self._service.leases.to_json()})
+        return Reply({"leases": self._service.state.leases.to_json()})
 
     def add_source(self, directory: Path, names: Sequence[str] | None) -> None:
         """Fill tables that are declared from now on with what a snapshot has of them."""
-        self._service.sources.append(Source(directory, names))
+        self._service.state.sources.append(Source(directory, names))
 
     def wait(self) -> None:
         """Wait until every snapshot under way is written."""
@@ -123,7 +123,7 @@ class Saving:
 
     def to_json(self) -> dict[str, Any]:
         """Return what must outlive the process."""
-        sources = [[str(s.snapshot.directory.absolute()), sorted(s.names)] for s in self._service.sources]
+        sources = [[str(s.snapshot.directory.absolute()), sorted(s.names)] for s in self._service.state.sources]
         return {"fulls": self.holder.to_json(), "sources": sources}
 
     def restore(self, value: Mapping[str, Any]) -> None:

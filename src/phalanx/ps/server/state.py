@@ -1,0 +1,241 @@
+"""All that changes on a server, and the changes: the same whether they come from workers or from the log.
+
+Nothing here waits, locks, writes or answers. One thread at a time changes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from phalanx.errors import ConfigError
+from phalanx.ps.local import check_same
+from phalanx.ps.placement import shards_owned
+from phalanx.ps.rules import TableSpec, table_spec
+from phalanx.ps.server import changes
+from phalanx.ps.server.clients import Clients
+from phalanx.ps.server.clocks import Clocks, checked_worker
+from phalanx.ps.server.entry import Entry
+from phalanx.ps.server.leases import Leases
+from phalanx.ps.server.steps import Steps
+from phalanx.ps.server.tables import Tables
+from phalanx.ps.snapshot.read import Source
+from phalanx.ps.table import Table, make_table
+
+logger = logging.getLogger("phalanx.ps")
+
+
+class State:
+    """Tables, clocks, clients and leases of one server.
+
+    Args:
+        server: This server's number.
+        servers: How many there are.
+    """
+
+    def __init__(self, server: int = 0, servers: int = 1) -> None:
+        self.server = server
+        self.shards = shards_owned(server, servers)
+        self.tables = Tables()
+        self.clients = Clients()
+        self.clocks: Clocks | None = None
+        self.leases = Leases()
+        self.sources: list[Source] = []
+        """Snapshots that fill tables as they are declared; a later one goes first."""
+
+        self.loaded: Callable[[Source, str], None] = lambda source, table: None
+        """Called when a table was filled."""
+
+        self.unlogged = False
+        """Whether tables were filled by what the log does not hold, so that a base snapshot has to."""
+
+        self._prepared: dict[str, Table] = {}
+        self._steps = Steps()
+        self._applies: dict[str, Callable[[Entry], dict[str, Any]]] = {
+            "declare": self._declare,
+            "push": self._push,
+            "leave": self._leave,
+            "shrink": self._shrink,
+            "lease": self._lease,
+            "done": self._done,
+        }
+        self._checks: dict[str, Callable[[Entry], None]] = {
+            "declare": self._check_declare,
+            "push": self._check_push,
+            "shrink": self._check_shrink,
+            "lease": self._check_lease,
+            "done": self._check_done,
+        }
+
+    def check(self, entry: Entry) -> None:
+        """Check that an entry can be applied; after that it does not fail.
+
+        Raises:
+            ConfigError: If it cannot; says why.
+            DataError: If it declares a table that a broken snapshot is to fill.
+        """
+        if check := self._checks.get(entry.op):
+            check(entry)
+
+    def apply(self, entry: Entry) -> dict[str, Any]:
+        """Do what a checked entry says, as it comes or from the log, and return the answer."""
+        reply = self._applies[entry.op](entry)
+        client = self.clients[entry.client]
+        client.last, client.reply = max(client.last, entry.seq), reply
+        return reply
+
+    def known_clocks(self) -> Clocks:
+        """Return the clocks.
+
+        Raises:
+            ConfigError: If no worker has declared tables.
+        """
+        if self.clocks is None:
+            raise ConfigError("This server holds no tables yet. Declare them first.")
+        return self.clocks
+
+    def build(self, spec: TableSpec) -> Table:
+        """Return a new table, filled by the latest source that has it.
+
+        Raises:
+            ConfigError: If it cannot be made, or does not fit that source's table.
+            DataError: If that source is broken; names file and offset.
+        """
+        table = make_table(spec)
+        if source := self._source_of(spec.name):
+            source.fill(table, self.shards)
+        return table
+
+    # --- to and from files -------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Entry]:
+        """Return the pushes of a step that is not complete; they are in no table yet."""
+        return self._steps.entries()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is not in the tables."""
+        return {
+            "specs": [spec.to_json() for spec in self.tables.specs.values()],
+            "counts": self.tables.counts(),
+            "clients": self.clients.to_json(),
+            "clocks": self.clocks.to_json() if self.clocks else None,
+            "leases": self.leases.to_json(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `to_json` returned; puts empty tables."""
+        for spec in state["specs"]:
+            self.tables.put(make_table(_spec(spec)))
+        self.tables.count_from(state["counts"])
+        self.clients.restore(state["clients"])
+        self.clocks = Clocks.from_json(state["clocks"]) if state["clocks"] else None
+        self.leases.restore(state["leases"], holders=True)
+
+    # --- operations --------------------------------------------------------------------------------------------------
+
+    def _check_declare(self, entry: Entry) -> None:
+        meta = entry.meta
+        if meta["mode"] not in ("sync", "async", "bounded"):
+            raise ConfigError(f"Asked servers for mode {meta['mode']!r}; modes: sync, async, bounded.")
+        checked_worker(meta["worker"], meta["workers"])
+        if self.clocks is not None:
+            for field in ("mode", "bound", "workers"):
+                have, want = getattr(self.clocks, field), meta.get(field) or (0 if field == "bound" else None)
+                if have != want:
+                    raise ConfigError(
+                        f"Worker {meta['worker']} asks for {field}={want!r}, but this job's servers run with "
+                        f"{field}={have!r}, as the first worker asked. Give every worker the same strategy."
+                    )
+        for spec in map(_spec, meta["specs"]):
+            if spec.name in self.tables.specs:
+                check_same(self.tables.specs[spec.name], spec)
+            else:
+                self._prepared[spec.name] = self.build(spec)
+
+    def _declare(self, entry: Entry) -> dict[str, Any]:
+        meta = entry.meta
+        if self.clocks is None:
+            self.clocks = Clocks(meta["mode"], meta["workers"], meta.get("bound") or 0)
+            logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
+        client, replaced = self.clients.of(entry.client, meta["worker"])
+        if replaced:
+            self.leases.release(client.worker)
+        self.clocks.join(client.worker)
+        for spec in map(_spec, meta["specs"]):
+            if spec.name not in self.tables.specs:
+                self.tables.put(self._prepared.pop(spec.name) if spec.name in self._prepared else self.build(spec))
+                self._note_source(spec.name)
+                logger.info("server %d: table %s, dim %d, %s", self.server, spec.name, spec.dim, spec.rule)
+        return {"tables": sorted(self.tables.specs), "step": self.clocks.next_step(client.worker)}
+
+    def _check_push(self, entry: Entry) -> None:
+        changes.check(changes.unpack(entry.meta, entry.arrays), entry.meta["weight"], self.tables.specs)
+
+    def _push(self, entry: Entry) -> dict[str, Any]:
+        worker, clocks = self.clients[entry.client].worker, self.known_clocks()
+        if entry.meta["step"] < clocks.next_step(worker):
+            return {}  # written again at the head of a segment, beside the first time
+        if clocks.mode == "sync":
+            self._steps.hold(worker, entry)
+            clocks.push(worker)
+            return {"dropped": self._complete(clocks)}
+        dropped = sum(self.tables.apply(change) for change in changes.unpack(entry.meta, entry.arrays))
+        clocks.push(worker)
+        return {"dropped": dropped}
+
+    def _complete(self, clocks: Clocks) -> int:
+        """Apply the step that every live worker has pushed, if there is one."""
+        dropped = 0
+        while clocks.complete > clocks.version:
+            dropped += sum(self.tables.apply(change) for change in self._steps.take())
+            clocks.apply(clocks.version + 1)
+        return dropped
+
+    def _leave(self, entry: Entry) -> dict[str, Any]:
+        worker, clocks = self.clients[entry.client].worker, self.known_clocks()
+        clocks.leave(worker)
+        self.leases.release(worker)
+        if clocks.mode == "sync":
+            self._complete(clocks)
+        return {}
+
+    def _check_shrink(self, entry: Entry) -> None:
+        if entry.meta["table"] not in self.tables.specs:
+            raise changes.unknown_table(entry.meta["table"], self.tables.specs)
+
+    def _shrink(self, entry: Entry) -> dict[str, Any]:
+        return {"rows": self.tables.shrink(entry.meta["table"])}
+
+    def _check_lease(self, entry: Entry) -> None:
+        self.leases.check(entry.meta["epoch"], entry.meta["files"])
+
+    def _lease(self, entry: Entry) -> dict[str, Any]:
+        worker = self.clients[entry.client].worker
+        return self.leases.lease(worker, entry.meta["epoch"], entry.meta["files"])
+
+    def _check_done(self, entry: Entry) -> None:
+        worker = self.clients[entry.client].worker
+        self.leases.check_done(worker, entry.meta["epoch"], entry.meta["file"])
+
+    def _done(self, entry: Entry) -> dict[str, Any]:
+        meta = entry.meta
+        self.leases.done(meta["epoch"], meta["file"], meta["offset"], end=meta.get("end", True))
+        return {}
+
+    def _source_of(self, name: str) -> Source | None:
+        return next((source for source in reversed(self.sources) if name in source.names), None)
+
+    def _note_source(self, name: str) -> None:
+        if source := self._source_of(name):
+            self.loaded(source, name)
+            self.unlogged = True
+
+
+def _spec(value: object) -> TableSpec:
+    try:
+        return table_spec(value)
+    except ValidationError as e:
+        raise ConfigError(f"A declared table is malformed: {e}") from e
