@@ -94,6 +94,10 @@ def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder
     first, again = (environment(folder, f"PSERVER.0.{attempt}") for attempt in (0, 1))
     assert first["PHALANX_SERVER_DIR"] == again["PHALANX_SERVER_DIR"] == str(folder / "log" / "servers" / "0")
     assert again["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert len(first["PHALANX_JOB_SECRET"]) == 64
+    assert first["PHALANX_JOB_SECRET"] == again["PHALANX_JOB_SECRET"]
+    said = [done.out, done.err, *(p.read_text() for p in (folder / "log").rglob("*") if p.is_file())]
+    assert not any(first["PHALANX_JOB_SECRET"] in text for text in said)
     assert environment(folder, "TRAINER.0.0")["PHALANX_SERVER_RETRY_S"] == "60"
 
 
