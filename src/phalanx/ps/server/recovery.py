@@ -188,4 +188,5 @@ class Recovery:
         """Delete bases that are not the newest, or were not finished."""
         for path in self.directory.glob("base-*"):
             if path.name != f"base-{segment:08d}":
-                shutil.rmtree(path)
+                # The writer of an unfinished one may outlive its killed server by a moment; the rest goes next time.
+                shutil.rmtree(path, ignore_errors=path.suffix == ".part")
