@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -106,6 +107,7 @@ class Connection:
             self._link = self._connect(started + timeout_s)
         except OSError as error:
             raise self._lost("connect", started, f"{_words(error)}. Start it, or correct the address") from None
+        self._linked_again_at = -math.inf
         self._reader = self._read_in_thread(self._link)
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
@@ -293,13 +295,17 @@ class Connection:
             self._changed.notify_all()
         _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._endpoint, why)
         try:
+            # A server that ends each connection at once is not asked more often than one that is away.
+            self._pause(max(0.0, self._linked_again_at + _LONGEST_PAUSE_S - started))
+            if time.monotonic() >= until:
+                raise TimeoutError("it ends every connection")
             link = self._connect(until)
         except (OSError, PhalanxError) as error:
             with self._changed:
                 self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {_words(error)}")
             return
         with self._changed:
-            self._link = link
+            self._link, self._linked_again_at = link, time.monotonic()
             again = list(self._unanswered)
             if self._closed:
                 link.channel.interrupt()
@@ -324,10 +330,13 @@ class Connection:
             except OSError:
                 if time.monotonic() + pause >= until:
                     raise
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closed, pause):
-                    raise ClosedError("it was closed here")
+            self._pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._closed, seconds):
+                raise ClosedError("it was closed here")
 
     def _fail(self, why: str) -> None:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
