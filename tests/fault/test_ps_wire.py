@@ -117,7 +117,9 @@ def test_a_stopped_server_that_takes_no_bytes_is_lost_at_the_deadline(tmp_path, 
 def test_a_stopped_server_cannot_be_connected_to_for_ever(tmp_path):
     with server(tmp_path / "record") as (process, endpoint):
         stop(process)
-        with pytest.raises(PeerLostError, match=r"for 'connect' and waited \d+\.\d s: it did not answer in time\. Start"):
+        with pytest.raises(
+            PeerLostError, match=r"for 'connect' and waited \d+\.\d s: it did not answer in time\. Start"
+        ):
             connect(endpoint, timeout_s=0.5)
 
 
