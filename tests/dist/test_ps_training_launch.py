@@ -1,0 +1,113 @@
+"""Scripts with parameter servers under the real launcher, in the words of Fleet and in torch's own idiom."""
+
+import json
+
+import pytest
+
+from launching import launch
+
+pytestmark = pytest.mark.dist
+
+MODEL = """
+import json, sys
+import torch, torch.nn.functional as F
+from torch import nn
+import phalanx as px
+from phalanx import fleet
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids = px.ps.SparseEmbedding(4, init=px.ps.Constant(0.1))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.head(self.ids(ids).flatten(1))
+
+def loss_of(model, step, rows):
+    ids = torch.randint(50, (8, 2), generator=torch.Generator().manual_seed(step))
+    return F.mse_loss(model(ids[rows]), (ids[rows].sum(1, keepdim=True) % 2).float())
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+strategy = fleet.DistributedStrategy()
+if sys.argv[1] == "sync":
+    strategy.a_sync = False
+elif sys.argv[1] == "geo":
+    strategy.a_sync = True
+    strategy.a_sync_configs = {"k_steps": 4}
+
+def train():
+    ctx = px.init()
+    rows = slice(ctx.rank, None, ctx.world_size)
+    first = loss_of(model, 0, slice(None)).item()
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, step, rows).backward()
+        optimizer.step()
+    with torch.no_grad():
+        last = loss_of(model, 0, slice(None)).item()
+    assert last < first, (first, last)
+    if ctx.rank == 0:
+        print("RESULT", json.dumps({"loss": last}), flush=True)
+"""
+
+FLEET = (
+    MODEL
+    + """
+fleet.init(is_collective=False)
+optimizer = fleet.distributed_optimizer(optimizer, strategy)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    print("SERVED", flush=True)
+else:
+    fleet.init_worker()
+    train()
+    fleet.stop_worker()
+"""
+)
+
+TORCH = (
+    MODEL
+    + """
+model, optimizer, _ = px.distribute(model, optimizer, strategy=strategy)
+assert px.init().role.is_worker
+train()
+"""
+)
+
+FAILS = FLEET.replace("    train()\n", "    train()\n    assert not fleet.is_first_worker(), 'a bug of the script'\n")
+
+
+def result_of(log):
+    return json.loads(log.rpartition("RESULT ")[2].splitlines()[0])["loss"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo"])
+def test_the_words_of_fleet_train_on_servers(tmp_path, mode):
+    (tmp_path / "train.py").write_text(FLEET)
+    done = launch(tmp_path, "--server_num", "2", "--worker_num", "2", "train.py", mode)
+    assert done.code == 0, done.out + done.err + done.log("workerlog.0")
+    assert "SERVED" in done.log("serverlog.1")
+    assert f"parameter server: mode {mode}, 2 workers, 2 servers" in done.log("workerlog.0")
+
+
+def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
+    (tmp_path / "train.py").write_text(TORCH)
+    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "sync")
+    assert done.code == 0, done.out + done.err + done.log("workerlog.0")
+    assert "all workers have left" in done.log("serverlog.0")
+    alone = launch(tmp_path, "--log_dir", "alone", "-n", "1", "train.py", "sync")
+    assert alone.code == 0
+    # The table is named after its place in the model in both runs, so both start from the same rows.
+    log = (tmp_path / "alone" / "workerlog.0").read_text()
+    assert result_of(done.log("workerlog.0")) == pytest.approx(result_of(log), abs=1e-5)
+
+
+def test_a_worker_that_fails_ends_the_job_with_its_error(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS)
+    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "async")
+    assert done.code != 0
+    assert "a bug of the script" in done.out + done.err
