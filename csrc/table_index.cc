@@ -8,8 +8,7 @@
 namespace phalanx {
 namespace {
 
-constexpr std::uint32_t kSmallest = 4;  // places of a part without entries
-constexpr std::uint32_t kMostUsed = 0x7FFFFFFF - kSmallest;
+constexpr std::uint32_t kMostUsed = 0x7FFFFFFF - 2 * kLine;
 
 bool is_full(std::uint32_t used, std::uint32_t capacity) {
   return (std::uint64_t{used} + 1) * 4 > std::uint64_t{capacity} * 3;
@@ -22,7 +21,8 @@ LaneIndex::LaneIndex() : LaneIndex({}, 0) {}
 LaneIndex::LaneIndex(const std::array<Part, kParts>& parts, std::uint32_t typical) : parts_(parts) {
   for (Part& part : parts_) {
     part.start = size_;
-    part.capacity = part.used == 0 ? kSmallest : 2 * std::max(part.used, typical) + kSmallest;
+    part.capacity = kLine;
+    if (part.used > 0) part.capacity += (2 * std::max(part.used, typical) + kLine - 1) / kLine * kLine;
     size_ += part.capacity;
   }
   memory_ = Pages(size_ * sizeof(Entry), true);

@@ -7,16 +7,16 @@
 namespace phalanx {
 namespace {
 
-// How far ahead of its use a place of the index, and a row, is asked of memory.
-constexpr std::size_t kPlacesAhead = 24;
-constexpr std::size_t kRowsAhead = 12;
+// How far ahead of its use a line of the index, and a row, is asked of memory.
+constexpr std::size_t kLinesAhead = 64;
+constexpr std::size_t kRowsAhead = 32;
 constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kMostLines = 4;  // of a row; the processor sees the rest coming
 
-template <int kForWriting>
-void prefetch(const void* start, std::size_t bytes) {
+void ask_for(const void* start, std::size_t bytes) {
   const auto* first = static_cast<const std::byte*>(start);
-  for (std::size_t offset = 0; offset < std::min<std::size_t>(bytes, 4 * kCacheLine); offset += kCacheLine) {
-    __builtin_prefetch(first + offset, kForWriting);
+  for (std::size_t offset = 0; offset < std::min(bytes, kMostLines * kCacheLine); offset += kCacheLine) {
+    __builtin_prefetch(first + offset);
   }
 }
 
@@ -25,26 +25,41 @@ void prefetch(const void* start, std::size_t bytes) {
 Lane::Lane(const TableSpec& spec, const Starter& starter)
     : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(spec.row_bytes(), Entry::kWaiting) {}
 
-// Calls use(i, place in the index) for each key.
+// Calls use(i, place in the index) for each key, those last whose search goes on in a second line: it is asked for
+// when the first one ends, and looked at some keys later.
 template <class Use>
 void Lane::each_place(const Slice& slice, Use use) const {
-  const std::size_t n = slice.hashes.size();
-  for (std::size_t i = 0; i < std::min(n, kPlacesAhead); ++i) __builtin_prefetch(index_.home(slice.hashes[i]), 1);
-  for (std::size_t i = 0; i < n; ++i) {
-    if (i + kPlacesAhead < n) __builtin_prefetch(index_.home(slice.hashes[i + kPlacesAhead]), 1);
-    use(i, index_.find(slice.hashes[i]));
+  const std::span<const std::uint64_t> hashes = slice.hashes;
+  std::array<std::size_t, 32> late;
+  std::size_t waiting = 0;
+  const auto finish = [&] {
+    for (std::size_t k = 0; k < waiting; ++k) use(late[k], index_.find(hashes[late[k]]));
+    waiting = 0;
+  };
+  for (std::size_t i = 0; i < std::min(hashes.size(), kLinesAhead); ++i) __builtin_prefetch(index_.home(hashes[i]));
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    if (i + kLinesAhead < hashes.size()) __builtin_prefetch(index_.home(hashes[i + kLinesAhead]));
+    Entry* const line = index_.home(hashes[i]);
+    if (Entry* const place = LaneIndex::find_in(line, hashes[i])) {
+      use(i, place);
+      continue;
+    }
+    __builtin_prefetch(index_.line_after(line, hashes[i]));
+    late[waiting++] = i;
+    if (waiting == late.size()) finish();
   }
+  finish();
 }
 
-// Calls use(i, row in memory) for each key that has a row.
+// Calls use(i, row in memory, or null) for each key, asking ahead for `bytes` of the row.
 template <class Use>
-void Lane::each_row(const Slice& slice, Use use) const {
-  const std::size_t n = slice.rows.size();
-  for (std::size_t i = 0; i < n; ++i) {
-    if (i + kRowsAhead < n && slice.rows[i + kRowsAhead] != Entry::kEmpty) {
-      prefetch<1>(slab_.row(slice.rows[i + kRowsAhead]), spec_.row_bytes());
+void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
+  const std::span<const std::uint32_t> rows = slice.rows;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (i + kRowsAhead < rows.size() && rows[i + kRowsAhead] != Entry::kEmpty) {
+      ask_for(slab_.row(rows[i + kRowsAhead]), bytes);
     }
-    if (slice.rows[i] != Entry::kEmpty) use(i, slab_.row(slice.rows[i]));
+    use(i, rows[i] != Entry::kEmpty ? slab_.row(rows[i]) : nullptr);
   }
 }
 
@@ -52,20 +67,16 @@ void Lane::pull(Slice& slice, float* out) const {
   each_place(slice, [&](std::size_t i, const Entry* place) {
     slice.rows[i] = place->has_row() ? place->row : Entry::kEmpty;
   });
-  const std::size_t n = slice.rows.size();
-  for (std::size_t i = 0; i < n; ++i) {
-    if (i + kRowsAhead < n && slice.rows[i + kRowsAhead] != Entry::kEmpty) {
-      prefetch<0>(slab_.row(slice.rows[i + kRowsAhead]), value_bytes_);
-    }
+  each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
     float* const values = out + slice.positions[i] * spec_.dim;
-    if (slice.rows[i] != Entry::kEmpty) {
-      load_values(slab_.row(slice.rows[i]), spec_.is_bfloat16, values, spec_.dim);
+    if (row != nullptr) {
+      load_values(row, spec_.is_bfloat16, values, spec_.dim);
     } else if (spec_.entry.kind != EntryKind::kCount && welcomes(slice.hashes[i])) {
       start_values(slice.hashes[i], values);
     } else {
       std::fill_n(values, spec_.dim, 0.0f);
     }
-  }
+  });
 }
 
 std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
@@ -77,7 +88,8 @@ std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
 template <class Rule>
 void Lane::train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule) {
   std::vector<float> wide(spec_.is_bfloat16 ? spec_.dim : 0);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, spec_.row_bytes(), [&](std::size_t i, std::byte* row) {
+    if (row == nullptr) return;
     const std::size_t position = slice.positions[i];
     float* const state = floats(row);
     const float* const gradient = gradients.values + position * spec_.dim;
@@ -99,7 +111,7 @@ void Lane::train(const Slice& slice, const Gradients& gradients, Time time, cons
 void Lane::add(Slice& slice, const float* deltas, Time time) {
   make(slice, time);
   std::vector<float> sum(spec_.dim);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
     const float* const delta = deltas + slice.positions[i] * spec_.dim;
     load_values(row, spec_.is_bfloat16, sum.data(), spec_.dim);
     for (std::size_t j = 0; j < spec_.dim; ++j) sum[j] += delta[j];
@@ -109,7 +121,7 @@ void Lane::add(Slice& slice, const float* deltas, Time time) {
 
 void Lane::assign(Slice& slice, const float* values, Time time) {
   make(slice, time);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
     store_nearest(row, spec_.is_bfloat16, values + slice.positions[i] * spec_.dim, spec_.dim);
   });
 }

@@ -34,15 +34,6 @@ void Starter::fill(std::uint64_t hash, float* values, std::size_t dim) const {
   }
 }
 
-void load_values(const std::byte* row, bool is_bfloat16, float* values, std::size_t dim) {
-  if (!is_bfloat16) {
-    std::memcpy(values, row, dim * sizeof(float));
-    return;
-  }
-  const auto* from = reinterpret_cast<const std::uint16_t*>(row);
-  for (std::size_t j = 0; j < dim; ++j) values[j] = widened(from[j]);
-}
-
 void store_nearest(std::byte* row, bool is_bfloat16, const float* values, std::size_t dim) {
   if (!is_bfloat16) {
     std::memcpy(row, values, dim * sizeof(float));
