@@ -16,7 +16,8 @@ ROLES = """
 import json, os, signal, sys
 role, rank = os.environ["TRAINING_ROLE"], os.environ["PHALANX_RANK"]
 with open(f"{role}.{rank}", "w") as file:
-    json.dump({k: v for k, v in os.environ.items() if k.startswith(("PADDLE", "PHALANX", "POD", "TRAINING", "CUDA"))}, file)
+    known = ("PADDLE", "PHALANX", "POD", "TRAINING", "CUDA")
+    json.dump({k: v for k, v in os.environ.items() if k.startswith(known)}, file)
 print(role, rank, "here", flush=True)
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 if role == "TRAINER":
