@@ -69,10 +69,10 @@ def build(args: argparse.Namespace, sizes: dict) -> tuple[WideDeepModel, torch.o
 
 
 def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: ShardedLoader) -> dict:
-    """Train; each batch is scored before it is trained on, so that a stream needs no test rows."""
-    started, rows = time.perf_counter(), 0
+    """Train; the first pass scores each batch before it is trained on, so that a stream needs no test rows."""
+    started, rows, seen = time.perf_counter(), 0, fleet.metrics.Auc()
     for epoch in range(args.epochs):
-        losses, counted, seen = 0.0, 0, fleet.metrics.Auc()
+        losses, counted = 0.0, 0
         for step, (dense, ids, label) in enumerate(loader, 1):
             logit = model(dense if args.data == "flights" else dense.clamp(min=0).log1p(), ids)
             loss = F.binary_cross_entropy_with_logits(logit, label)
@@ -81,15 +81,16 @@ def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: Sha
             optimizer.zero_grad()
             if loader.share.rows:
                 losses, counted = losses + loss.item() * len(label), counted + len(label)
-                seen.update(logit.sigmoid(), label)
+                if epoch == 0:
+                    seen.update(logit.sigmoid(), label)
             if step == args.steps:
                 break
         rows += counted
         print(f"TRAIN ---> pass: {epoch} loss: {losses / max(counted, 1):.6f}")
     seconds = time.perf_counter() - started
-    loss = fleet.metrics.mae(losses, counted)
+    losses, counted = fleet.metrics.sum([losses, counted]).tolist()
     return {
-        "loss": round(loss, 6),
+        "loss": round(losses / counted, 6),
         "samples_per_s": round(float(fleet.metrics.sum(rows / seconds)), 1),
         "auc": round(seen.compute(), 5),
     }
