@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from phalanx.ps.placement import owner_of, shard_of, table_salt
 from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
+from phalanx.ps.wire.message import Reply
 from ps_processes import Server, Worker, servers
 from ps_requests import SPEC, gradient, keys
 
@@ -145,6 +147,33 @@ def test_a_snapshot_in_sync_ends_the_step_under_way(tmp_path: Path) -> None:
         saving = in_background(lambda: save(coordinator, tmp_path / "save", {}))  # type: ignore[func-returns-value]
         push(workers[1], ids, 1.0, 0)
         saving.join()
+        assert set(values(tmp_path / "save", ids)) == {-1.0}
+        close([*workers, coordinator])
+
+
+def test_no_server_waits_for_a_step_that_another_holds_back(tmp_path: Path) -> None:
+    ids = np.arange(10)
+    with servers(2, tmp_path) as made:
+        workers = joined(made, 2, "sync")
+        push(workers[0], ids, 1.0, 0)
+        coordinator = [Worker(server, 9, rank=n) for n, server in enumerate(made)]
+        pushing: list[threading.Thread] = []
+
+        class LastOfTheFirstRound:
+            """Lets worker 1 begin its step, at server 1 first, when both servers are frozen."""
+
+            def call(self, op: str, meta: dict[str, Any]) -> Reply:
+                reply = coordinator[1].call(op, meta)
+                if not pushing:
+                    pushing.append(in_background(second_worker))
+                return reply
+
+        def second_worker() -> None:
+            for n in (1, 0):
+                workers[1][n].push(gradient(parts(ids, 2)[n], 1.0), step=0)
+
+        save([coordinator[0], LastOfTheFirstRound()], tmp_path / "save", {})
+        pushing[0].join()
         assert set(values(tmp_path / "save", ids)) == {-1.0}
         close([*workers, coordinator])
 

@@ -21,7 +21,7 @@ from phalanx.ps.rules import TableSpec
 from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.entry import Entry
 from phalanx.ps.server.log import Durability, Log, replay
-from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.saving import Saving, finished
 from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.durable import sync_directory
 from phalanx.ps.snapshot.manifest import File, Manifest, write_manifest
@@ -168,7 +168,7 @@ class Recovery:
         copy, self._copy = self._copy, None
         assert copy is not None
         try:
-            written = copy.result()
+            written = finished(self._part, copy)
             files = {number: File(*facts) for number, facts in written["files"].items()}
             manifest = Manifest("00000000", "full", self._tables, written["rows"], files, self._state)
             write_manifest(self._part, manifest)

@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.errors import ConfigError
 from phalanx.ps.server.copy_process import CopyProcess, give_up_without
 from phalanx.ps.server.service import Service
+from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.read import Source
 from phalanx.ps.snapshot.save import disk_error
@@ -29,17 +30,17 @@ class Saving:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.holder = Holder(service.state.tables.tables, service.state.shards, service.state.server)
-        self._copies: dict[str, CopyProcess] = {}
+        self._copies: dict[str, tuple[Path, CopyProcess]] = {}
         service.state.loaded = self._loaded
         for op in (self.freeze, self.snapshot, self.resume, self.saved, self.load, self.leases):
             service.offer(op.__name__, op)
 
     def freeze(self, request: Request) -> Reply:
-        """Hold changes back, but those of steps that another server has; returns how far each worker is."""
+        """Hold changes back, but those below `steps`; with `wait` until those came. Returns how far each worker is."""
         service, meta = self._service, request.meta
         steps: Sequence[int] = meta.get("steps", ())
         service.gate.freeze(meta["token"], meta["seconds"], steps)
-        if service.state.clocks is not None and steps:
+        if service.state.clocks is not None and meta.get("wait"):
             service.state.clocks.wait_steps(steps, meta["seconds"])
         return Reply(
             {
@@ -57,7 +58,7 @@ class Saving:
         service, save = self._service, request.meta["save"]
         with service.gate.still(request.meta["token"]):
             job = self.holder.job(request.meta)
-            self._copies[save] = self.copy(job)
+            self._copies[save] = job.directory, self.copy(job)
             while len(self._copies) > _REMEMBERED:
                 del self._copies[next(iter(self._copies))]
         return Reply()
@@ -84,12 +85,12 @@ class Saving:
     def saved(self, request: Request) -> Reply:
         """Say whether this server's part is written, and what; waits a little for it."""
         save = request.meta["save"]
-        copy = self._copies.get(save)
-        if copy is None:
+        if save not in self._copies:
             raise ConfigError(f"This server writes no snapshot {save}: it was started again since. Save again.")
+        directory, copy = self._copies[save]
         if not copy.wait(request.meta["wait_s"]):
             return Reply({"done": False})
-        return Reply({"done": True, "result": copy.result()})
+        return Reply({"done": True, "result": finished(directory, copy)})
 
     def load(self, request: Request) -> Reply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
@@ -118,7 +119,7 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until every snapshot under way is written."""
-        for copy in list(self._copies.values()):
+        for _, copy in list(self._copies.values()):
             copy.wait()
 
     def to_json(self) -> dict[str, Any]:
@@ -137,3 +138,19 @@ class Saving:
         manifest = source.snapshot.manifest
         if manifest.mode == "full":
             self.holder.remember(manifest.save, source.snapshot.directory.absolute(), [name])
+
+
+def finished(directory: Path, copy: CopyProcess) -> dict[str, Any]:
+    """Make what a copy wrote durable, and return what it was.
+
+    The copy itself does not: as long as it lives, each page that a push changes here has to be copied first.
+
+    Raises:
+        BackendError: If the disk did not take it.
+    """
+    result = copy.result()
+    try:
+        sync_file_system(directory)
+    except OSError as e:
+        raise disk_error(directory, e) from e
+    return result

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.ps.rules import TableSpec, table_spec
 from phalanx.ps.snapshot.dense import write_extra
+from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.manifest import MANIFEST, Base, File, Manifest, check_mode, read_manifest, write_manifest
 from phalanx.ps.snapshot.write import write
@@ -119,7 +120,11 @@ def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tupl
             states.append(dict(call.call("freeze", freeze).meta))
         furthest = _furthest(states)
         if any(state["steps"] != furthest for state in states):
-            states = [dict(call.call("freeze", {**freeze, "steps": furthest}).meta) for call in calls]
+            # A worker may have to get past one server before it can reach its step on another: none waits before all
+            # let the steps through.
+            for wait in (False, True):
+                asked = {**freeze, "steps": furthest, "wait": wait}
+                states = [dict(call.call("freeze", asked).meta) for call in calls]
         base = _base(states, directory) if mode == "delta" else None
         request = {"token": name, "directory": str(directory), "save": name, "mode": mode}
         for call in calls:
@@ -227,6 +232,7 @@ class LocalCalls:
         if op == "snapshot":
             try:
                 self._result = write(self._holder.job(meta), self._holder.tables)
+                sync_file_system(Path(meta["directory"]))
             except OSError as e:
                 raise disk_error(Path(meta["directory"]), e) from e
         return Reply({"done": True, "result": self._result} if op == "saved" else {})

@@ -14,7 +14,6 @@ import numpy as np
 
 from phalanx.ps.arrays import Columns
 from phalanx.ps.initial import nearest_bfloat16
-from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.manifest import Mode
 from phalanx.ps.snapshot.records import Array, pack
 from phalanx.ps.table import Table
@@ -36,7 +35,7 @@ class Job:
 
 
 def write(job: Job, tables: Mapping[str, Table], check: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Write the files of a snapshot and make them durable.
+    """Write the files of a snapshot; `sync_file_system` then makes them durable.
 
     Args:
         job: What to write where.
@@ -55,7 +54,6 @@ def write(job: Job, tables: Mapping[str, Table], check: Callable[[], None] = lam
         files = {str(job.part): _write_text(job, tables, rows, check)}
     else:
         files = dict(_shard_files(job, tables, rows, check))
-    sync_file_system(job.directory)
     return {
         "files": files,
         "rows": rows,
