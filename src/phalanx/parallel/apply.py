@@ -201,7 +201,7 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
         place = rules[name].place
         if isinstance(param, Handle):
             assert isinstance(place, Server)
-            attachment.name_table(param, place.table)
+            attachment.claims.name(param, place.table)
         elif isinstance(place, Server) and place.table != DENSE:
             from phalanx.ps.placed import place_embedding  # imports torch's compiler
 

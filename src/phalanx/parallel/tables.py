@@ -110,7 +110,7 @@ def shrink() -> int:
     if context_of.current().rank:
         return 0
     tables.mode.flush()
-    return sum(tables.mode.store.shrink(name) for name in tables.sparse_tables)
+    return sum(tables.mode.store.shrink(name) for name in tables.claims.tables)
 
 
 @contextmanager

@@ -13,13 +13,11 @@ import math
 import os
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,19 +25,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
-from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ClosedError, ConfigError
 from phalanx.plan.value import Push
+from phalanx.ps.claims import Claims
 from phalanx.ps.dense import DenseParameters
-from phalanx.ps.handle import Handle, Occurrences, free_name, give_name
+from phalanx.ps.handle import Handle, Occurrences
 from phalanx.ps.modes import Mode
 from phalanx.ps.open import open_mode
-from phalanx.ps.rules import SGD, Rule
 from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.store import Change, Keys, Rows, Want
-from phalanx.ps.table import Table, make_table
-from phalanx.ps.translate import rule_of
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -68,12 +63,9 @@ class Attachment:
         """When this process began to use tables."""
 
         self._mode: Mode | None = None
-        self._handles: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
-        self._declared: dict[str, Rule] = {}
-        self._rules_loaded: dict[str, Rule] = {}
-        self._untrained: dict[str, Table] = {}
-        self._first_values: dict[str, Tensor] = {}
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.claims = Claims(context, lambda: self.mode)
+        """Tables of ids, and who trains them."""
+
         self._hooks: list[Any] = []
         self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
@@ -92,11 +84,6 @@ class Attachment:
             where: Literal["servers", "workers"] = "servers" if self.dense else "workers"
             self._mode = open_mode(self.context, self.push, dense=where)
         return self._mode
-
-    @property
-    def sparse_tables(self) -> list[str]:
-        """Names of the tables of ids that are in use."""
-        return sorted(self._declared)
 
     def configure(self, push: Push, *, dense: bool) -> None:
         """Say how gradients reach the tables, before any is in use.
@@ -122,82 +109,15 @@ class Attachment:
         """Return the rows of unique ids, shape (n, dim) each, as of this worker's step."""
         self._end_dropped_step()
         for handle, _ in wants:
-            self._know(handle)
-        known = [(handle, keys) for handle, keys in wants if handle.table in self._declared]
-        rows = iter(self.mode.pull([Want(str(handle.table), keys) for handle, keys in known]).rows() if known else [])
-        return [
-            next(rows) if handle.table in self._declared else self._initial_rows(handle, keys) for handle, keys in wants
-        ]
-
-    def _know(self, handle: Handle) -> None:
-        if handle.table is None:
-            give_name(handle, free_name(self._declared))
-        self._handles[str(handle.table)] = handle
-        self._declare(handle)
-        if not self._optimizers and not self._hooks:
+            self.claims.use(handle)
+        if not self.claims.optimizers and not self._hooks:
             self._hook_every_optimizer()
-
-    def _declare(self, handle: Handle) -> None:
-        """Make the table of a handle once its rule is known.
-
-        Raises:
-            ConfigError: If servers need the rule and nobody said it, or the optimizer came after another was assumed.
-        """
-        name = str(handle.table)
-        if name in self._declared and name not in self._rules_loaded:
-            return
-        holder = self._holder_of(handle)
-        rule = handle.settings.optimizer or (rule_of(*holder) if holder else self._rules_loaded.get(name))
-        if rule is None and self.context.role.server_endpoints:
-            raise ConfigError(
-                f"table {name!r} has no update rule yet. Call distributed_optimizer(optimizer), with the table's "
-                "parameter in the optimizer, before the first forward pass, or give SparseEmbedding an optimizer=."
-            )
-        if rule is None and self.context.is_distributed:
-            open_mode(self.context, self.push)  # raises: workers share tables, and there is no server
-        if rule is None or self._declared.get(name) == rule:
-            return
-        if name in self._declared:
-            raise ConfigError(
-                f"table {name!r} was loaded with {self._declared[name]} and read before an optimizer was there, which "
-                f"now asks for {rule}. Make the optimizer before the first forward pass."
-            )
-        self.mode.declare([handle.settings.spec(name, rule)])
-        self._declared[name] = rule
-        self._untrained.pop(name, None)
-        if name in self._first_values:
-            self._assign(name, self._first_values.pop(name), over=False)
-
-    def start_from(self, handle: Handle, values: Tensor) -> None:
-        """Give the rows 0, 1, ... of a table these values, shape (n, dim); before training only those it lacks.
-
-        Collective once the table has an update rule: worker 0's values count.
-        """
-        name = str(handle.table)
-        if name in self._declared:
-            self._assign(name, values, over=True)
-        else:
-            self._first_values[name] = values
-
-    def _assign(self, name: str, values: Tensor, *, over: bool) -> None:
-        if self.context.role.attempt and not over:
-            return
-        is_first = self.context.rank == 0 and (over or not self.mode.store.report()[name].rows)
-        change = Change(name, np.arange(len(values)), values.contiguous().numpy(), kind="assign")
-        self.mode.assign([change] if is_first else [])
-        agree(f"first values of {name}", list(values.shape))
-
-    def _initial_rows(self, handle: Handle, keys: Keys) -> Rows:
-        """Return rows of a table that no optimizer trained yet, so that its rule is not known."""
-        name = str(handle.table)
-        if name in self._first_values:
-            rows: Rows = self._first_values[name].numpy()[keys]
-            return rows
-        if name not in self._untrained:
-            self._untrained[name] = make_table(handle.settings.spec(name, SGD(lr=0.0)))
-        out = np.empty((len(keys), handle.settings.dim), np.float32)
-        self._untrained[name].pull(keys, out)
-        return out
+        known = [Want(str(handle.table), keys) for handle, keys in wants if self.claims.is_made(handle)]
+        rows = iter(self.mode.pull(known).rows() if known else [])
+        return [
+            next(rows) if self.claims.is_made(handle) else self.claims.initial_rows(handle, keys)
+            for handle, keys in wants
+        ]
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -221,46 +141,17 @@ class Attachment:
         Raises:
             ConfigError: If a table has a gradient and no update rule.
         """
-        is_known = optimizer in self._optimizers
-        self._optimizers.add(optimizer)
-        handles = self._handles_of(optimizer, is_known)
-        changes = [change for handle in handles if (change := self._take(handle))]
-        changes += self._dense.hand_out(optimizer)
-        if changes or self._dense.steps(optimizer) or any(self._holder_of(handle) for handle in handles):
+        is_new = optimizer not in self.claims.optimizers
+        self.claims.optimizers.add(optimizer)
+        handles = self.claims.held_by(optimizer, is_new=is_new)
+        changes = [*self.claims.changes_of(handles), *self._dense.hand_out(optimizer)]
+        if changes or self._dense.steps(optimizer) or any(self.claims.holder_of(handle) for handle in handles):
             self._send(changes)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Read the dense parameters of this optimizer back from the servers."""
         if self._dense.steps(optimizer):
             self._dense.read(self.mode, optimizer)
-
-    def _handles_of(self, optimizer: Optimizer, is_known: bool) -> list[Handle]:
-        """Return the handles that a step of this optimizer pushes: those it holds, and those that none holds."""
-        handles = []
-        for handle in self._handles.values():
-            holder, own_rule = self._holder_of(handle), handle.settings.optimizer
-            if holder is None and own_rule is None and handle.grad is not None and is_known:
-                raise ConfigError(
-                    f"the parameter of table {handle.label} is in no optimizer, so nothing says how its rows are "
-                    "updated. Give the optimizer all of model.parameters(), or SparseEmbedding its own optimizer=."
-                )
-            if holder[0] is optimizer if holder else own_rule is not None:
-                handles.append(handle)
-        return handles
-
-    def _take(self, handle: Handle) -> Change | None:
-        holder = self._holder_of(handle)
-        if handle.grad is not None:
-            self._declare(handle)
-        follows = holder is not None and handle.settings.optimizer is None
-        return handle.hand_out(float(holder[1]["lr"]) if holder and follows else None)
-
-    def _holder_of(self, handle: Handle) -> tuple[Optimizer, dict[str, Any]] | None:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                if any(param is handle for param in group["params"]):
-                    return optimizer, group
-        return None
 
     def _send(self, changes: Sequence[Change]) -> None:
         if self._is_finished:
@@ -291,21 +182,6 @@ class Attachment:
 
     # --- optimizers and dense parameters ----------------------------------------------------------------------------
 
-    def name_table(self, handle: Handle, name: str) -> None:
-        """Name the table of a module, if nobody named it yet.
-
-        Raises:
-            ConfigError: If the name is taken by a table of another model.
-        """
-        if handle.table is not None:
-            return
-        if name in self._declared:
-            raise ConfigError(
-                f"table {name!r} holds what another model of this process trained. Name this model's tables, "
-                "SparseEmbedding(..., name=...), with the same name to go on training that one."
-            )
-        give_name(handle, name)
-
     def place(self, param: nn.Parameter, *, on_servers: bool) -> None:
         """Say where a dense parameter lives."""
         self._places[param] = on_servers
@@ -315,7 +191,7 @@ class Attachment:
 
         Collective when dense parameters live on servers: worker 0's values become those of all.
         """
-        self._optimizers.add(optimizer)
+        self.claims.optimizers.add(optimizer)
         self._unhook()
         params = self._dense.add(optimizer, self._lives_on_servers)
         if params:
@@ -357,7 +233,7 @@ class Attachment:
         A table that no optimizer has claimed when it is read then keeps the rule it was saved with.
         """
         saved = read_manifest(directory).tables
-        self._rules_loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
+        self.claims.loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
         self.mode.load(directory, names if self.context.rank == 0 else [])
 
     def finish(self) -> None:
@@ -378,7 +254,7 @@ class Attachment:
         if self._mode is not None:
             self._mode.store.close()
         self._mode = None
-        self._untrained.clear()
+        self.claims.close()
 
 
 def _is_finite(change: Change) -> bool:

@@ -49,8 +49,8 @@ def place_embedding(module: nn.Embedding, name: str, attachment: Attachment) -> 
             padding_idx=module.padding_idx,
         )
     )
-    attachment.name_table(weight, name)
-    attachment.start_from(weight, values)
+    attachment.claims.name(weight, name)
+    attachment.claims.start_from(weight, values)
     module.__class__ = PlacedEmbedding
 
 
@@ -75,7 +75,7 @@ class PlacedEmbedding(nn.Embedding):
         missing: list[str] = more[2]
         key = prefix + "weight"
         if key in state_dict:
-            current().start_from(_handle_of(self), state_dict[key].to("cpu", torch.float32))
+            current().claims.start_from(_handle_of(self), state_dict[key].to("cpu", torch.float32))
         else:
             missing.append(key)
 
