@@ -31,6 +31,7 @@ from phalanx.ps.rules import (
     Uniform,
 )
 from phalanx.ps.table import Table
+from ps_tables import native_table
 
 pytestmark = pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")
 
@@ -87,12 +88,6 @@ def calls(draw: st.DrawFn, dim: int) -> Call:
     )
 
 
-def native(spec: TableSpec) -> Table:
-    from phalanx.ps.native import NativeTable
-
-    return NativeTable(spec)
-
-
 def apply(table: Table, call: Call) -> tuple[Table, object]:
     if call.kind == "push":
         return table, table.push(call.keys, call.values, call.lr, call.counts, call.shows, call.clicks)
@@ -145,7 +140,7 @@ def assert_same_tables(a: Table, b: Table, tolerance: float) -> None:
 
 
 def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
-    ours: Table = native(spec)
+    ours: Table = native_table(spec)
     oracle: Table = ReferenceTable(spec)
     for call in data.draw(st.lists(calls(spec.dim), max_size=12)):
         ours, got = apply(ours, call)
@@ -178,7 +173,7 @@ def test_native_and_reference_agree_where_the_c_library_counts(data, dim, rule, 
 @pytest.mark.parametrize("ahead", [3, 2**31, 2**33])
 def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
     spec = TableSpec("t", 2, SGD(0.1), entry=ShowClick(drop_below=0, unseen_days=3))
-    tables: list[Table] = [native(spec), ReferenceTable(spec)]
+    tables: list[Table] = [native_table(spec), ReferenceTable(spec)]
     keys = np.array(IDS, np.int64)
     shard = SHARDS_USED[0]
     for table in tables:
@@ -196,7 +191,7 @@ def test_ticks_are_renumbered_alike_when_32_bits_run_out(ahead: int) -> None:
 
 def test_many_ids_agree_through_growth_and_eviction() -> None:
     spec = TableSpec("t", 3, Adagrad(0.1), max_bytes=300_000)
-    tables: list[Table] = [native(spec), ReferenceTable(spec)]
+    tables: list[Table] = [native_table(spec), ReferenceTable(spec)]
     rng = np.random.default_rng(0)
     for _ in range(12):
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 1000))
