@@ -220,6 +220,22 @@ def test_load_by_operation_and_a_delta_on_it(tmp_path: Path) -> None:
         close([workers])
 
 
+def test_leases_are_in_a_snapshot(tmp_path: Path) -> None:
+    files = {"epoch": 0, "files": ["a", "b"]}
+    with servers(1, tmp_path) as made:
+        (workers,) = joined(made, 1, "async")
+        assert workers[0].call("lease", files).meta["file"] == "a"
+        workers[0].call("done", {"epoch": 0, "file": "a", "offset": 70, "end": False})
+        save(workers, tmp_path / "save", {})
+        workers[0].call("done", {"epoch": 0, "file": "a", "offset": 90})
+        assert workers[0].call("lease", files).meta["file"] == "b"
+        # Nobody reads a file after a load; reading goes on where the snapshot says.
+        workers[0].call("load", {"directory": str(tmp_path / "save")})
+        again = workers[0].call("lease", files).meta
+        assert (again["file"], again["offset"]) == ("a", 70)
+        close([workers])
+
+
 def test_a_base_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
     with servers(1, tmp_path, state=True, log_bytes=20_000) as (server,):
         ((worker,),) = joined([server], 1, "async")
