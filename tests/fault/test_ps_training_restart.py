@@ -1,0 +1,80 @@
+"""A server or a worker is killed in the middle of training and started again: the script notices nothing."""
+
+import json
+
+import pytest
+
+from launching import launch
+
+pytestmark = pytest.mark.fault
+
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+import torch, torch.nn.functional as F
+from torch import nn
+import phalanx as px
+from phalanx import fleet
+from phalanx.ps import attach
+
+victim, mode = sys.argv[1:]
+strategy = fleet.DistributedStrategy(a_sync=mode == "async")
+fleet.init(strategy=strategy)
+role, pid = px.cluster.Role.detect(), Path("server.pid")
+if role.is_server:
+    if role.attempt == 0:
+        pid.write_text(str(os.getpid()))
+    fleet.init_server()
+    fleet.run_server()
+    sys.exit()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids = px.ps.SparseEmbedding(4, init=px.ps.Constant(0.1))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.head(self.ids(ids).flatten(1))
+
+torch.manual_seed(0)
+model = Model()
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+model = fleet.distributed_model(model)
+last = fleet.worker_index() == 1
+for step in range(20):
+    if last and role.attempt == 0 and step == 10 and victim != "nobody":
+        os.kill(os.getpid() if victim == "worker" else int(pid.read_text()), signal.SIGKILL)
+    ids = torch.randint(50, (8, 2), generator=torch.Generator().manual_seed(2 * step + last))
+    optimizer.zero_grad()
+    F.mse_loss(model(ids), (ids.sum(1, keepdim=True) % 2).float()).backward()
+    optimizer.step()
+pushed = attach.current().mode.store.report()["dense/0"].pushed
+print("RESULT", json.dumps({"head": model.head.weight.tolist(), "pushed": pushed}), flush=True)
+fleet.stop_worker()
+"""
+
+DENSE_ROWS = 2
+"""One row each for the weight and the bias of the head."""
+
+
+def run(folder, victim, mode, *flags):
+    (folder / "train.py").write_text(SCRIPT)
+    done = launch(folder, "--server_num", "1", "--worker_num", "2", *flags, "train.py", victim, mode, timeout_s=100.0)
+    assert done.code == 0, done.out + done.err
+    logs = [done.log(f"workerlog.{rank}") for rank in range(2)]
+    return [json.loads(log.rpartition("RESULT ")[2].splitlines()[0]) for log in logs]
+
+
+def test_a_killed_server_loses_no_step(tmp_path):
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+    calm = run(tmp_path / "calm", "nobody", "sync")
+    killed = run(tmp_path / "killed", "server", "sync", "--max_restarts", "1")
+    assert killed == calm
+
+
+def test_a_killed_worker_takes_up_training_where_the_servers_are(tmp_path):
+    results = run(tmp_path, "worker", "async", "--max_restarts", "1")
+    # The first values; 20 steps of worker 0; 10 of worker 1, and 20 of its second life.
+    assert max(result["pushed"] for result in results) == (1 + 20 + 10 + 20) * DENSE_ROWS
