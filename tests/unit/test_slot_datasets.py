@@ -23,6 +23,7 @@ from phalanx.data.slot_files import SlotReader, list_files
 from phalanx.data.slot_rows import SlotRows, join
 from phalanx.data.slots import SlotSchema, parse_slots
 from phalanx.errors import ConfigError, DataError
+from phalanx.ps.local import LocalStore
 
 SCHEMA = SlotSchema(dense=("row",), sparse=("user",))
 TOKENS = SlotSchema(dense=("row",), sparse=("user", "item"), format="tokens")
@@ -326,6 +327,15 @@ def test_a_worker_that_asks_gets_the_next_free_file(folder: Path) -> None:
     found = seen([next(first), next(second)]) + seen(first) + seen(second)
     assert sorted(found) == list(range(ROWS))
     assert sorted(server.calls) == [(f"part-{i}", size, True) for i, size in enumerate(SIZES)]
+
+
+def test_a_worker_that_starts_again_reads_on_where_the_tables_store_says(folder: Path) -> None:
+    store = LocalStore()
+    source = LeasedFiles(store, list_files(folder))
+    dataset = QueueDataset(folder, SCHEMA, batch_size=4, source=source)
+    assert [seen(dataset) for _ in range(3)] == [list(range(ROWS))] * 3
+    again = QueueDataset(folder, SCHEMA, batch_size=4, source=LeasedFiles(store, source.files))
+    assert [len(seen(again)) for _ in range(4)] == [0, 0, 0, ROWS]
 
 
 def test_progress_is_reported_once_a_batch_is_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

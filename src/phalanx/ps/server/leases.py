@@ -37,6 +37,9 @@ class Leases:
             `file` and the `offset` to go on from; `file` is null when none is free, and `left` then says how many
             others still read.
         """
+        if self._epochs and epoch < min(self._epochs):
+            # All others are two epochs further: it was read to its end, and is not kept.
+            return {"file": None, "offset": 0, "left": 0}
         state = self._epochs.setdefault(epoch, _Epoch(files))
         self._epochs = {number: e for number, e in self._epochs.items() if number >= epoch - 1}
         for file in state.offsets:
