@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx import ps
-from phalanx.errors import ConfigError
+import phalanx as px
+from phalanx import fleet, ps
+from phalanx.errors import ClosedError, ConfigError
 from phalanx.ps import attach
 
 DIM, IDS = 3, 8
@@ -118,13 +119,16 @@ def test_a_table_with_its_own_rule_needs_no_place_in_an_optimizer():
     torch.testing.assert_close(rows_of(sparse.embedding), dense.embedding.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_table_that_nobody_updates_is_an_error():
+def test_a_table_that_nobody_updates_is_an_error_or_in_a_plain_script_a_warning(caplog):
     sparse, _ = pair()
     optimizer = torch.optim.SGD(sparse.head.parameters(), lr=0.1)
     ids = next(batches())
-    step(sparse, optimizer, ids)
+    for _ in range(3):
+        step(sparse, optimizer, ids)
+    assert caplog.text.count("is in no optimizer, so nothing says how its rows are updated") == 1
+    fleet.distributed_optimizer(optimizer)
     with pytest.raises(
-        ConfigError, match=r"the parameter of table 'embedding.*' is in no optimizer.*Give the optimizer all"
+        ConfigError, match=r"the parameter of table 'embedding.*' is in no optimizer.*Give the optimizer"
     ):
         step(sparse, optimizer, ids)
 
@@ -421,3 +425,52 @@ def test_ids_of_a_batch_are_read_once():
     assert embedding.handle.data.shape == (1, DIM)
     assert np.array_equal(embedding.handle._seen.counts, [3])
     assert F.embedding(torch.tensor([0]), embedding.handle.data).sum() == 0
+
+
+# --- several optimizers, and a rate that warms up -------------------------------------------------------------------
+
+
+def test_two_optimizers_that_step_in_turn_push_what_each_holds():
+    sparse, dense = pair()
+    for model in (sparse, dense):
+        head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        rows = torch.optim.Adam(model.embedding.parameters(), lr=0.05)
+        for number, ids in enumerate(batches(4)):
+            model(ids).square().mean().backward()
+            head.step()
+            head.zero_grad()
+            if number % 2:  # the rows gather the gradients of two batches
+                rows.step()
+                rows.zero_grad()
+    torch.testing.assert_close(rows_of(sparse.embedding), dense.embedding.weight.detach(), rtol=1e-5, atol=1e-6)
+    assert attach.current().skipped == 0
+
+
+def test_a_table_follows_the_rate_of_each_step_while_it_warms_up():
+    strategy = px.DistributedStrategy(warmup_steps=3)
+    results = []
+    for model in pair():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        px.distribute(model, optimizer, strategy=strategy)
+        for ids in batches(4):
+            step(model, optimizer, ids)
+        results.append(rows_of(model.embedding))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    assert attach.current().mode.step == 4
+
+
+def test_a_table_of_default_name_is_not_trained_by_a_second_model():
+    first = nn.ModuleDict({"ids": ps.SparseEmbedding(DIM, optimizer=ps.SGD(0.1))})
+    px.distribute(first)
+    first["ids"](torch.arange(2))
+    with pytest.raises(ConfigError, match=r"table 'ids' holds what another model of this process trained. Name"):
+        px.distribute(nn.ModuleDict({"ids": ps.SparseEmbedding(DIM)}))
+
+
+def test_steps_after_the_worker_stopped_are_refused():
+    embedding = ps.SparseEmbedding(DIM)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    embedding(torch.arange(2)).sum().backward()
+    fleet.stop_worker()
+    with pytest.raises(ClosedError, match=r"stepped after stop_worker\(\). Stop after the last step"):
+        optimizer.step()

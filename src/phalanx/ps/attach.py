@@ -70,6 +70,7 @@ class Attachment:
         self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
         self._is_finished = False
+        self._has_warned = False
         self._opener: nn.Parameter | None = None
         """The parameter that got the first gradient since the last step."""
 
@@ -143,7 +144,9 @@ class Attachment:
         """
         is_new = optimizer not in self.claims.optimizers
         self.claims.optimizers.add(optimizer)
-        handles = self.claims.held_by(optimizer, is_new=is_new)
+        if wrong := self.claims.unclaimed():
+            self._complain(wrong, may_be_early=is_new)
+        handles = self.claims.held_by(optimizer)
         changes = [*self.claims.changes_of(handles), *self._dense.hand_out(optimizer)]
         if changes or self._dense.steps(optimizer) or any(self.claims.holder_of(handle) for handle in handles):
             self._send(changes)
@@ -152,6 +155,14 @@ class Attachment:
         """Read the dense parameters of this optimizer back from the servers."""
         if self._dense.steps(optimizer):
             self._dense.read(self.mode, optimizer)
+
+    def _complain(self, wrong: str, *, may_be_early: bool) -> None:
+        if not self._hooks:
+            raise ConfigError(wrong)
+        # The script distributes nothing, so its optimizers are known by their steps; the right one may be yet to come.
+        if not may_be_early and not self._has_warned:
+            self._has_warned = True
+            logger.warning("so far %s", wrong)
 
     def _send(self, changes: Sequence[Change]) -> None:
         if self._is_finished:

@@ -89,27 +89,24 @@ class Claims:
         if self._context.is_distributed:
             self._mode()  # raises: workers share tables, and there is no server
 
-    def held_by(self, optimizer: Optimizer, *, is_new: bool) -> list[Handle]:
-        """Return the handles that a step of this optimizer pushes: those it holds, and those that none holds.
-
-        Args:
-            optimizer: The optimizer that is about to step.
-            is_new: Whether it steps for the first time, so that another may follow that was not seen either.
-
-        Raises:
-            ConfigError: If a table has a gradient and nobody says how it is updated.
-        """
+    def held_by(self, optimizer: Optimizer) -> list[Handle]:
+        """Return the handles that a step of this optimizer pushes: those it holds, and those that none holds."""
         handles = []
         for handle in self._handles.values():
-            holder, own_rule = self.holder_of(handle), handle.settings.optimizer
-            if holder is None and own_rule is None and handle.grad is not None and not is_new:
-                raise ConfigError(
+            holder = self.holder_of(handle)
+            if holder[0] is optimizer if holder else handle.settings.optimizer is not None:
+                handles.append(handle)
+        return handles
+
+    def unclaimed(self) -> str | None:
+        """Return what is wrong when a table has a gradient and nothing says how it is updated, else None."""
+        for handle in self._handles.values():
+            if handle.grad is not None and handle.settings.optimizer is None and self.holder_of(handle) is None:
+                return (
                     f"the parameter of table {handle.label} is in no optimizer, so nothing says how its rows are "
                     "updated. Give the optimizer all of model.parameters(), or SparseEmbedding its own optimizer=."
                 )
-            if holder[0] is optimizer if holder else own_rule is not None:
-                handles.append(handle)
-        return handles
+        return None
 
     def changes_of(self, handles: Iterable[Handle]) -> list[Change]:
         """Return the gradients of handles as changes of their tables, and empty the handles."""
