@@ -1,42 +1,44 @@
 #include "table.h"
 
+#include <algorithm>
 #include <bit>
 #include <stdexcept>
-#include <string>
 
 namespace phalanx {
 namespace {
 
-// The keys of a call sorted by lane, keeping their order within one.
+// So many keys of a call are worked on together: enough to ask memory for, few enough to stay in the second cache.
+constexpr std::size_t kBlock = 8192;
+
+// A block of keys sorted by lane, keeping their order within one.
 class Routed {
  public:
-  Routed(std::span<const std::int64_t> keys, std::uint64_t salt)
-      : hashes_(std::make_unique_for_overwrite<std::uint64_t[]>(keys.size())),
-        positions_(std::make_unique_for_overwrite<std::uint32_t[]>(keys.size())),
-        rows_(std::make_unique_for_overwrite<std::uint32_t[]>(keys.size())) {
-    if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
-    const auto hash = [&](std::size_t i) { return mix64(std::bit_cast<std::uint64_t>(keys[i]) ^ salt); };
-    for (std::size_t i = 0; i < keys.size(); ++i) ++starts_[static_cast<std::size_t>(lane_of(hash(i))) + 1];
+  void route(std::span<const std::int64_t> keys, std::size_t first, std::uint64_t salt) {
+    std::array<std::uint64_t, kBlock> hashes;
+    starts_.fill(0);
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      hashes[i] = mix64(std::bit_cast<std::uint64_t>(keys[i]) ^ salt);
+      ++starts_[static_cast<std::size_t>(lane_of(hashes[i])) + 1];
+    }
     for (std::size_t lane = 0; lane < kLanes; ++lane) starts_[lane + 1] += starts_[lane];
     std::array<std::uint32_t, kLanes + 1> next = starts_;
     for (std::size_t i = 0; i < keys.size(); ++i) {
-      const std::uint64_t hashed = hash(i);
-      const std::uint32_t place = next[static_cast<std::size_t>(lane_of(hashed))]++;
-      hashes_[place] = hashed;
-      positions_[place] = static_cast<std::uint32_t>(i);
+      const std::uint32_t place = next[static_cast<std::size_t>(lane_of(hashes[i]))]++;
+      hashes_[place] = hashes[i];
+      positions_[place] = static_cast<std::uint32_t>(first + i);
     }
   }
 
-  Slice slice(std::size_t lane) const {
+  Slice slice(std::size_t lane) {
     const std::size_t start = starts_[lane], size = starts_[lane + 1] - start;
-    return {{hashes_.get() + start, size}, {positions_.get() + start, size}, {rows_.get() + start, size}};
+    return {{hashes_.data() + start, size}, {positions_.data() + start, size}, {rows_.data() + start, size}};
   }
 
  private:
-  std::unique_ptr<std::uint64_t[]> hashes_;
-  std::unique_ptr<std::uint32_t[]> positions_;
-  std::unique_ptr<std::uint32_t[]> rows_;
-  std::array<std::uint32_t, kLanes + 1> starts_{};
+  std::array<std::uint64_t, kBlock> hashes_;
+  std::array<std::uint32_t, kBlock> positions_;
+  std::array<std::uint32_t, kBlock> rows_;
+  std::array<std::uint32_t, kLanes + 1> starts_;
 };
 
 }  // namespace
@@ -45,16 +47,20 @@ EmbeddingTable::EmbeddingTable(const TableSpec& spec) : spec_(spec), starter_(sp
   for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>(spec_, starter_);
 }
 
-// Calls work(lane, slice) for each lane that has keys, with its lock held.
+// Calls work(lane, slice) for each lane that has keys of a block, with its lock held, block after block.
 template <class Work>
 void EmbeddingTable::each_lane(Keys keys, Work work) const {
-  const Routed routed(keys, spec_.salt);
-  for (std::size_t number = 0; number < kLanes; ++number) {
-    Slice slice = routed.slice(number);
-    if (slice.hashes.empty()) continue;
-    Lane& lane = *lanes_[number];
-    const std::lock_guard locked(lane.lock);
-    work(lane, slice);
+  if (keys.size() >= UINT32_MAX) throw std::length_error("a call takes fewer than 2**32 keys");
+  Routed routed;
+  for (std::size_t first = 0; first < keys.size(); first += kBlock) {
+    routed.route(keys.subspan(first, std::min(kBlock, keys.size() - first)), first, spec_.salt);
+    for (std::size_t number = 0; number < kLanes; ++number) {
+      Slice slice = routed.slice(number);
+      if (slice.hashes.empty()) continue;
+      Lane& lane = *lanes_[number];
+      const std::lock_guard locked(lane.lock);
+      work(lane, slice);
+    }
   }
 }
 

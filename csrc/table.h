@@ -1,15 +1,15 @@
 // A table of rows `[values | optimizer state | show, click]` by 64-bit id, made on the first push of an id.
 //
 // An id is hashed (table_hash.h); the hash picks one of 1024 virtual shards and, with it, one of 16 lanes. A lane has
-// an index, a slab of rows and a lock, which a call takes once for all of its keys that belong there; no lock and no
-// locked instruction is met in the loops over rows. A call first finds the rows of a lane's keys, asking for places
-// of the index ahead of their use, then works on the rows, asking for them ahead too: so memory answers many
-// questions at a time.
+// an index, a slab of rows and a lock. A call works on blocks of 8192 keys and takes a lane's lock once for all keys of
+// a block that belong there; no lock and no locked instruction is met in the loops over rows. It first finds the rows
+// of a lane's keys, asking for lines of the index ahead of their use and for each row as soon as it is known, then
+// works on the rows: so memory answers many questions at a time.
 //
 // Semantics: ps/table.py. ps/reference.py is the twin in NumPy and passes the same tests.
 //
 // Thread-safety: all methods may be called from any thread; the calling thread does the work. A call that meets a
-// change sees it whole or not at all within one lane, not over lanes.
+// change sees each row before or after it, but may see it done for some rows only.
 
 #pragma once
 

@@ -7,9 +7,8 @@
 namespace phalanx {
 namespace {
 
-// How far ahead of its use a line of the index, and a row, is asked of memory.
+// How far ahead of its use a line of the index is asked of memory.
 constexpr std::size_t kLinesAhead = 64;
-constexpr std::size_t kRowsAhead = 32;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kMostLines = 4;  // of a row; the processor sees the rest coming
 
@@ -25,15 +24,20 @@ void ask_for(const void* start, std::size_t bytes) {
 Lane::Lane(const TableSpec& spec, const Starter& starter)
     : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(spec.row_bytes(), Entry::kWaiting) {}
 
-// Calls use(i, place in the index) for each key, those last whose search goes on in a second line: it is asked for
-// when the first one ends, and looked at some keys later.
+// Calls use(i, place in the index) for each key and notes the row of the entry it returns, asking for `bytes` of it:
+// they come while other keys are looked up. Keys whose search goes on in a second line are finished some keys later.
 template <class Use>
-void Lane::each_place(const Slice& slice, Use use) const {
+void Lane::find_rows(Slice& slice, std::size_t bytes, Use use) const {
   const std::span<const std::uint64_t> hashes = slice.hashes;
+  const auto settle = [&](std::size_t i, Entry* place) {
+    const Entry* const entry = use(i, place);
+    slice.rows[i] = entry->has_row() ? entry->row : Entry::kEmpty;
+    if (entry->has_row()) ask_for(slab_.row(entry->row), bytes);
+  };
   std::array<std::size_t, 32> late;
   std::size_t waiting = 0;
   const auto finish = [&] {
-    for (std::size_t k = 0; k < waiting; ++k) use(late[k], index_.find(hashes[late[k]]));
+    for (std::size_t k = 0; k < waiting; ++k) settle(late[k], index_.find(hashes[late[k]]));
     waiting = 0;
   };
   for (std::size_t i = 0; i < std::min(hashes.size(), kLinesAhead); ++i) __builtin_prefetch(index_.home(hashes[i]));
@@ -41,7 +45,7 @@ void Lane::each_place(const Slice& slice, Use use) const {
     if (i + kLinesAhead < hashes.size()) __builtin_prefetch(index_.home(hashes[i + kLinesAhead]));
     Entry* const line = index_.home(hashes[i]);
     if (Entry* const place = LaneIndex::find_in(line, hashes[i])) {
-      use(i, place);
+      settle(i, place);
       continue;
     }
     __builtin_prefetch(index_.line_after(line, hashes[i]));
@@ -51,23 +55,17 @@ void Lane::each_place(const Slice& slice, Use use) const {
   finish();
 }
 
-// Calls use(i, row in memory, or null) for each key, asking ahead for `bytes` of the row.
+// Calls use(i, row in memory, or null) for each key.
 template <class Use>
-void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
-  const std::span<const std::uint32_t> rows = slice.rows;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (i + kRowsAhead < rows.size() && rows[i + kRowsAhead] != Entry::kEmpty) {
-      ask_for(slab_.row(rows[i + kRowsAhead]), bytes);
-    }
-    use(i, rows[i] != Entry::kEmpty ? slab_.row(rows[i]) : nullptr);
+void Lane::each_row(const Slice& slice, Use use) const {
+  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
+    use(i, slice.rows[i] != Entry::kEmpty ? slab_.row(slice.rows[i]) : nullptr);
   }
 }
 
 void Lane::pull(Slice& slice, float* out) const {
-  each_place(slice, [&](std::size_t i, const Entry* place) {
-    slice.rows[i] = place->has_row() ? place->row : Entry::kEmpty;
-  });
-  each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
+  find_rows(slice, value_bytes_, [](std::size_t, Entry* place) { return place; });
+  each_row(slice, [&](std::size_t i, const std::byte* row) {
     float* const values = out + slice.positions[i] * spec_.dim;
     if (row != nullptr) {
       load_values(row, spec_.is_bfloat16, values, spec_.dim);
@@ -88,7 +86,7 @@ std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
 template <class Rule>
 void Lane::train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule) {
   std::vector<float> wide(spec_.is_bfloat16 ? spec_.dim : 0);
-  each_row(slice, spec_.row_bytes(), [&](std::size_t i, std::byte* row) {
+  each_row(slice, [&](std::size_t i, std::byte* row) {
     if (row == nullptr) return;
     const std::size_t position = slice.positions[i];
     float* const state = floats(row);
@@ -111,7 +109,7 @@ void Lane::train(const Slice& slice, const Gradients& gradients, Time time, cons
 void Lane::add(Slice& slice, const float* deltas, Time time) {
   make(slice, time);
   std::vector<float> sum(spec_.dim);
-  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
+  each_row(slice, [&](std::size_t i, std::byte* row) {
     const float* const delta = deltas + slice.positions[i] * spec_.dim;
     load_values(row, spec_.is_bfloat16, sum.data(), spec_.dim);
     for (std::size_t j = 0; j < spec_.dim; ++j) sum[j] += delta[j];
@@ -121,7 +119,7 @@ void Lane::add(Slice& slice, const float* deltas, Time time) {
 
 void Lane::assign(Slice& slice, const float* values, Time time) {
   make(slice, time);
-  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
+  each_row(slice, [&](std::size_t i, std::byte* row) {
     store_nearest(row, spec_.is_bfloat16, values + slice.positions[i] * spec_.dim, spec_.dim);
   });
 }
@@ -130,12 +128,12 @@ void Lane::assign(Slice& slice, const float* values, Time time) {
 std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
   std::uint64_t dropped = 0;
-  each_place(slice, [&](std::size_t i, Entry* place) {
+  find_rows(slice, spec_.row_bytes(), [&](std::size_t i, Entry* place) {
     const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
     if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
     if (!place->is_empty()) place->tick = tick;
-    slice.rows[i] = place->has_row() ? place->row : Entry::kEmpty;
     dropped += !place->has_row();
+    return place;
   });
   return dropped;
 }
@@ -158,10 +156,10 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
 // Finds the rows of keys, making those that are missing, whatever the entry policy.
 void Lane::make(Slice& slice, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
-  each_place(slice, [&](std::size_t i, Entry* place) {
+  find_rows(slice, value_bytes_, [&](std::size_t i, Entry* place) {
     Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
     entry->tick = tick;
-    slice.rows[i] = entry->row;
+    return entry;
   });
 }
 

@@ -149,7 +149,7 @@ def play(data: st.DataObject, spec: TableSpec, tolerance: float) -> None:
     assert_same_tables(ours, oracle, tolerance)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     dim=st.integers(1, 9),
@@ -164,7 +164,7 @@ def test_native_and_reference_agree_bit_for_bit(data, dim, rule, entry, init, dt
     play(data, TableSpec("t", dim, rule, init, entry, dtype, seed, budget), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), dim=st.integers(1, 9), rule=st.one_of(near_rules, exact_rules), entry=entries)
 def test_native_and_reference_agree_where_the_c_library_counts(data, dim, rule, entry) -> None:  # type: ignore[no-untyped-def]
     play(data, TableSpec("t", dim, rule, Normal(), entry), 1e-6)
