@@ -20,7 +20,6 @@ from phalanx.comm.transfers import wait_for_all
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
-from phalanx.parallel import tables
 from phalanx.strategy import DistributedStrategy, check_strategy
 
 if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
@@ -200,7 +199,7 @@ def get_world_size() -> int:
     return _role_early().world_size
 
 
-# --- parameter servers ----------------------------------------------------------------------------------------------
+# --- parameter servers; what they need is imported by the verbs: no other job waits for it ----------------------------
 
 
 def init_server(model_dir: str | Path | None = None, var_names: Sequence[str] | None = None) -> None:
@@ -228,6 +227,8 @@ def run_server() -> None:
         PeerLostError: If workers vanished.
     """
     _need_server("run_server")
+    from phalanx.parallel import tables
+
     tables.serve(*_first)
 
 
@@ -247,6 +248,8 @@ def stop_worker() -> None:
         RoleError: On a server.
     """
     _need_worker("stop_worker")
+    from phalanx.parallel import tables
+
     tables.finish()
 
 
@@ -264,12 +267,16 @@ def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
         RoleError: On a server.
     """
     _need_worker("save_persistables")
+    from phalanx.parallel import tables
+
     tables.save(Path(directory), mode)
 
 
 def save_inference_model(directory: str | Path) -> None:
     """Write what prediction needs, rows without their optimizer state. See `save_persistables`."""
     _need_worker("save_inference_model")
+    from phalanx.parallel import tables
+
     tables.save(Path(directory), "serving")
 
 
@@ -287,6 +294,8 @@ def load(directory: str | Path, var_names: Sequence[str] | None = None) -> None:
         DataError: If the folder holds no whole snapshot.
     """
     _need_worker("load")
+    from phalanx.parallel import tables
+
     tables.load(Path(directory), var_names)
 
 
@@ -299,6 +308,8 @@ def shrink() -> int:
         Rows dropped; 0 on other workers.
     """
     _need_worker("shrink")
+    from phalanx.parallel import tables
+
     return tables.shrink()
 
 

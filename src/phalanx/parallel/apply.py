@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import is_module_held, shape_of
+from phalanx.parallel.describe import is_handle, is_module_held, shape_of
 from phalanx.parallel.flat import stored
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
@@ -30,8 +31,6 @@ from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Push, Schedule, Server
-from phalanx.ps import attach
-from phalanx.ps.handle import Handle
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -68,7 +67,10 @@ def distributed_models() -> list[nn.Module]:
 
 def is_cared_for(param: Tensor) -> bool:
     """Return whether a distributed model, or an optimizer's table, takes care of this parameter's gradient."""
-    return is_module_held(param) or attach.holds(param) or _cared_for.get(param, ("", False))[1]
+    tables = sys.modules.get("phalanx.ps.attach")
+    if tables is not None and tables.holds(param):
+        return True
+    return is_module_held(param) or _cared_for.get(param, ("", False))[1]
 
 
 def name_of(param: Tensor) -> str | None:
@@ -164,7 +166,7 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet (a lazy layer). Run one forward pass before distributing."
             )
         # Models may share a table.
-        if param in _cared_for and not isinstance(param, Handle):
+        if param in _cared_for and not is_handle(param):
             raise PlanError(
                 f"parameter {name!r} is distributed already, as {_cared_for[param][0]!r} of another model. Distribute "
                 "one module that holds both."
@@ -192,6 +194,8 @@ def broadcast_from_first_rank(model: nn.Module) -> None:
 
 def _attach_tables(plan: Plan, model: nn.Module) -> None:
     """Name the tables of a model, and say which of its dense parameters live on servers."""
+    from phalanx.ps import attach  # a job without tables does not wait for this
+
     rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
     push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
     dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
@@ -199,7 +203,7 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
     attachment.configure(push, dense=dense)
     for name, param in model.named_parameters():
         place = rules[name].place
-        if isinstance(param, Handle):
+        if is_handle(param):
             assert isinstance(place, Server)
             attachment.claims.name(param, place.table)
         elif isinstance(place, Server) and place.table != DENSE:

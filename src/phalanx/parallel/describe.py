@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
 
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Table
-from phalanx.ps.handle import Handle
-from phalanx.ps.rules import Entry, Rule
+
+if TYPE_CHECKING:  # a job without tables does not wait for what they need
+    from phalanx.ps.handle import Handle
+    from phalanx.ps.rules import Entry, Rule
 
 
 def is_module_held(tensor: Tensor) -> bool:
     """Return whether a layer holds one shard of this parameter on each rank (`param.is_distributed = True`)."""
     # torch has a method of that name, so only the value True counts.
     return getattr(tensor, "is_distributed", None) is True
+
+
+def is_handle(param: Tensor) -> TypeGuard[Handle]:
+    """Return whether a parameter stands for a table."""
+    made_by = sys.modules.get("phalanx.ps.handle")
+    return made_by is not None and isinstance(param, made_by.Handle)
 
 
 def shape_of(model: nn.Module) -> ModelShape:
@@ -27,12 +37,12 @@ def shape_of(model: nn.Module) -> ModelShape:
         tuple(
             ParamShape(
                 name=name,
-                shape=(0, param.settings.dim) if isinstance(param, Handle) else tuple(param.shape),
+                shape=(0, param.settings.dim) if is_handle(param) else tuple(param.shape),
                 dtype=str(param.dtype).removeprefix("torch."),
                 item_bytes=param.element_size(),
                 trainable=param.requires_grad,
                 is_distributed=is_module_held(param),
-                table=_table(name, param) if isinstance(param, Handle) else None,
+                table=_table(name, param) if is_handle(param) else None,
             )
             for name, param in model.named_parameters()
         )

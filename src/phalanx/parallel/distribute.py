@@ -22,7 +22,6 @@ from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step_hooks import hook_steps
-from phalanx.parallel.tables import serve, tables_of
 from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -137,8 +136,10 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if factor is not None:
         apply_factor(optimizer, factor)
         logger.info("learning rate rises to %g x yours over %d steps", factor.scale, factor.warmup_steps)
-    tables = tables_of(context, use_strategy(None))
-    if tables is not None:
+    if context.role.server_endpoints or not context.is_distributed:
+        from phalanx.parallel.tables import tables_of  # a job that can have no table does not wait for this
+
+        tables = tables_of(context, use_strategy(None))
         tables.add_optimizer(optimizer)
         # After the factor, so that pushes carry the rate of this step.
         hook_steps(optimizer, before=tables.before_step, after=tables.after_step)
@@ -202,6 +203,8 @@ def _join(verb: str) -> Context:
     """Return the Context, made now if need be. On a server: serve, and end the process when all workers have left."""
     context = context_of.init()
     if context.role.is_server:
+        from phalanx.parallel.tables import serve
+
         serve()
         raise SystemExit(0)
     if not context.role.is_worker:

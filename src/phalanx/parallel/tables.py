@@ -25,17 +25,14 @@ from phalanx.strategy import DistributedStrategy
 logger = logging.getLogger("phalanx.ps")
 
 
-def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment | None:
-    """Return what ties this worker to its tables; None when the job can have none.
+def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment:
+    """Return what ties this worker to its tables.
 
     Args:
         context: The job.
         strategy: Settings for the mode, unless a model's Plan has said it.
     """
-    servers = len(context.role.server_endpoints)
-    if context.is_distributed and not servers:
-        return None
-    tables = attach.current()
+    servers, tables = len(context.role.server_endpoints), attach.current()
     if not tables.is_configured:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
     return tables
