@@ -1,121 +1,161 @@
-"""Examples/s of wide & deep on 1 server and 2 workers against PaddlePaddle's, and against workers that share nothing.
+"""Wide & deep on 1 server and 2 workers: speed against PaddlePaddle's and against sharing nothing, quality, and saves.
 
-26 slots through one table of dim 16, 13 dense values, an MLP of 3 x 400, SGD, batch 512, 1 M ids drawn uniformly,
-one thread a process. Every engine trains the same batches from memory; the first steps are not timed, and the figure
-is all workers' examples over the time from the first worker's start to the last worker's end.
+paddle  examples/s, async, against PaddlePaddle 2.6.2
+local   examples/s, async, against 2 processes that train a local `nn.Embedding(sparse=True)` each and share nothing
+hybrid  the same with dense parameters averaged by the workers instead of kept on the server
+auc     AUC of each mode on real flights, against one process
+save    a snapshot of 10 M rows during training, against writing as many bytes; steps meanwhile, against calm ones
+
+The model of the speeds has 26 slots on one table of dim 16, 13 dense values, an MLP of 3 x 400, SGD, batch 512, 1 M
+ids drawn uniformly, one thread a process. Every engine trains the same batches from memory and hands each loss to the
+script; the figure is all workers' examples over the time from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
+import numpy as np
+
+from benchmarks.parameter_server.jobs import OURS, ROOT, SCRIPTS, WORKERS, results, run
 from benchmarks.peers import PADDLE, PeerMissingError, python_of
 from benchmarks.report import Row, arguments, measure_pairs, show
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "benchmarks" / "parameter_server"
-WORKERS = 2
-TIMEOUT_S = 300.0
+LOCAL = "2 processes, nn.Embedding(sparse=True)"
+EXAMPLE = ROOT / "examples" / "wide_and_deep" / "train.py"
 
 
-def trained(commands: Sequence[Sequence[str]], settings: Mapping[str, str], steps: int) -> float:
-    """Run commands side by side until all have ended, and return the examples/s of their workers."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "BENCH_FOLDER": name}
-        common |= {"BENCH_STEPS": str(steps), "BENCH_WORKERS": str(WORKERS)}
-        running = []
-        for index, command in enumerate(commands):
-            said = stack.enter_context(open(folder / f"said-{index}", "w+"))
-            environment = os.environ | common | settings | {"BENCH_WORKER": str(index)}
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
-            )
-            stack.callback(_end, process)
-            running.append((process, said))
-        for process, said in running:
-            _wait(process, said)
-        return examples_per_s([json.loads(path.read_text()) for path in sorted(folder.glob("span-*.json"))])
+def trained(commands: Sequence[Sequence[str]], steps: int, settings: Mapping[str, str] | None = None) -> float:
+    """Run commands side by side and return the examples/s of their workers."""
+    with tempfile.TemporaryDirectory() as name:
+        run(commands, Path(name), {"BENCH_STEPS": str(steps), **(settings or {})})
+        return examples_per_s(results(Path(name), "span", WORKERS))
 
 
 def examples_per_s(spans: Sequence[Mapping[str, float]]) -> float:
-    """Return the examples/s of workers that trained side by side.
-
-    Raises:
-        RuntimeError: If a worker left no span.
-    """
-    if len(spans) != WORKERS:
-        raise RuntimeError(f"{WORKERS} workers were to say when they trained, {len(spans)} did")
+    """Return the examples/s of workers that trained side by side."""
     seconds = max(span["ended"] for span in spans) - min(span["started"] for span in spans)
     return sum(span["examples"] for span in spans) / seconds
 
 
-def _wait(process: subprocess.Popen[bytes], said: IO[str]) -> None:
-    if process.wait(TIMEOUT_S):
-        said.seek(0)
-        raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{said.read()[-4000:]}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run: a launcher that failed may have left its servers."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
 def ours(mode: str, steps: int) -> float:
     """Train on our servers."""
-    launch = [sys.executable, "-m", "phalanx.launch", "--server_num", "1", "--worker_num", str(WORKERS)]
-    return trained([[*launch, str(SCRIPTS / "phalanx_worker.py")]], {"BENCH_MODE": mode}, steps)
+    return trained([[*OURS, str(SCRIPTS / "phalanx_worker.py")]], steps, {"BENCH_MODE": mode})
 
 
 def paddle(steps: int) -> float:
     """Train on PaddlePaddle's; `--worker_num` chooses the launcher that ends when the workers have."""
     launch = [str(python_of("paddle", PADDLE)), "-m", "paddle.distributed.launch", "--server_num=1"]
-    return trained([[*launch, f"--worker_num={WORKERS}", str(SCRIPTS / "paddle_worker.py")]], {}, steps)
+    return trained([[*launch, f"--worker_num={WORKERS}", str(SCRIPTS / "paddle_worker.py")]], steps)
 
 
 def local(steps: int) -> float:
-    """Train in processes that know nothing of each other, with a table of torch's in each."""
-    return trained([[sys.executable, str(SCRIPTS / "local_worker.py")]] * WORKERS, {}, steps)
+    """Train in processes that know nothing of each other."""
+    return trained([[sys.executable, str(SCRIPTS / "local_worker.py")]] * WORKERS, steps)
 
 
-PEERS: dict[str, tuple[str, Callable[[int], float]]] = {
-    "paddle": ("PaddlePaddle 2.6.2", paddle),
-    "local": ("2 processes, nn.Embedding(sparse=True)", local),
+def speed(name: str, mode: str, peer: Callable[[int], float], peer_name: str, *, quick: bool) -> list[Row]:
+    """Measure examples/s against a peer."""
+    steps = 10 if quick else 400
+    return [
+        measure_pairs(
+            name,
+            lambda: ours(mode, steps),
+            lambda: peer(steps),
+            pairs=1 if quick else 5,
+            unit="examples/s",
+            better="higher",
+            peer_name=peer_name,
+        )
+    ]
+
+
+def auc_of(launch: Sequence[str], mode: str, *, quick: bool) -> float:
+    """Train the example on real flights and return the AUC of the test months."""
+    command = [*launch, str(EXAMPLE), "--mode", mode, *(["--smoke"] if quick else [])]
+    with tempfile.TemporaryDirectory() as name:
+        said = run([command], Path(name), {})[0]
+    result = next(line for line in said.splitlines() if line.startswith("RESULT "))
+    return float(json.loads(result.removeprefix("RESULT "))["auc"])
+
+
+def auc(*, quick: bool) -> list[Row]:
+    """Compare the AUC of each mode with that of one process."""
+    alone = auc_of([sys.executable], "sync", quick=quick)
+    return [
+        measure_pairs(
+            f"auc {mode} 1s2w one process",
+            lambda mode=mode: auc_of(OURS, mode, quick=quick),
+            lambda: alone,
+            pairs=1,
+            unit="AUC",
+            better="higher",
+            peer_name="one process",
+        )
+        for mode in ("sync", "async", "geo")
+    ]
+
+
+def saved(rows: int, steps: int) -> dict[str, float]:
+    """Save a table during training; returns GB/s of both sides and p99 of both sets of steps in ms."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = {"BENCH_ROWS": str(rows), "BENCH_STEPS": str(steps)}
+        run([[*OURS, str(SCRIPTS / "save_worker.py")]], folder, settings)
+        save, timed = results(folder, "save", 1)[0], results(folder, "steps", 1)[0]
+        return {
+            "ours": save["bytes"] / save["seconds"] / 1e9,
+            "plain": plain_write(folder / "plain", save["bytes"]),
+            "during": percentile_ms(timed["during"], 99),
+            "calm": percentile_ms(timed["calm"], 99),
+        }
+
+
+def plain_write(path: Path, size: int) -> float:
+    """Write a file of this size and return its GB/s, the disk's own end included."""
+    block = np.random.default_rng(0).bytes(1 << 24)
+    started = time.perf_counter()
+    with open(path, "wb") as file:
+        for start in range(0, size, len(block)):
+            file.write(block[: size - start])
+        file.flush()
+        os.fsync(file.fileno())
+    return size / (time.perf_counter() - started) / 1e9
+
+
+def percentile_ms(seconds: Sequence[float], percent: float) -> float:
+    """Return a percentile of times, in ms; of few times the one above it."""
+    return float(np.percentile(seconds, percent, method="higher")) * 1e3
+
+
+def save(*, quick: bool) -> list[Row]:
+    """Measure a save and what training feels of it."""
+    rows, pairs = (100_000, 1) if quick else (10_000_000, 3)
+    found = [saved(rows, 20 if quick else 200) for _ in range(pairs)]
+
+    def row(case: str, mine: str, other: str, unit: str, better: str, peer_name: str) -> Row:
+        mine_next, other_next = iter([f[mine] for f in found]).__next__, iter([f[other] for f in found]).__next__
+        return measure_pairs(case, mine_next, other_next, pairs=pairs, unit=unit, better=better, peer_name=peer_name)
+
+    return [
+        row("save 10 M rows plain file", "ours", "plain", "GB/s", "higher", "one file of as many bytes"),
+        row("p99 step during save calm", "during", "calm", "ms", "lower", "p99 step without a save"),
+    ]
+
+
+CASES: dict[str, Callable[..., list[Row]]] = {
+    "paddle": lambda quick: speed("async 1s2w paddle", "async", paddle, "PaddlePaddle 2.6.2", quick=quick),
+    "local": lambda quick: speed("async 1s2w local nn.Embedding", "async", local, LOCAL, quick=quick),
+    "hybrid": lambda quick: speed("hybrid 1s2w local nn.Embedding", "hybrid", local, LOCAL, quick=quick),
+    "auc": auc,
+    "save": save,
 }
-CASES = {
-    "async paddle": ("async 1s2w paddle", "async", "paddle"),
-    "async local": ("async 1s2w local nn.Embedding", "async", "local"),
-    "hybrid local": ("hybrid 1s2w local nn.Embedding", "hybrid", "local"),
-}
-"""Name of the row, our mode, the peer."""
-
-
-def compare(case: str, *, steps: int, pairs: int) -> Row:
-    """Measure one case."""
-    name, mode, peer = CASES[case]
-    peer_name, train_peer = PEERS[peer]
-    return measure_pairs(
-        name,
-        lambda: ours(mode, steps),
-        lambda: train_peer(steps),
-        pairs=pairs,
-        unit="examples/s",
-        better="higher",
-        peer_name=peer_name,
-    )
 
 
 def main() -> None:
@@ -124,7 +164,7 @@ def main() -> None:
     rows = []
     for case in asked.cases:
         try:
-            rows.append(compare(case, steps=10 if asked.quick else 400, pairs=1 if asked.quick else 5))
+            rows += CASES[case](quick=asked.quick)
         except PeerMissingError as error:
             print(f"skipped {case}: {error}", file=sys.stderr)
     show("bench_parameter_server", rows, as_json=asked.json)

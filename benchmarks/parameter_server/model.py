@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parameter_server.work import DENSE, WIDTHS, Batch, batches
+from benchmarks.parameter_server.work import DENSE, KEYS, WIDTHS, Batch, batches
 
 
 class WideDeep(nn.Module):
@@ -24,19 +24,20 @@ class WideDeep(nn.Module):
         return self.deep(torch.cat([rows, dense], 1)) + self.wide(dense)
 
 
-def tensors(worker: int) -> list[tuple[Tensor, ...]]:
+def tensors(worker: int, keys: int = KEYS) -> list[tuple[Tensor, ...]]:
     """Return a worker's batches as tensors."""
-    return [_tensors(batch) for batch in batches(worker)]
+    return [_tensors(batch) for batch in batches(worker, keys)]
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:
     return tuple(map(torch.from_numpy, batch))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> None:
-    """Train on one batch."""
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> float:
+    """Train on one batch and return its loss."""
     ids, dense, click = batch
     loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), click)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return loss.item()

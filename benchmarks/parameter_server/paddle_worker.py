@@ -20,8 +20,7 @@ def build():
     for width in WIDTHS[1:-1]:
         hidden = relu(static.nn.fc(hidden, width))
     logit = static.nn.fc(hidden, 1) + static.nn.fc(dense, 1)
-    loss = paddle.nn.functional.binary_cross_entropy_with_logits(logit, click)
-    return loss
+    return paddle.nn.functional.binary_cross_entropy_with_logits(logit, click)
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
         for ids, dense, click in batches(worker)
     ]
     program = static.default_main_program()
-    time_steps(worker, lambda number: executor.run(program, feed=feeds[number], fetch_list=[]))
+    time_steps(worker, lambda number: float(executor.run(program, feed=feeds[number], fetch_list=[loss])[0]))
     fleet.stop_worker()
 
 
