@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.ps.reference import ReferenceTable
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.table import Table
+from phalanx.versions import HAS_NATIVE
 
 
 def native_table(spec: TableSpec) -> Table:

@@ -1,8 +1,9 @@
-"""Which torch this package works with, and the check that says so in words."""
+"""Which torch this package works with, the check that says so in words, and whether the native core is there."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 
 from phalanx.errors import ConfigError
@@ -12,6 +13,9 @@ TORCH_MINIMUM = (2, 9)
 
 TORCH_BELOW = (2, 14)
 """First torch release not tested yet, as (major, minor)."""
+
+HAS_NATIVE = importlib.util.find_spec("phalanx._core") is not None
+"""Whether the native core is installed; NumPy twins give the same results where it is not."""
 
 
 def require_torch(found: str | None = None) -> None:

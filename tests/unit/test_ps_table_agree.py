@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.ps.arrays import Columns
 from phalanx.ps.placement import SHARDS, shard_of, table_salt
 from phalanx.ps.reference import RENUMBER_AT, ReferenceTable
@@ -31,6 +30,7 @@ from phalanx.ps.rules import (
     Uniform,
 )
 from phalanx.ps.table import Table
+from phalanx.versions import HAS_NATIVE
 from ps_tables import native_table
 
 pytestmark = pytest.mark.skipif(not HAS_NATIVE, reason="the native core is not installed")

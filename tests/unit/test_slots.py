@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.data.slots import Parsed, SlotSchema, describe_broken, hash_texts, parse_slots
 from phalanx.data.slots_python import hash_texts_python
 from phalanx.errors import ConfigError
+from phalanx.versions import HAS_NATIVE
 
 TABLE = SlotSchema(dense=("age", "price"), sparse=("user", "item"))
 TOKENS = SlotSchema(dense=("age", "price"), sparse=("user", "item"), format="tokens")

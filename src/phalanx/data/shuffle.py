@@ -7,18 +7,14 @@ against and takes over where the package was installed without a compiler. The m
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import ConfigError
+from phalanx.versions import HAS_NATIVE
 
 MAX_ROWS = 2**62
 """Most rows a permutation can order."""
-
-HAS_NATIVE = importlib.util.find_spec("phalanx._core") is not None
-"""Whether the native core is installed."""
 
 _ROUNDS = 8
 _WORD = 2**64 - 1

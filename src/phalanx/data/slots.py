@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.data.slot_rows import SlotRows
 from phalanx.data.slots_python import BROKEN, Broken, SlotParser, hash_texts_python
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.versions import HAS_NATIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.errors import ConfigError
 from phalanx.ps.placement import check_servers, owner_of, shard_of
+from phalanx.versions import HAS_NATIVE
 
 Keys = NDArray[np.int64]
 Places = NDArray[np.int64]

@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.shuffle import HAS_NATIVE
 from phalanx.ps.arrays import Columns
 from phalanx.ps.layout import Layout
 from phalanx.ps.reference import ReferenceTable
 from phalanx.ps.rules import TableSpec
+from phalanx.versions import HAS_NATIVE
 
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
