@@ -159,17 +159,16 @@ def test_a_closed_connection_says_so():
 
 
 def test_a_server_that_ends_is_an_error_at_once_naming_all():
-    entered = threading.Event()
+    both_sent = threading.Event()
 
     def block(request: Request) -> Reply:
-        entered.set()
+        both_sent.wait(10)
         listener.stop()
         raise OSError("gone")
 
     with serving(block) as listener, connected(listener, log_file="/logs/serverlog.0") as connection:
-        first = connection.send("pull", {})
-        entered.wait(10)
-        second = connection.send("push", {})
+        first, second = connection.send("pull", {}), connection.send("push", {})
+        both_sent.set()
         with pytest.raises(InternalError, match="server 0 failed at 'pull'"):
             first.result()
         with pytest.raises(
@@ -178,6 +177,47 @@ def test_a_server_that_ends_is_an_error_at_once_naming_all():
             r".*\. Its log: /logs/serverlog\.0",
         ):
             second.result()
+
+
+def test_an_answer_that_waits_for_others_is_not_late_while_they_live(caplog, monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.connection._SAY_S", 0.0)
+    caplog.set_level("INFO", "phalanx.ps.wire")
+
+    def slow(request: Request) -> Reply:
+        for _ in range(8):
+            threading.Event().wait(0.1)  # longer in all than the client waits for one that is silent
+            request.still("worker 1 (at step 3)", request.op == "here")
+        return Reply()
+
+    with both(slow, timeout_s=0.5) as connection:
+        first, second = connection.send("here", {}), connection.send("here", {})
+        first.result()
+        second.result()
+        assert "worker 1 waits for server 0, which waits for worker 1 (at step 3)" in caplog.text
+        with pytest.raises(PeerLostError, match=r"it did not answer in time; it waits for worker 1 \(at step 3\)"):
+            connection.call("gone", {})
+
+
+def test_a_client_that_goes_while_its_answer_waits_is_noticed():
+    gone, entered = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> Reply:
+        entered.set()
+        with pytest.raises(ClosedError, match="worker 1 went while server 0 waited for worker 1"):
+            wait_for_ever(request)
+        gone.set()
+        return Reply()
+
+    def wait_for_ever(request: Request) -> None:
+        while True:
+            request.still("worker 1", True)
+            threading.Event().wait(0.01)
+
+    with both(slow) as connection:
+        connection.send("pull", {})
+        entered.wait(10)
+        connection.close()
+        assert gone.wait(10)
 
 
 def test_send_waits_while_too_much_is_unanswered():

@@ -33,8 +33,8 @@ def over_tls(monkeypatch) -> None:
     monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
 
 
-def connect(endpoint: str, secret: bytes = SECRET, peer: str = "server 0", timeout_s: float = 10.0) -> Connection:
-    return Connection(endpoint, secret=secret, me="worker 1", peer=peer, timeout_s=timeout_s)
+def connect(endpoint: str, secret: bytes = SECRET, peer: str = "server 0", connect_s: float = 10.0) -> Connection:
+    return Connection(endpoint, secret=secret, me="worker 1", peer=peer, connect_s=connect_s)
 
 
 def test_another_secret_is_refused_on_both_sides_and_logged_once(caplog, phalanx_propagates):
@@ -102,7 +102,7 @@ def saying(words: Callable[[socket.socket], None]) -> Iterator[str]:
             with client:
                 words(client)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
         thread.join(10)
@@ -118,13 +118,13 @@ def test_something_silent_at_the_port_is_given_up():
     done = threading.Event()
     with saying(lambda client: done.wait(10)) as endpoint:
         with pytest.raises(PeerLostError, match=r"server 0 at .* for 'connect' and waited .* Start it, or correct"):
-            connect(endpoint, timeout_s=0.3)
+            connect(endpoint, connect_s=0.3)
         done.set()
 
 
 def test_nobody_at_the_port_is_waited_for_and_then_named(unused_port):
     with pytest.raises(PeerLostError, match=r"worker 1 asked server 0 at .* .* Connection refused\. Start it"):
-        connect(f"127.0.0.1:{unused_port}", timeout_s=0.2)
+        connect(f"127.0.0.1:{unused_port}", connect_s=0.2)
 
 
 def test_a_client_may_start_before_its_server(unused_port):
@@ -216,7 +216,7 @@ def test_the_deadline_of_the_handshake_holds_under_tls(over_tls):
     started = time.monotonic()
     with saying(lambda client: done.wait(10)) as endpoint:
         with pytest.raises(PeerLostError, match="did not answer in time"):
-            connect(endpoint, timeout_s=0.2)
+            connect(endpoint, connect_s=0.2)
         done.set()
     assert time.monotonic() - started < 5
 

@@ -54,7 +54,7 @@ def server(record: Path, endpoint: str = "127.0.0.1:0", how: str = "answers") ->
             process.kill()
 
 
-def connect(endpoint: str, timeout_s: float = 20.0, retry_s: float = 0.0) -> Connection:
+def connect(endpoint: str, timeout_s: float = 20.0, retry_s: float = 0.0, connect_s: float = 20.0) -> Connection:
     return Connection(
         endpoint,
         secret=SECRET,
@@ -62,6 +62,7 @@ def connect(endpoint: str, timeout_s: float = 20.0, retry_s: float = 0.0) -> Con
         peer="server 0",
         timeout_s=timeout_s,
         retry_s=retry_s,
+        connect_s=connect_s,
         log_file="/logs/serverlog.0",
     )
 
@@ -120,7 +121,27 @@ def test_a_stopped_server_cannot_be_connected_to_for_ever(tmp_path):
         with pytest.raises(
             PeerLostError, match=r"for 'connect' and waited \d+\.\d s: it did not answer in time\. Start"
         ):
-            connect(endpoint, timeout_s=0.5)
+            connect(endpoint, connect_s=0.5)
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_server_that_stands_still_for_a_while_gets_again_what_it_did_not_answer(tmp_path, monkeypatch, caplog, way):
+    if way == "tcp":
+        monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    with server(tmp_path / "record") as (process, endpoint):
+        connection = connect(endpoint, timeout_s=0.3, retry_s=20.0)
+        stop(process)
+        pending = [connection.send("push", {}, [np.ones(2000, np.int64)]), connection.send("pull", {})]
+        found: list[int] = []
+        waiting = threading.Thread(target=lambda: found.extend(one.result().meta["seq"] for one in pending))
+        waiting.start()
+        wait_for(lambda: "it did not answer in time); connecting again" in caplog.text)
+        process.send_signal(signal.SIGCONT)
+        waiting.join(20)
+        assert found == [1, 2]
+        connection.close()
+    # What it read of the old connection it may have done; the number says that it is the same request.
+    assert {(op, seq) for op, _, seq, _ in recorded(tmp_path / "record")} == {("push", 1), ("pull", 2)}
 
 
 def test_a_killed_server_is_lost_at_once_for_all_that_wait(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
-from phalanx.ps.server.clocks import Clocks, checked_worker
+from phalanx.ps.server.clocks import Clocks, ServerMode, checked_worker
 from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.leases import Leases
 from phalanx.ps.snapshot.save import LEFT
@@ -50,6 +50,38 @@ def test_sync_pull_waits_until_its_step_is_applied() -> None:
     assert waiter.waits  # pushed, not in the tables yet
     clocks.apply(1)
     waiter.end()
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("bounded", 1)])
+def test_who_waits_is_told_for_whom_and_whether_they_are_there(
+    monkeypatch: pytest.MonkeyPatch, mode: ServerMode, bound: int
+) -> None:
+    monkeypatch.setattr("phalanx.ps.server.clocks.PULSE_S", 0.0)
+    clocks, told = Clocks(mode, 3, bound), []
+    clocks.connect(0)
+    clocks.connect(1)
+    clocks.push(0)
+
+    def still(waits_for: str, is_here: bool) -> None:
+        told.append((waits_for, is_here))
+        if len(told) == 1:
+            clocks.connect(2)
+        elif len(told) == 2:
+            clocks.push(2)
+        elif len(told) == 3:
+            clocks.disconnect(1, now=0.0)
+        else:
+            clocks.push(1)
+            clocks.apply(1)
+
+    clocks.wait(1 + bound, still)
+    both, one = "worker 1 (at step 0), worker 2 (at step 0", "worker 1 (at step 0"
+    assert told == [
+        (f"{both}, not connected)", False),
+        (f"{both})", True),
+        (f"{one})", True),
+        (f"{one}, not connected)", False),
+    ]
 
 
 def test_a_worker_that_leaves_is_waited_for_no_more() -> None:

@@ -14,6 +14,14 @@ from phalanx.errors import ClosedError, ConfigError, PeerLostError
 from phalanx.ps.snapshot.save import LEFT
 
 ServerMode = Literal["sync", "async", "bounded"]
+Still = Callable[[str, bool], None]
+
+PULSE_S = 5.0
+"""How often one that waits is told for whom."""
+
+
+def _nobody_asks(waits_for: str, is_here: bool) -> None:
+    """Tell nobody."""
 
 
 class Clocks:
@@ -35,6 +43,7 @@ class Clocks:
         self._pushed = [0] * workers
         self._live = set(range(workers))
         self._version = 0
+        self._here: set[int] = set()
         self._away: dict[int, float] = {}
         self._end: Exception | None = None
 
@@ -73,12 +82,14 @@ class Clocks:
     def disconnect(self, worker: int, now: float) -> None:
         """Note that a live worker's connection closed, at `now` seconds."""
         with self._changed:
+            self._here.discard(worker)
             if worker in self._live:
                 self._away.setdefault(worker, now)
 
     def connect(self, worker: int) -> None:
-        """Note that a worker's connection is back."""
+        """Note that a worker's connection is there, or back."""
         with self._changed:
+            self._here.add(worker)
             self._away.pop(worker, None)
 
     def expire(self, now: float, grace_s: float) -> list[int]:
@@ -128,6 +139,12 @@ class Clocks:
             return list(self._pushed)
 
     @property
+    def taken(self) -> list[int]:
+        """Pushes of each worker that are in the tables; in mode `sync` those of complete steps."""
+        with self._changed:
+            return self._taken()
+
+    @property
     def reached(self) -> list[int]:
         """Pushes of each worker so far; `LEFT` for one that left."""
         with self._changed:
@@ -151,18 +168,24 @@ class Clocks:
         with self._changed:
             self._raise_end()
 
-    def wait(self, step: int) -> None:
-        """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`."""
+    def wait(self, step: int, still: Still = _nobody_asks) -> None:
+        """Wait until the mode lets a worker read the rows that its step `step` computes with. Raises as `check`.
+
+        Args:
+            step: The step.
+            still: Called every `PULSE_S` seconds of waiting with whom for, in words, and whether all of them are
+                connected; may raise to give up.
+        """
         if self.mode == "sync":
-            self._wait(lambda: self._version >= step)
+            self._wait_for_all(step, lambda: self._version >= step, still)
         elif self.mode == "bounded":
-            self._wait(lambda: self._complete() >= step - self.bound)
+            self._wait_for_all(step - self.bound, lambda: self._complete() >= step - self.bound, still)
         else:
             self.check()
 
-    def wait_turn(self, step: int) -> None:
-        """Wait until a push of this step may be taken: in mode `sync` one step at a time. Raises as `check`."""
-        self._wait(lambda: self.mode != "sync" or self._version >= step)
+    def wait_turn(self, step: int, still: Still = _nobody_asks) -> None:
+        """Wait until a push of this step may be taken: in mode `sync` one step at a time. See `wait`."""
+        self._wait_for_all(step, lambda: self.mode != "sync" or self._version >= step, still)
 
     def wait_steps(self, steps: Sequence[int], seconds: float) -> None:
         """Wait until each worker has `reached` these steps. Raises as `check`, and `PeerLostError` after `seconds`."""
@@ -181,12 +204,11 @@ class Clocks:
     def to_json(self) -> dict[str, Any]:
         """Return the counts. Pushes of a step that is not complete are left out: they are written again after it."""
         with self._changed:
-            pushed = [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
             return {
                 "mode": self.mode,
                 "workers": self.workers,
                 "bound": self.bound,
-                "pushed": pushed,
+                "pushed": self._taken(),
                 "live": sorted(self._live),
                 "version": self._version,
             }
@@ -205,10 +227,24 @@ class Clocks:
     def _complete(self) -> int:
         return min((self._pushed[w] for w in self._live), default=max(self._pushed))
 
+    def _taken(self) -> list[int]:
+        return [min(p, self._version) if self.mode == "sync" else p for p in self._pushed]
+
     def _reached(self) -> list[int]:
         return [pushed if worker in self._live else LEFT for worker, pushed in enumerate(self._pushed)]
 
-    def _wait(self, come: Callable[[], bool], seconds: float | None = None) -> bool:
+    def _wait_for_all(self, needed: int, come: Callable[[], bool], still: Still) -> None:
+        while not self._wait(come, PULSE_S):
+            with self._changed:
+                behind = [worker for worker in sorted(self._live) if self._pushed[worker] < needed]
+                gone = [worker for worker in behind if worker not in self._here]
+                names = ", ".join(self._name(worker, gone) for worker in behind)
+            still(names, not gone)
+
+    def _name(self, worker: int, gone: Sequence[int]) -> str:
+        return f"worker {worker} (at step {self._pushed[worker]}{', not connected' if worker in gone else ''})"
+
+    def _wait(self, come: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
             has_come = self._changed.wait_for(lambda: come() or self._end is not None, seconds)
             self._raise_end()

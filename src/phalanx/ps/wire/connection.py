@@ -25,6 +25,7 @@ from phalanx.ps.wire.receive import Budget, Incoming, read_head
 _log = logging.getLogger("phalanx.ps.wire")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _READER_ENDS_S = 15.0
+_SAY_FIRST_S, _SAY_S = 5.0, 30.0
 
 
 class Pending:
@@ -39,6 +40,7 @@ class Pending:
         self.reply_bytes = 0
         self.seq = 0
         self.placed: Placed | None = None
+        self.waits_for = ""
         self.sent_at = self.deadline = 0.0
         self.outcome: Reply | PhalanxError | None = None
 
@@ -47,7 +49,7 @@ class Pending:
 
         Raises:
             PhalanxError: The one that the server raised, of the same class.
-            PeerLostError: If the server is gone, or does not answer before the deadline.
+            PeerLostError: If the server is gone, or is silent until the deadline.
             ClosedError: If the connection was closed first.
         """
         return self._connection._wait_for(self)
@@ -65,16 +67,18 @@ class Connection:
         secret: The job's secret.
         me: Who this process is, as `worker 1`.
         peer: Who the server must be, as `server 0`.
-        timeout_s: Longest wait for the server to come up, and for any one reply.
-        retry_s: How long to connect again after the connection is lost, sending again what was not answered; a
-            request then costs a copy of its arrays. 0: a lost connection is an error at once.
+        timeout_s: Longest silence of the server while a reply is due. A server that waits for other workers says so
+            every few seconds, and while they live its reply is not late.
+        connect_s: Longest wait for the server to come up.
+        retry_s: How long to connect again after the connection is lost or the server fell silent, sending again what
+            was not answered; a request then costs a copy of its arrays. 0: a lost connection is an error at once.
         client: Number of this client, the same for the life of the process; made when None.
         log_file: The server's log, for messages.
         max_unanswered_bytes: `send` waits while more than this is on its way; one request alone may be larger.
 
     Raises:
         ConfigError: If the endpoint is wrong, or something else than that server of this job and version answers.
-        PeerLostError: If nothing answers within `timeout_s`.
+        PeerLostError: If nothing answers within `connect_s`.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Connection:
         me: str,
         peer: str,
         timeout_s: float = 60.0,
+        connect_s: float = 60.0,
         retry_s: float = 0.0,
         client: int | None = None,
         log_file: str = "",
@@ -97,6 +102,8 @@ class Connection:
         self._unanswered: deque[Pending] = deque()
         self._unanswered_bytes = 0
         self._failure = ""
+        self._silence = ""
+        self._said_at = -math.inf
         self._closed = False
         self._give_up_at: float | None = None
         # Held while requests get their numbers and are written, and while the link is replaced.
@@ -104,7 +111,7 @@ class Connection:
         self._seq = 0
         started = time.monotonic()
         try:
-            self._link = self._connect(started + timeout_s)
+            self._link = self._connect(started + connect_s)
         except OSError as error:
             raise self._lost("connect", started, f"{_words(error)}. Start it, or correct the address") from None
         self._linked_again_at = -math.inf
@@ -212,7 +219,7 @@ class Connection:
             link.write(pending.placed, time.monotonic() + self._timeout_s)
         except TimeoutError:
             with self._changed:
-                self._fail("it does not take requests")
+                self._give_up_link("it does not take requests")
         except OSError:
             # The reader of this link sees the same, and either connects again or says that the server is lost.
             link.channel.interrupt()
@@ -222,13 +229,28 @@ class Connection:
             while pending.outcome is None:
                 left = pending.deadline - time.monotonic()
                 if left <= 0:
-                    self._fail("it did not answer in time")
+                    others = f"; it waits for {pending.waits_for}" if pending.waits_for else ""
+                    self._give_up_link(f"it did not answer in time{others}")
                 else:
                     self._changed.wait(left)
             outcome = pending.outcome
         if isinstance(outcome, PhalanxError):
             raise outcome
         return outcome
+
+    def _give_up_link(self, why: str) -> None:
+        """Take a silent server for lost. Runs with `_changed` held.
+
+        What it may still answer comes over a link that nobody reads any more, so with `retry_s` a new link is as good
+        as after a loss.
+        """
+        if not self._retry_s:
+            self._fail(why)
+            return
+        self._silence = why
+        for pending in self._unanswered:
+            pending.deadline = time.monotonic() + self._retry_s + self._timeout_s
+        self._link.channel.interrupt()
 
     def _read_in_thread(self, link: Link) -> threading.Thread:
         reader = threading.Thread(target=self._read, args=(link,), name=f"replies of {self._peer}", daemon=True)
@@ -240,7 +262,7 @@ class Connection:
             while True:
                 self._take_reply(link)
         except (OSError, FrameError) as error:
-            why = _words(error)
+            why, self._silence = self._silence or _words(error), ""
         link.channel.interrupt()
         with self._writing:
             link.channel.close()
@@ -257,6 +279,9 @@ class Connection:
             pending = self._unanswered[0] if self._unanswered else None
         if pending is None or header.seq != pending.seq or header.kind == Kind.REQUEST:
             raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
+        if header.kind == Kind.WAITING:
+            self._keep_waiting(pending, str(content.get("for")), is_here=content.get("here") is True)
+            return
         outcome = self._outcome(link, pending, header, content)
         with self._changed:
             if self._unanswered and self._unanswered[0] is pending:
@@ -265,6 +290,16 @@ class Connection:
                 self._give_up_at = None
                 _settle(pending, outcome)
                 self._changed.notify_all()
+
+    def _keep_waiting(self, pending: Pending, waits_for: str, *, is_here: bool) -> None:
+        now = time.monotonic()
+        with self._changed:
+            pending.waits_for = waits_for
+            for each in self._unanswered if is_here else ():
+                each.deadline = now + self._timeout_s
+        if now - max(pending.sent_at, self._said_at) >= _SAY_S:
+            self._said_at = now
+            _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
 
     def _outcome(self, link: Link, pending: Pending, header: Header, content: dict[str, Any]) -> Reply | PhalanxError:
         if header.kind == Kind.ERROR:
@@ -298,7 +333,7 @@ class Connection:
             # A server that ends each connection at once is not asked more often than one that is away.
             self._pause(max(0.0, self._linked_again_at + _LONGEST_PAUSE_S - started))
             if time.monotonic() >= until:
-                raise TimeoutError("it ends every connection")
+                raise TimeoutError("it answers on no connection")
             link = self._connect(until)
         except (OSError, PhalanxError) as error:
             with self._changed:
@@ -320,16 +355,20 @@ class Connection:
 
     def _connect(self, until: float) -> Link:
         mine = handshake.greeting(self._me, self.client)
-        pause = _FIRST_PAUSE_S
+        pause, say_at = _FIRST_PAUSE_S, time.monotonic() + _SAY_FIRST_S
         while True:
             try:
                 return open_link(self._endpoint, key=self._secret, mine=mine, peer=self._peer, until=until)
             except ConfigError as error:
                 text = str(error).rstrip(".")
                 raise ConfigError(f"{self._me} cannot use {self._peer} at {self._endpoint}: {text}.") from None
-            except OSError:
-                if time.monotonic() + pause >= until:
+            except OSError as error:
+                now = time.monotonic()
+                if now + pause >= until:
                     raise
+                if now >= say_at:
+                    _log.info("%s: waiting for %s at %s (%s)", self._me, self._peer, self._endpoint, _words(error))
+                    say_at = now + _SAY_FIRST_S
             self._pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -61,6 +61,11 @@ class Kind(IntEnum):
     REQUEST = 1
     REPLY = 2
     ERROR = 3
+    WAITING = 4
+    """Before a reply, any number of times: for whom it waits."""
+
+
+_KINDS = frozenset(Kind)
 
 
 class Header(NamedTuple):
@@ -170,7 +175,7 @@ def decode_header(raw: bytes | bytearray) -> Header:
     magic, version, kind, flags, client, seq, object_bytes, payload_bytes, _ = _HEADER.unpack(raw)
     if magic != MAGIC or version != WIRE_VERSION:
         raise FrameError(f"a frame starts with {bytes(raw[:6])!r}")
-    if kind not in (Kind.REQUEST, Kind.REPLY, Kind.ERROR) or flags & ~(SHARED | NEW_SEGMENT):
+    if kind not in _KINDS or flags & ~(SHARED | NEW_SEGMENT):
         raise FrameError(f"a frame of kind {kind} with flags {flags}")
     if object_bytes > LARGEST_OBJECT or payload_bytes > LARGEST_PAYLOAD:
         raise FrameError(f"a frame claims {object_bytes} and {payload_bytes} bytes")

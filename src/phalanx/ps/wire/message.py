@@ -70,6 +70,10 @@ class Request:
     room: Room = field(default_factory=lambda: Room(None))
     """Where arrays of the reply can be made without a copy: `request.room.empty((n, dim), np.float32)`."""
 
+    still: Callable[[str, bool], None] = lambda waits_for, is_here: None
+    """Tells the client that its answer waits for others: for whom, in words, and whether they are there. While they
+    are, the answer is not late. Raises `ClosedError` when the client is gone."""
+
 
 Handler = Callable[[Request], Reply]
 """Answers one request; may block; raises a `PhalanxError` to have it raised in the client."""

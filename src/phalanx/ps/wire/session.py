@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from phalanx.errors import BackendError, ConfigError, InternalError, PhalanxError
+from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError
 from phalanx.ps.wire import frame, secret
 from phalanx.ps.wire.channel import Channel, Part
 from phalanx.ps.wire.frame import Array, Bytes, FrameError, Header, Kind, Layout
@@ -112,7 +113,8 @@ class Session:
         after = frame.aligned(layout.payload_bytes)
         room = Room(None if shared is None else shared[after:])
         arrays = layout.read(payload)
-        request = Request(op, meta, arrays, self._client, header.seq, self._peer, room)
+        still = partial(self._still, header.seq)
+        request = Request(op, meta, arrays, self._client, header.seq, self._peer, room, still)
         try:
             return _encoded_reply(request, self._terms.handler(request), after)
         except PhalanxError:
@@ -120,6 +122,13 @@ class Session:
         except Exception as error:
             _log.exception("%s failed at %r of %s", self._terms.me, op, self._peer)
             raise InternalError(f"{self._terms.me} failed at {op!r} with {error!r}. Its log has more.") from error
+
+    def _still(self, seq: int, waits_for: str, is_here: bool) -> None:
+        content = {"for": waits_for, "here": is_here}
+        try:
+            self.channel.send([frame.encode(Kind.WAITING, 0, self._client, seq, content, 0)])
+        except OSError as error:
+            raise ClosedError(f"{self._peer} went while {self._terms.me} waited for {waits_for}: {error}.") from error
 
     def _shared_memory(self, header: Header, content: dict[str, Any], layout: Layout) -> Bytes | None:
         if not header.flags & frame.SHARED:
