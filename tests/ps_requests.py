@@ -47,10 +47,10 @@ class FakeWorker:
 
     def push(self, *changes: Change, step: int = 0, weight: float = 1.0, seq: int | None = None) -> dict[str, Any]:
         described, arrays = pack(changes)
-        meta = {"step": step, "weight": weight, "pull_id": None, "changes": described}
+        meta = {"step": step, "weight": weight, "changes": described}
         return dict(self.call("push", meta, arrays, seq=seq).meta)
 
     def push_pulled(self, pull_id: int, value: float, n: int, *, step: int = 0, seq: int | None = None) -> Any:
-        change = {"table": "items", "kind": "gradient", "lr": None}
-        meta = {"step": step, "weight": 1.0, "pull_id": pull_id, "changes": [change]}
+        change = {"table": "items", "kind": "gradient", "lr": None, "pull": pull_id}
+        meta = {"step": step, "weight": 1.0, "changes": [change]}
         return self.call("push", meta, [np.full((n, 2), value, np.float32)], seq=seq).meta

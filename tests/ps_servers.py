@@ -1,132 +1,172 @@
-"""Real parameter servers for a test: `with servers(2, workers=2) as endpoints:`.
+"""Real parameter servers for a test, `with servers(2) as made:`, and workers of one server over sockets.
 
-Each server is a process of its own, forked like the ranks of `ranks.py`, at a port that the system chose. At the end of
-the block every server is ended; one that failed before shows its log.
+Each server is a process of its own, forked like the ranks of `ranks.py`, at a port that the system chose; a test may
+kill it and start it again at its address. At the end of the block every server is ended; one that failed without the
+test asking for its end shows its log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import ranks
+from phalanx.cluster.role import Role
+from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.message import Reply
+from ps_requests import FakeWorker
 
 SECRET = bytes(range(32))
 """The secret of every test's job."""
 
 
-class Endpoints(list[str]):
-    """`host:port` of each server by rank, and the processes behind them."""
+class Server:
+    """One server's process. Its socket stays here, as with the launcher, so that it keeps its address."""
 
-    def __init__(self, endpoints: list[str], workers: int, env: Mapping[str, str], folder: Path) -> None:
-        super().__init__(endpoints)
-        self.processes: list[BaseProcess] = []
-        self._workers, self._env = workers, dict(env)
-        self._logs = [folder / f"serverlog.{rank}" for rank in range(len(endpoints))]
+    def __init__(self, rank: int, servers: int, folder: Path, env: Mapping[str, str], **options: Any) -> None:
+        self._bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.endpoint = "127.0.0.1:" + str(self._bound.getsockname()[1])
+        self._log = folder / f"serverlog.{rank}"
+        self._env, self._options = env, options
+        self._role = Role(kind="server", rank=rank, world_size=servers, endpoint=self.endpoint, job_id="test")
+        self.process: BaseProcess | None = None
+        self._was_seen = False
 
-    def log(self, rank: int) -> str:
-        """Return what a server has written so far."""
-        return self._logs[rank].read_text(errors="replace")
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
-    def start(self, rank: int, bound: socket.socket, attempt: int = 0) -> BaseProcess:
-        """Start a server at the socket bound for it."""
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(ranks.PRELOAD)
-        env = {**self._env, "PHALANX_ATTEMPT": str(attempt)}
-        arguments = (rank, list(self), self._workers, bound, str(self._logs[rank]), env)
-        process = context.Process(target=_serve, args=arguments, name=f"server {rank}")
+        arguments = (self._role, self._bound, str(self._log), dict(self._env), self._options)
+        self.process = context.Process(target=_serve, args=arguments, name=f"server {self._role.rank}")
         with ranks.bare_main():
-            process.start()
-        bound.close()
-        return process
+            self.process.start()
 
-    def kill_and_restart(self, rank: int) -> None:
-        """Kill a server without a word, and start it again at its address, as the launcher does."""
-        self.processes[rank].kill()
-        self.processes[rank].join()
-        self.processes[rank].close()
-        self.processes[rank] = self.start(rank, _bound(int(self[rank].rpartition(":")[2])), attempt=1)
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.join()
+
+    def end(self, seconds: float = 20.0) -> int | None:
+        """Wait for the end of the process and return its exit code."""
+        assert self.process is not None
+        self._was_seen = True
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, self.log
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def close(self) -> str:
+        """End the process; returns what it said if it had failed, unseen."""
+        code = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            code = self.process.exitcode
+            self.process.close()
+        self._bound.close()
+        failed = code not in (None, 0, -signal.SIGKILL) and not self._was_seen
+        return f"server {self._role.rank} ended with {code}:\n{self.log}" if failed else ""
 
 
-@contextlib.contextmanager
-def servers(n: int = 1, *, workers: int = 1, env: Mapping[str, str] | None = None) -> Iterator[Endpoints]:
-    """Run `n` servers for `workers` workers; they listen as soon as they can, clients wait for them.
+class Servers(list[Server]):
+    """Servers by rank."""
 
-    A server ends by itself once every worker that declared tables has left: read rows before that.
+    @property
+    def endpoints(self) -> list[str]:
+        """`host:port` of each."""
+        return [server.endpoint for server in self]
+
+
+@contextmanager
+def servers(
+    count: int = 1,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    state: bool = False,
+    **options: Any,
+) -> Iterator[Servers]:
+    """Run servers; they listen as soon as they can, clients wait for them.
 
     Args:
-        n: Number of servers.
-        workers: Number of workers.
-        env: Variables added to the servers' environment; `{rank}` in a value is the server's rank.
+        count: How many.
+        folder: Where their logs go, and with `state` what they keep for a restart; one of their own when None.
+        env: Variables added to their environment.
+        state: Whether they keep state.
+        options: Go to `run`.
 
     Raises:
         AssertionError: If a server failed by itself; with its log.
     """
-    bound = [_bound() for _ in range(n)]
-    addresses = [f"127.0.0.1:{made.getsockname()[1]}" for made in bound]
-    with tempfile.TemporaryDirectory(prefix="phalanx-servers-") as folder:
-        endpoints = Endpoints(addresses, workers, env or {}, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="phalanx-servers-") as own:
+        where = folder or Path(own)
+        made = Servers(
+            Server(n, count, where, env or {}, **options, **({"directory": str(where / str(n))} if state else {}))
+            for n in range(count)
+        )
         try:
-            for rank, made in enumerate(bound):
-                endpoints.processes.append(endpoints.start(rank, made))
-            yield endpoints
+            for server in made:
+                server.start()
+            yield made
         finally:
-            codes = [_end(process) for process in endpoints.processes]
-        for rank, code in enumerate(codes):
-            assert code in (0, -15, -9), f"server {rank} ended with {code}:\n{endpoints.log(rank)}"
+            failures = [said for server in made if (said := server.close())]
+        assert not failures, "\n".join(failures)
 
 
-def _bound(port: int = 0) -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind(("127.0.0.1", port))
-    return made
-
-
-def _serve(
-    rank: int, endpoints: list[str], workers: int, bound: socket.socket, log: str, env: Mapping[str, str]
-) -> None:
+def _serve(role: Role, bound: socket.socket, log: str, env: dict[str, str], options: dict[str, Any]) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s", force=True)
     faulthandler.enable()
-    os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in env.items()})
-    os.environ["PHALANX_ENDPOINT_FD"] = str(bound.detach())
-    from phalanx.cluster.role import Role
+    os.environ.update(env, PHALANX_ENDPOINT_FD=str(bound.detach()))
     from phalanx.ps.server.main import run
 
-    role = Role(
-        kind="server",
-        rank=rank,
-        world_size=len(endpoints),
-        endpoint=endpoints[rank],
-        server_endpoints=tuple(endpoints),
-        worker_endpoints=tuple(f"127.0.0.1:{20000 + worker}" for worker in range(workers)),
-        job_id="test",
-        attempt=int(env["PHALANX_ATTEMPT"]),
-        launcher="phalanx",
-        secret=SECRET,
-    )
-    run(role, secret=SECRET)
+    run(role, secret=SECRET, **options)
 
 
-def _end(process: BaseProcess) -> int | None:
-    process.terminate()
-    process.join(5.0)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    code = process.exitcode
-    process.close()
-    return code
+class Worker(FakeWorker):
+    """A worker of one server, over a real connection."""
+
+    def __init__(self, server: Server, worker: int = 0, *, rank: int = 0, retry_s: float = 0.0) -> None:
+        super().__init__(None, worker)  # type: ignore[arg-type]
+        self.connection = Connection(
+            server.endpoint,
+            secret=SECRET,
+            me=f"worker {worker}",
+            peer=f"server {rank}",
+            client=100 + worker,
+            timeout_s=30.0,
+            retry_s=retry_s,
+        )
+
+    def call(self, op: str, meta: dict[str, Any], arrays: Any = (), *, seq: int | None = None) -> Reply:
+        return self.connection.call(op, meta, arrays, reply_bytes=1 << 16)
+
+    def close(self) -> None:
+        self.connection.close()

@@ -31,9 +31,7 @@ MAKERS = {
 
 
 def store_of(endpoints, worker, workers, mode="async", bound=0):
-    return RemoteStore(
-        list(endpoints), secret=SECRET, worker=worker, workers=workers, mode=mode, bound=bound, timeout_s=30.0
-    )
+    return RemoteStore(endpoints, secret=SECRET, worker=worker, workers=workers, mode=mode, bound=bound, timeout_s=30.0)
 
 
 def steps_at_servers(store):
@@ -47,8 +45,8 @@ def test_rows_on_servers_are_those_of_the_simulator(mode, workers):
     """Two workers in one process, so that their steps come in a known order."""
     make, simulation = MAKERS[mode]
     schedule = [worker % workers for worker in SCHEDULE]
-    with servers(2, workers=workers) as endpoints:
-        modes = [make(store_of(endpoints, worker, workers), workers) for worker in range(workers)]
+    with servers(2) as made:
+        modes = [make(store_of(made.endpoints, worker, workers), workers) for worker in range(workers)]
         for each in modes:
             each.declare([sim.SPEC])
         sim.run(modes, schedule)
@@ -63,8 +61,8 @@ def test_rows_on_servers_are_those_of_the_simulator(mode, workers):
 
 
 def test_half_async_waits_until_its_sum_is_applied():
-    with servers() as endpoints:
-        mode = HalfAsync(store_of(endpoints, 0, 1), steps=2)
+    with servers() as made:
+        mode = HalfAsync(store_of(made.endpoints, 0, 1), steps=2)
         mode.declare([sim.SPEC])
         counted = []
         for _ in range(4):
@@ -93,8 +91,8 @@ def train_in_sync(endpoints, steps):
 
 
 def train_sync_once(steps):
-    with servers(2, workers=len(steps)) as endpoints:
-        tables = [rows for rows in run_ranks(train_in_sync, len(steps), list(endpoints), steps) if rows is not None]
+    with servers(2) as made:
+        tables = [rows for rows in run_ranks(train_in_sync, len(steps), made.endpoints, steps) if rows is not None]
     np.testing.assert_array_equal(tables[0], tables[-1])
     return tables[0]
 
@@ -140,8 +138,8 @@ def job_store():
 
 
 def test_async_goes_on_beside_a_worker_ten_times_slower():
-    with servers(workers=2) as endpoints:
-        counted = run_ranks(train_beside_a_slow_worker, 2, list(endpoints), 40)
+    with servers() as made:
+        counted = run_ranks(train_beside_a_slow_worker, 2, made.endpoints, 40)
     assert counted == [[40, 4], [40, 4]]
 
 
@@ -173,8 +171,8 @@ def train_within_a_bound(endpoints, bound, steps):
 
 def test_bounded_never_lets_a_worker_run_further_ahead():
     bound, steps = 3, 25
-    with servers(workers=2) as endpoints:
-        fast, slow = run_ranks(train_within_a_bound, 2, list(endpoints), bound, steps)
+    with servers() as made:
+        fast, slow = run_ranks(train_within_a_bound, 2, made.endpoints, bound, steps)
     assert len(fast) == len(slow) == steps
     assert max(fast) <= bound
     assert max(slow) <= bound

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -34,8 +32,8 @@ def train(store, steps):
 def test_rows_are_read_as_they_were_written(count):
     keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 5000)
     values = np.random.default_rng(1).random((len(keys), sim.DIM), np.float32)
-    with servers(count) as endpoints:
-        store = connected(endpoints)
+    with servers(count) as made:
+        store = connected(made.endpoints)
         store.declare([sim.SPEC])
         store.push([Change("ids", keys, values, kind="assign")])
         for step in (1, 2):
@@ -52,8 +50,8 @@ def test_rows_are_read_as_they_were_written(count):
 def test_a_push_of_200_mb_arrives():
     keys = np.arange(50_000, dtype=np.int64)
     spec = dataclasses.replace(sim.SPEC, name="wide", dim=1024)
-    with servers() as endpoints:
-        store = connected(endpoints)
+    with servers() as made:
+        store = connected(made.endpoints)
         store.declare([spec])
         store.push([Change("wide", keys, np.ones((len(keys), 1024), np.float32))])
         (rows,) = store.pull([Want("wide", keys[-3:])], step=1).rows()
@@ -63,26 +61,25 @@ def test_a_push_of_200_mb_arrives():
 
 
 def test_a_killed_server_is_an_error_that_names_it_at_once():
-    with servers(2) as endpoints:
-        store = connected(endpoints)
+    with servers(2) as made:
+        store = connected(made.endpoints)
         store.declare([sim.SPEC])
-        os.kill(endpoints.processes[1].pid, signal.SIGKILL)
-        endpoints.processes[1].join()
+        made[1].kill()
         with pytest.raises(PeerLostError, match=r"worker 0 asked server 1 at .* for '(pull|push)'"):
             train(store, steps=3)
         store.close()
 
 
 def test_an_error_of_a_server_is_raised_as_what_it_is():
-    with servers() as endpoints:
-        store = connected(endpoints)
+    with servers() as made:
+        store = connected(made.endpoints)
         store.declare([sim.SPEC])
         with pytest.raises(ConfigError, match=r"table 'ids' was made with dim=3 and is now asked with dim=4"):
             store.declare([dataclasses.replace(sim.SPEC, dim=4)])
         with pytest.raises(ConfigError, match=r"servers run with mode='async'"):
-            connected(endpoints, mode="sync").declare([])
+            connected(made.endpoints, mode="sync").declare([])
         with pytest.raises(ConfigError, match=r"secret"):
-            connected(endpoints, secret=bytes(32))
+            connected(made.endpoints, secret=bytes(32))
         store.leave()
         store.close()
 
@@ -90,15 +87,15 @@ def test_an_error_of_a_server_is_raised_as_what_it_is():
 def test_what_two_servers_saved_three_load(tmp_path):
     keys = np.arange(-500, 500, dtype=np.int64)
     values = np.random.default_rng(1).random((len(keys), sim.DIM), np.float32)
-    with servers(2) as endpoints:
-        store = connected(endpoints)
+    with servers(2) as made:
+        store = connected(made.endpoints)
         store.declare([sim.SPEC])
         store.push([Change("ids", keys, values, kind="assign")])
         store.save(tmp_path / "snapshot", {"epoch": 2})
         store.leave()
         store.close()
-    with servers(3) as endpoints:
-        store = connected(endpoints)
+    with servers(3) as made:
+        store = connected(made.endpoints)
         assert store.load(tmp_path / "snapshot")["epoch"] == 2
         store.declare([sim.SPEC])
         (rows,) = store.pull([Want("ids", keys)]).rows()
@@ -113,10 +110,9 @@ def test_what_two_servers_saved_three_load(tmp_path):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_training_goes_on_over_servers_that_are_killed_and_started_again(mode, tmp_path):
     """Between pull and push a server forgets the pull; between push and pull it may not have answered."""
-    env = {"PHALANX_SERVER_DIR": str(tmp_path / "{rank}"), "PHALANX_SERVER_RETRY_S": "30"}
     local = LocalStore()
-    with servers(2, env=env) as endpoints:
-        store = connected(endpoints, mode=mode, retry_s=30.0)
+    with servers(2, tmp_path, {"PHALANX_SERVER_RETRY_S": "30"}, state=True) as made:
+        store = connected(made.endpoints, mode=mode, retry_s=30.0)
         for each in (store, local):
             each.declare([sim.SPEC])
         for step in range(8):
@@ -124,11 +120,13 @@ def test_training_goes_on_over_servers_that_are_killed_and_started_again(mode, t
             rows, expected = (each.pull([Want("ids", keys)], step=step).rows()[0] for each in (store, local))
             np.testing.assert_array_equal(rows, expected)
             if step == 2:
-                endpoints.kill_and_restart(0)
+                made[0].kill()
+                made[0].start()
             for each in (store, local):
                 each.push([Change("ids", keys, np.sin(rows))], step=step)
             if step == 5:
-                endpoints.kill_and_restart(1)
+                made[1].kill()
+                made[1].start()
         np.testing.assert_array_equal(sim.table_of(store, 8), sim.table_of(local))
         assert store.report()["ids"].pushed == local.report()["ids"].pushed
         store.leave()

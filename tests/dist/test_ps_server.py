@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.placement import owner_of, shard_of, table_salt
+from phalanx.ps.server.main import TICK_S
 from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.wire.message import Reply
-from ps_processes import Server, Worker, servers
 from ps_requests import SPEC, gradient, keys
+from ps_servers import Server, Worker, servers
 
 pytestmark = pytest.mark.dist
+
+RETRY = {"PHALANX_SERVER_RETRY_S": "60"}
 
 
 def joined(made: list[Server], workers: int, mode: str, **options: float) -> list[list[Worker]]:
@@ -60,22 +64,64 @@ def test_a_server_ends_when_all_workers_have_left(tmp_path: Path) -> None:
         assert workers[1][0].pull(1).arrays[0].tolist() == [[-1.0, -1.0]]
         for (worker,) in workers:
             worker.call("leave", {})
-        assert server.end() == 0
         close(workers)
+        assert server.end() == 0
         assert f"server 0 of 1 at {server.endpoint}: state in memory only" in server.log
         assert "all workers have left" in server.log
 
 
-@pytest.mark.parametrize("how", ["terminate", "stop"])
-def test_a_server_ends_when_it_is_told_to(tmp_path: Path, how: str) -> None:
+def test_a_server_stays_for_a_worker_that_left_and_still_reads(tmp_path: Path) -> None:
+    with servers(1, tmp_path) as (server,):
+        (one,), (two,) = joined([server], 2, "sync")
+        for worker in (one, two):
+            worker.push(gradient((1,), 1.0), step=0)
+        for worker in (one, two):
+            worker.call("leave", {})
+        two.close()
+        assert server.process is not None
+        server.process.join(5 * TICK_S)
+        assert one.pull(1, step=1).arrays[0][0, 0] == -1.0
+        save([one], tmp_path / "save", {})
+        one.close()
+        assert server.end() == 0
+
+
+def test_a_server_that_is_ended_from_outside_shows_it(tmp_path: Path) -> None:
     with servers(1, tmp_path) as (server,):
         ((worker,),) = joined([server], 1, "async")
-        if how == "stop":
-            worker.call("stop", {})
-        else:
-            server.terminate()
-        assert server.end() == 0
+        server.terminate()
+        assert server.end() == -signal.SIGTERM
+        with pytest.raises(PeerLostError, match=r"worker 0 asked server 0 at .* it closed the connection"):
+            worker.pull(1)
         worker.close()
+
+
+def test_a_server_that_ended_from_outside_can_be_started_again(tmp_path: Path) -> None:
+    with servers(1, tmp_path, RETRY, state=True) as (server,):
+        ((worker,),) = joined([server], 1, "async", retry_s=60.0)
+        worker.push(gradient((1,), 1.0), step=0)
+        server.terminate()
+        server.end()
+        server.start()
+        worker.push(gradient((1,), 1.0), step=1)
+        assert worker.pull(1, step=2).arrays[0][0, 0] == -2.0
+        worker.close()
+
+
+def test_one_worker_saves_in_sync_while_the_others_are_ahead(tmp_path: Path) -> None:
+    """The others may have pushed a step that the saving worker makes only after the save."""
+    ids = np.arange(10)
+    with servers(2, tmp_path) as made:
+        workers = joined(made, 2, "sync")
+        for of_worker in workers:
+            push(of_worker, ids, 1.0, 0)
+        push(workers[1], ids, 1.0, 1)
+        manifest = save(workers[0], tmp_path / "save", {})
+        assert manifest.steps == [1, 1]
+        assert set(values(tmp_path / "save", ids)) == {-1.0}
+        push(workers[0], ids, 1.0, 1)
+        assert workers[0][0].pull(*parts(ids, 2)[0], step=2).arrays[0][0, 0] == -2.0
+        close(workers)
 
 
 def test_a_worker_that_vanishes_is_named_to_the_others_and_fails_the_server(tmp_path: Path) -> None:
@@ -91,7 +137,7 @@ def test_a_worker_that_vanishes_is_named_to_the_others_and_fails_the_server(tmp_
 
 
 def test_a_restarted_worker_is_waited_for(tmp_path: Path) -> None:
-    with servers(1, tmp_path, {"PHALANX_SERVER_RETRY_S": "60"}) as (server,):
+    with servers(1, tmp_path, RETRY) as (server,):
         (one,), (two,) = joined([server], 2, "sync")
         one.push(gradient((1,), 1.0), step=0)
         two.close()
@@ -134,8 +180,8 @@ def test_a_snapshot_is_one_moment_of_all_servers(tmp_path: Path, mode: str) -> N
         for of_worker in workers:
             for worker in of_worker:
                 worker.call("leave", {})
-        assert [server.end() for server in made] == [0, 0, 0]
         close([*workers, coordinator])
+        assert [server.end() for server in made] == [0, 0, 0]
 
 
 def test_a_snapshot_in_sync_ends_the_step_under_way(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ SGD = (torch.optim.SGD, {"lr": 0.1})
     ],
 )
 def test_sync_training_of_two_workers_equals_one_process(style, configs, rule, n):
-    with servers(n, workers=2) as endpoints:
-        found = run_ranks(train, 2, style, configs, *rule, env=job(endpoints))
+    with servers(n) as made:
+        found = run_ranks(train, 2, style, configs, *rule, env=job(made.endpoints))
     expected = one_process(*rule)
     for state, skipped in found:
         assert_same(state, expected)
@@ -170,8 +170,8 @@ def train_with_a_loader():
 
 
 def test_uneven_batches_and_accumulation_stay_exact():
-    with servers(workers=2) as endpoints:
-        found = run_ranks(train_with_a_loader, 2, env=job(endpoints))
+    with servers() as made:
+        found = run_ranks(train_with_a_loader, 2, env=job(made.endpoints))
     expected = train_with_a_loader()
     for state in found:
         assert_same(state, expected)
@@ -194,8 +194,8 @@ def skip_on_one_worker():
 
 
 def test_a_step_that_a_scaler_skips_holds_nobody_up():
-    with servers(workers=2) as endpoints:
-        assert run_ranks(skip_on_one_worker, 2, env=job(endpoints)) == [(0, 4), (1, 4)]
+    with servers() as made:
+        assert run_ranks(skip_on_one_worker, 2, env=job(made.endpoints)) == [(0, 4), (1, 4)]
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------
@@ -236,12 +236,12 @@ def second_day(folder, names):
 @pytest.mark.parametrize("all_save", [True, False])
 def test_a_job_saves_once_and_any_other_job_goes_on_from_it(tmp_path, all_save):
     folder = str(tmp_path / "day1")
-    with servers(2, workers=2) as endpoints:
-        saved, same = run_ranks(first_day, 2, folder, all_save, env=job(endpoints))
+    with servers(2) as made:
+        saved, same = run_ranks(first_day, 2, folder, all_save, env=job(made.endpoints))
     assert saved == same
     if all_save:
-        with servers(1, workers=2) as endpoints:
-            for loaded, rows in run_ranks(second_day, 2, folder, None, env=job(endpoints)):
+        with servers(1) as made:
+            for loaded, rows in run_ranks(second_day, 2, folder, None, env=job(made.endpoints)):
                 assert loaded == saved
                 assert rows > IDS // 2
     alone, _ = second_day(folder, None)
@@ -327,5 +327,5 @@ def what_cannot_work():
 
 
 def test_what_servers_cannot_do_is_named():
-    with servers() as endpoints:
-        run_ranks(what_cannot_work, 1, env=job(endpoints))
+    with servers() as made:
+        run_ranks(what_cannot_work, 1, env=job(made.endpoints))

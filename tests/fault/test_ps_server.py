@@ -19,8 +19,8 @@ from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.store import Change, Want
-from ps_processes import SECRET, Server, Worker, servers
 from ps_requests import SPEC, FakeWorker, gradient
+from ps_servers import SECRET, Server, Worker, servers
 
 pytestmark = pytest.mark.fault
 

@@ -23,7 +23,7 @@ class DirectConnection:
 
     services: ClassVar[list[Service]] = []
 
-    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, retry_s):
+    def __init__(self, endpoint, *, secret, me, peer, client, timeout_s, connect_s, retry_s):
         self.service, self.client, self.me = self.services[int(endpoint)], client, me
         self.seq = itertools.count(1)
         self.asked = []
@@ -103,9 +103,24 @@ def test_a_push_names_the_pull_that_brought_its_keys(servers):
     (rows,) = store.pull([Want("ids", KEYS)], step=2).rows()
     np.testing.assert_allclose(rows, sim.START - 2 * sim.LR * VALUES, rtol=1e-6)
     for of_server in asked(store, "push"):
-        first, second = of_server
-        assert first["pull_id"] is not None
-        assert second["pull_id"] is None
+        first, second = (meta["changes"][0]["pull"] for meta in of_server)
+        assert first is not None
+        assert second is None
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_each_change_of_a_push_names_the_pull_of_its_own_keys(servers):
+    _, store = made(servers)
+    store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40)])
+    store.pull([Want("dense", KEYS)]).rows()
+    store.pull([Want("ids", KEYS)]).rows()
+    store.push([Change("ids", KEYS, VALUES), Change("dense", KEYS, VALUES), Change("ids", KEYS[:3], VALUES[:3])])
+    store.push([Change("ids", KEYS, VALUES)], step=1)
+    (rows,) = store.pull([Want("ids", KEYS)], step=2).rows()
+    np.testing.assert_allclose(rows[3:], sim.START - 2 * sim.LR * VALUES[3:], rtol=1e-6)
+    for of_server in asked(store, "push"):
+        named = [[change["pull"] is not None for change in meta["changes"]] for meta in of_server]
+        assert named == [[True, True, False], [False]]
 
 
 def test_a_server_that_forgot_the_pull_gets_the_keys():
@@ -117,7 +132,7 @@ def test_a_server_that_forgot_the_pull_gets_the_keys():
     store.push([Change("ids", KEYS, VALUES)])
     late = store.pull([Want("ids", KEYS)], step=1)
     np.testing.assert_allclose(late.rows()[0], sim.START - sim.LR * VALUES, rtol=1e-6)
-    assert [meta["pull_id"] is None for meta in asked(store, "push")[0]] == [False, True]
+    assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
 
 
 def test_a_push_that_was_refused_is_sent_again_and_nothing_is_lost(monkeypatch):
@@ -159,7 +174,7 @@ def test_a_restarted_worker_goes_on_where_the_servers_are():
     for step in range(3):
         store.push([], step=step)
     # The process died after it had pushed its fourth step to one of two servers.
-    store._connections[0].call("push", {"step": 3, "weight": 1.0, "pull_id": None, "changes": []})
+    store._connections[0].call("push", {"step": 3, "weight": 1.0, "changes": []})
     again = remote(services)
     again.declare([sim.SPEC])
     again.push([Change("ids", KEYS, VALUES)], step=0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.errors import ConfigError, PeerLostError
+from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.ps.rules import SGD, Adagrad, TableSpec
+from phalanx.ps.server.log import Log
+from phalanx.ps.server.main import watch
 from phalanx.ps.server.service import Service
 from ps_requests import SPEC, FakeWorker, gradient, keys
 
@@ -44,6 +47,35 @@ def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
     # The same step under another number, as from a worker that was started again.
     assert worker.push(gradient((1,), 1.0), step=0) == {"again": True}
     assert rows(worker, 1, step=1) == [-1.0]
+
+
+def test_a_push_of_a_process_that_was_replaced_while_it_waited_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = started("sync", 2)
+    again = FakeWorker(two.service, 1, client=900)
+    clocks = two.service.state.known_clocks()
+    monkeypatch.setattr(clocks, "wait_turn", lambda step, still: again.declare(mode="sync", workers=2))
+    with pytest.raises(ConfigError, match=r"whose worker was started again since.*end the older process"):
+        two.push(gradient((1,), 1.0), step=0)
+    monkeypatch.undo()
+    for worker in (one, again):
+        worker.push(gradient((1,), 1.0), step=0)
+    assert rows(one, 1, step=1) == [-1.0]
+    assert not one.service.stopped.is_set()
+
+
+def test_a_server_whose_disk_failed_answers_that_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (worker,) = started("async", 1)
+    service = worker.service
+    service.log = Log(tmp_path, "disk")
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(BackendError, match=r"could not be flushed to disk: .*Input/output error.*Replace the disk"):
+        worker.push(gradient((1,), 1.0), step=0)
+    with pytest.raises(BackendError, match="could not be flushed to disk"):
+        watch(service, None, 0.0)
 
 
 def test_a_step_that_was_skipped_is_an_error() -> None:

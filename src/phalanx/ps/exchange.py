@@ -25,11 +25,10 @@ class NamedPull:
     ids: dict[int, int] = field(default_factory=dict)
     """What each server calls the pull, by the server's rank; known once the rows are."""
 
-    def has_keys_of(self, changes: Sequence[Change]) -> bool:
-        """Return whether a push of these changes can name this pull."""
-        return bool(self.ids and changes) and all(
-            change.table in self.keys and _equal(self.keys[change.table], change.keys) for change in changes
-        )
+    def has_keys_of(self, change: Change) -> bool:
+        """Return whether a change can name this pull."""
+        known = self.keys.get(change.table)
+        return bool(self.ids) and known is not None and (known is change.keys or np.array_equal(known, change.keys))
 
 
 class PullRequest:
@@ -93,23 +92,31 @@ class PushRequest:
     Args:
         connection: To the server.
         about: What goes with it.
+        headers: What is said of each change.
         parts: Per change its keys, values and columns, as far as this server owns them.
     """
 
-    def __init__(self, connection: Connection, about: Mapping[str, Any], parts: list[list[Array]]) -> None:
-        self._connection, self._about, self._parts = connection, about, parts
+    def __init__(
+        self,
+        connection: Connection,
+        about: Mapping[str, Any],
+        headers: Sequence[Mapping[str, Any]],
+        parts: Sequence[list[Array]],
+    ) -> None:
+        self._connection, self._about, self._headers, self._parts = connection, about, headers, parts
         self._pending: Pending | None = None
 
-    def send(self, pull_id: int | None) -> None:
-        """Send the push, without keys if it names a pull."""
-        start = 0 if pull_id is None else 1
-        arrays = [array for part in self._parts for array in part[start:]]
-        self._pending = self._connection.send("push", {**self._about, "pull_id": pull_id}, arrays)
+    def send(self, pulls: Sequence[int | None]) -> None:
+        """Send the push; a change that names the pull its keys came with goes without them."""
+        changes = [{**header, "pull": pull} for header, pull in zip(self._headers, pulls, strict=True)]
+        parts = zip(self._parts, pulls, strict=True)
+        arrays = [array for part, pull in parts for array in part[0 if pull is None else 1 :]]
+        self._pending = self._connection.send("push", {**self._about, "changes": changes}, arrays)
 
     def wait(self) -> None:
         """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
         if self._pending is None:
-            self.send(None)
+            self.send([None] * len(self._parts))
         assert self._pending is not None
         pending, self._pending = self._pending, None
         if pending.result().meta.get("need_keys"):
@@ -127,7 +134,3 @@ def dealt(change: Change, deal: Deal) -> list[list[Array]]:
     columns = [getattr(change, column) for column in _COLUMNS]
     arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
     return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]
-
-
-def _equal(known: Keys, keys: Keys) -> bool:
-    return known is keys or np.array_equal(known, keys)

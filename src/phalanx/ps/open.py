@@ -18,10 +18,6 @@ from phalanx.ps.store import Store
 
 logger = logging.getLogger("phalanx.ps")
 
-TIMEOUT_S = 300.0
-"""Seconds a server may take for one answer. In sync mode that includes waiting for the slowest worker, which may be
-evaluating or compiling; a server or a worker that ends is noticed at once."""
-
 
 def open_mode(context: Context, push: Push, *, dense: Literal["servers", "workers"] = "servers") -> Mode:
     """Connect to the job's servers, or hold the tables here when the job is this one process; log what holds then.
@@ -46,8 +42,9 @@ def contract(push: Push, *, workers: int, servers: int, dense: Literal["servers"
     """Say where parameters live and how stale rows can be. Pure."""
     if not servers:
         return ["parameter server: tables and dense parameters are in this process; nothing is stale"]
+    every = "the worker" if workers == 1 else f"all {workers} workers"
     what = {
-        "sync": f"rows are those of the step before, never stale; every step waits for all {workers} workers",
+        "sync": f"rows are those of the step before, never stale; every step waits for {every}",
         "async": "gradients are applied as they come; a row lacks what other workers push between read and update, "
         "without a bound",
         "bounded": f"gradients are applied as they come; a worker is never more than {push.steps} steps ahead of the "
@@ -61,9 +58,13 @@ def contract(push: Push, *, workers: int, servers: int, dense: Literal["servers"
     if workers == 1 and dense == "workers":
         lives = "in this process"
     return [
-        f"parameter server: mode {push.mode}, {workers} workers, {servers} servers: {what}",
+        f"parameter server: mode {push.mode}, {_count(workers, 'worker')}, {_count(servers, 'server')}: {what}",
         f"parameter server: dense parameters live {lives}",
     ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _store(role: Role, push: Push) -> Store:
@@ -87,7 +88,6 @@ def _store(role: Role, push: Push) -> Store:
         workers=role.worker_num,
         mode=push.mode if push.mode in ("sync", "bounded") else "async",
         bound=push.steps or 0 if push.mode == "bounded" else 0,
-        timeout_s=TIMEOUT_S,
         retry_s=_retry_s(),
     )
 

@@ -39,7 +39,9 @@ class RemoteStore:
         workers: Number of workers of the job.
         mode: What the servers wait for.
         bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
-        timeout_s: Seconds for one answer, and for a server to come up.
+        timeout_s: Longest silence of a server that an answer is due from. One that waits for a worker that lives is
+            not silent.
+        connect_s: Seconds for a server to come up.
         retry_s: Seconds to go on trying to reach a server that went away; 0 makes that an error at once.
 
     Raises:
@@ -57,6 +59,7 @@ class RemoteStore:
         mode: ServerMode = "async",
         bound: int = 0,
         timeout_s: float = 300.0,
+        connect_s: float = 60.0,
         retry_s: float = 0.0,
     ) -> None:
         self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
@@ -75,6 +78,7 @@ class RemoteStore:
                     peer=f"server {rank}",
                     client=client,
                     timeout_s=timeout_s,
+                    connect_s=connect_s,
                     retry_s=retry_s,
                 )
                 self._connections.append(connection)
@@ -101,15 +105,13 @@ class RemoteStore:
     def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
         """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
         self.flush()
-        named = next((pull for pull in reversed(self._kept) if pull.has_keys_of(changes)), NamedPull({}))
-        about = {"step": self._number(step), "weight": weight, "changes": [header(change) for change in changes]}
+        pulls = [self._take_pull(change) for change in changes]
+        about, headers = {"step": self._number(step), "weight": weight}, [header(change) for change in changes]
         parts = [dealt(change, self._deal(change.table, change.keys)) for change in changes]
         for rank, connection in enumerate(self._connections):
-            push = PushRequest(connection, about, [of_change[rank] for of_change in parts])
-            push.send(named.ids.get(rank))
+            push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts])
+            push.send([ids.get(rank) for ids in pulls])
             self._unanswered.append(push)
-        if named in self._kept:
-            self._kept.remove(named)  # servers forget it with its push
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `Store.flush`.
@@ -175,6 +177,14 @@ class RemoteStore:
                 f"there is no table {name!r}; tables: {sorted(self._tables)}.{did_you_mean(name, self._tables)}"
             ) from None
 
+    def _take_pull(self, change: Change) -> Mapping[int, int]:
+        """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
+        for pull in reversed(self._kept):
+            if pull.has_keys_of(change):
+                del pull.keys[change.table]
+                return pull.ids
+        return {}
+
     def _number(self, step: int) -> int:
         """Return what the servers call this push of ours."""
         return step + (self._first_step or 0)
@@ -193,7 +203,7 @@ class RemoteStore:
         """Return the first push of this process: an earlier one of this worker may have died between two servers."""
         for connection, had in zip(self._connections, steps, strict=True):
             for step in range(had, max(steps)):
-                connection.call("push", {"step": step, "weight": 0.0, "pull_id": None, "changes": []})
+                connection.call("push", {"step": step, "weight": 0.0, "changes": []})
         return max(steps)
 
 

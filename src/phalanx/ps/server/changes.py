@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.arrays import check_push, check_rows
@@ -17,14 +16,16 @@ KINDS = ("gradient", "delta", "assign")
 _COLUMNS = ("counts", "shows", "clicks")
 
 
-def unpack(meta: Mapping[str, Any], arrays: Sequence[Array], kept: Mapping[str, Keys] | None = None) -> list[Change]:
+def unpack(
+    meta: Mapping[str, Any], arrays: Sequence[Array], kept: Mapping[int, Mapping[str, Keys]] = MappingProxyType({})
+) -> list[Change]:
     """Return the changes of a push.
 
     Args:
         meta: `changes`: a list of objects with `table`, `kind`, `lr`, and true for each of `counts`, `shows` and
-            `clicks` that is there.
-        arrays: Per change its keys, values and those columns, in this order.
-        kept: Keys by table, of an earlier pull; the arrays then hold none.
+            `clicks` that is there; `pull` where the keys are those of an earlier pull.
+        arrays: Per change its keys (without `pull`), values and those columns, in this order.
+        kept: Keys of earlier pulls, by pull and table.
 
     Raises:
         ConfigError: If there are too few or too many arrays.
@@ -41,9 +42,9 @@ def unpack(meta: Mapping[str, Any], arrays: Sequence[Array], kept: Mapping[str, 
     return changes
 
 
-def _unpack_one(change: Mapping[str, Any], left: Any, kept: Mapping[str, Keys] | None) -> Change:
-    name = change["table"]
-    keys = next(left) if kept is None else kept.get(name, np.empty(0, np.int64))
+def _unpack_one(change: Mapping[str, Any], left: Any, kept: Mapping[int, Mapping[str, Keys]]) -> Change:
+    name, pull = change["table"], change.get("pull")
+    keys = next(left) if pull is None else kept[pull][name]
     values = next(left)
     columns = {column: next(left) for column in _COLUMNS if change.get(column)}
     return Change(name, keys, values, kind=change.get("kind", "gradient"), lr=change.get("lr"), **columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -28,13 +28,25 @@ class Client:
         self.owes_keys = False
         """Whether it was asked to send a push again, so that the pushes behind that one come too early."""
 
-        self.kept: dict[int, Mapping[str, Keys]] = {}
+        self.kept: dict[int, dict[str, Keys]] = {}
+        """Keys by pull and table."""
 
-    def keep(self, pull: int, keys: Mapping[str, Keys]) -> None:
+    def keep(self, pull: int, keys: dict[str, Keys]) -> None:
         """Remember the keys of a pull; forgets the oldest when there are too many."""
         self.kept[pull] = keys
         if len(self.kept) > KEPT_PULLS:
             del self.kept[next(iter(self.kept))]
+
+    def has_kept(self, changes: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the keys of all pulls that these changes name are remembered."""
+        named = [(change["pull"], change["table"]) for change in changes if change.get("pull") is not None]
+        return all(table in self.kept.get(pull, ()) for pull, table in named)
+
+    def forget(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Forget the keys that these changes named."""
+        for change in changes:
+            if (keys := self.kept.get(change.get("pull", -1))) is not None:
+                keys.pop(change["table"], None)
 
 
 class Clients:

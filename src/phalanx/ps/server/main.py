@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -43,7 +41,9 @@ def run(
     names: Sequence[str] | None = None,
     log_bytes: int = 256 << 20,
 ) -> None:
-    """Serve tables until every worker has left, or until SIGTERM.
+    """Serve tables until every worker has left and no client is connected.
+
+    SIGTERM ends the process as it ends any other: what was answered is in the log, and the exit says what it was.
 
     Args:
         role: This server's place in the job.
@@ -57,6 +57,7 @@ def run(
         ConfigError: If the endpoint is taken, or `load` holds no snapshot.
         DataError: If the state or the snapshot is broken; names file and offset.
         PeerLostError: If a worker went without leaving, and workers are not started again.
+        PhalanxError: If this server failed so that it cannot go on.
     """
     service = Service(role.rank, role.world_size)
     saving = Saving(service)
@@ -76,7 +77,7 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        _watch(service, recovery, 0.0 if _restarts() else GRACE_S)
+        watch(service, recovery, 0.0 if _restarts() else GRACE_S)
     finally:
         service.stopped.set()
         if service.state.clocks is not None:
@@ -88,27 +89,29 @@ def run(
             recovery.close()
 
 
-def _watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
+def watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
-    with _terminated() as asked_to_end:
-        while not service.stopped.wait(TICK_S) and not asked_to_end():
-            clocks = service.state.clocks
-            if clocks is None:
-                continue
-            if not clocks.live:
-                logger.info("server %d: all workers have left", service.state.server)
-                return
-            if grace_s and clocks.expire(time.monotonic(), grace_s):
-                _let_others_hear(service)
-                clocks.check()
-            if recovery is not None:
-                recovery.tick()
-            if time.monotonic() - reported >= REPORT_S:
-                reported, said = time.monotonic(), summary(service)
-                if said != last:
-                    logger.info("%s", said)
-                last = said
+    while not service.stopped.wait(TICK_S):
+        clocks = service.state.clocks
+        if clocks is None:
+            continue
+        # One that left may still evaluate or save.
+        if not clocks.live and not service.is_connected:
+            logger.info("server %d: all workers have left", service.state.server)
+            return
+        if grace_s and clocks.expire(time.monotonic(), grace_s):
+            _let_others_hear(service)
+            clocks.check()
+        if recovery is not None:
+            recovery.tick()
+        if time.monotonic() - reported >= REPORT_S:
+            reported, said = time.monotonic(), summary(service)
+            if said != last:
+                logger.info("%s", said)
+            last = said
+    if service.failure is not None:
+        raise service.failure
 
 
 def _let_others_hear(service: Service) -> None:
@@ -162,30 +165,3 @@ def _bound_socket() -> socket.socket | None:
     """Return the socket that the launcher bound for this process, if it did."""
     number = os.environ.get("PHALANX_ENDPOINT_FD", "")
     return socket.socket(fileno=int(number)) if number else None
-
-
-@contextmanager
-def _terminated() -> Iterator[_Flag]:
-    """Note SIGTERM instead of dying of it, where the main thread runs the server."""
-    flag = _Flag()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = signal.signal(signal.SIGTERM, flag.put_up)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Flag:
-    """Put up by a signal; a lock could be held by what the signal interrupts."""
-
-    def __init__(self) -> None:
-        self._up = False
-
-    def put_up(self, *_: object) -> None:
-        self._up = True
-
-    def __call__(self) -> bool:
-        return self._up

@@ -38,6 +38,7 @@ class Saving:
     def freeze(self, request: Request) -> Reply:
         """Hold changes back, but those below `steps`; with `wait` until those came. Returns how far each worker is."""
         service, meta = self._service, request.meta
+        asking = service.state.clients.get(request.client)
         steps: Sequence[int] = meta.get("steps", ())
         service.gate.freeze(meta["token"], meta["seconds"], steps)
         if service.state.clocks is not None and meta.get("wait"):
@@ -46,7 +47,8 @@ class Saving:
             {
                 "steps": service.state.clocks.reached if service.state.clocks else [],
                 "mode": service.state.clocks.mode if service.state.clocks else None,
-                "pushed": service.state.clocks.steps if service.state.clocks else [],
+                "worker": asking.worker if asking else None,
+                "pushed": service.state.clocks.taken if service.state.clocks else [],
                 "fulls": self.holder.fulls,
                 "specs": [spec.to_json() for spec in service.state.tables.specs.values()],
                 "leases": service.state.leases.to_json(),

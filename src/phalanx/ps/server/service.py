@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
+from phalanx.errors import BackendError, ClosedError, ConfigError, InternalError, PhalanxError, did_you_mean
 from phalanx.ps.server import changes
 from phalanx.ps.server.clients import Client
 from phalanx.ps.server.clocks import Clocks
@@ -43,6 +43,9 @@ class Service:
         self.gate = Gate()
         self.log: Log | None = None
         self.stopped = threading.Event()
+        self.failure: PhalanxError | None = None
+        """Why the server cannot go on, once `stopped` is set for that."""
+
         self.write_base: Callable[[], None] = lambda: None
         """Writes a base snapshot and returns when it is there."""
 
@@ -52,7 +55,6 @@ class Service:
             "pull": self._pull,
             "push": self._push,
             "report": self._report,
-            "stop": self._stop,
             **dict.fromkeys(("declare", "leave", "shrink", "lease", "done"), self._change),
         }
 
@@ -91,9 +93,15 @@ class Service:
     def disconnected(self, client: int) -> None:
         """Note that a connection of a client closed. A client that connects again may do so before this is seen."""
         with self._opening:
-            self._open[client] -= 1
-            if (known := self.state.clients.get(client)) and self.state.clocks and self._open[client] <= 0:
+            self._open -= Counter({client: 1})
+            if (known := self.state.clients.get(client)) and self.state.clocks and client not in self._open:
                 self.state.clocks.disconnect(known.worker, time.monotonic())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether any client has a connection."""
+        with self._opening:
+            return bool(self._open)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class Service:
         if step > clocks.next_step(client.worker):
             # Its own push is not here: refused, or its keys were asked for again. Waiting would block that push.
             return Reply({"need_push": clocks.next_step(client.worker)})
-        clocks.wait(step)
+        clocks.wait(step, request.still)
         names = [name for name, _ in request.meta["tables"]]
         rows = []
         for name, keys in zip(names, request.arrays, strict=True):
@@ -130,10 +138,6 @@ class Service:
             }
         )
 
-    def _stop(self, request: Request) -> Reply:
-        self.stopped.set()
-        return Reply()
-
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def _push(self, request: Request) -> Reply:
@@ -141,8 +145,10 @@ class Service:
         step = request.meta["step"]
         clocks.check()
         if step <= clocks.next_step(client.worker):
-            clocks.wait_turn(step)
+            clocks.wait_turn(step, request.still)
         with self.gate.change(client.worker, step):
+            # Once more: the worker may have been started again since, and this be the request of its older process.
+            client, clocks = self._client(request)
             reply = self._again(client, request.seq)
             due = clocks.next_step(client.worker)
             if reply is None and step < due:
@@ -153,34 +159,34 @@ class Service:
         return self._durable(reply, position)
 
     def _take_push(self, request: Request, client: Client, due: int) -> dict[str, Any]:
-        meta, pull = request.meta, request.meta.get("pull_id")
-        kept = None if pull is None else client.kept.get(pull)
+        meta = request.meta
         if meta["step"] > due and not client.owes_keys:
             raise ConfigError(
                 f"Worker {client.worker} pushes step {meta['step']}, but its step {due} did not come. Push each step "
                 "once, in order; after an error push that step again."
             )
-        if meta["step"] > due or (pull is not None and kept is None):
+        if meta["step"] > due or not client.has_kept(meta["changes"]):
             client.owes_keys = True
             return {"need_keys": True}
-        pushed = changes.unpack(meta, request.arrays, kept)
+        pushed = changes.unpack(meta, request.arrays, client.kept)
         described, arrays = changes.pack(pushed)
         body = {"step": meta["step"], "weight": float(meta.get("weight", 1.0)), "changes": described}
         reply = self._accept(Entry("push", request.client, request.seq, body, arrays))
         client.owes_keys = False
-        client.kept.pop(pull, None)  # type: ignore[arg-type]
+        client.forget(meta["changes"])
         return reply
 
     def _change(self, request: Request) -> Reply:
-        known = (
-            self.state.clients[request.client] if request.op != "declare" else self.state.clients.get(request.client)
-        )
+        known = self._known(request)
         leaving = LEFT - 1 if request.op == "leave" else LEFT
         with self.gate.change(known.worker if known else -1, leaving):
+            known = self._known(request)
             reply = self._again(known, request.seq) if known else None
             if reply is None:
                 reply = self._accept(Entry(request.op, request.client, request.seq, request.meta, request.arrays))
             position = self.log.position if self.log else 0
+        if request.op == "declare":
+            self._meet(request.client)
         self.write_unlogged()
         return self._durable(reply, position)
 
@@ -205,15 +211,35 @@ class Service:
         try:
             return self.state.apply(entry)
         except Exception as e:
-            self.stopped.set()
-            raise InternalError(f"A checked {entry.op!r} failed: {e!r}. This server stops; please report it.") from e
+            raise self._failed(
+                InternalError(f"A checked {entry.op!r} failed: {e!r}. This server stops; please report it.")
+            ) from e
 
     def _durable(self, reply: dict[str, Any], position: int) -> Reply:
-        if self.log is not None:
-            self.log.sync(position)
+        try:
+            if self.log is not None:
+                self.log.sync(position)
+        except BackendError as e:
+            raise self._failed(e) from None
         return Reply(reply)
 
+    def _failed(self, error: PhalanxError) -> PhalanxError:
+        self.failure = self.failure or error
+        self.stopped.set()
+        return error
+
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _known(self, request: Request) -> Client | None:
+        """Return who asks; None for a process that declares its first tables."""
+        clients = self.state.clients
+        return clients.get(request.client) if request.op == "declare" else clients[request.client]
+
+    def _meet(self, client: int) -> None:
+        """Note that a worker whose connection was there before it was known is here."""
+        with self._opening:
+            if client in self._open and self.state.clocks:
+                self.state.clocks.connect(self.state.clients[client].worker)
 
     def _client(self, request: Request) -> tuple[Client, Clocks]:
         return self.state.clients[request.client], self.state.known_clocks()

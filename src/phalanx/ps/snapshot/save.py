@@ -135,13 +135,16 @@ def _cut(calls: Sequence[Caller], name: str, directory: Path, mode: str) -> tupl
 def _furthest(states: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the steps, by worker, at which all holders can stop.
 
-    In mode `sync` that ends the step under way: the workers that pushed it may have it in their dense parameters.
+    In mode `sync` all stop behind the last step of the worker that saves: it makes no further one meanwhile, and its
+    dense parameters are those after that step. If it is none of those that train, the step under way ends.
     """
     furthest = [max(steps) for steps in zip(*(state["steps"] for state in states), strict=True)]
     live = [steps for steps in furthest if steps < LEFT]
-    if states[0].get("mode") == "sync" and live:
-        return [max(live) if steps < LEFT else LEFT for steps in furthest]
-    return furthest
+    if states[0].get("mode") != "sync" or not live:
+        return furthest
+    worker = states[0]["worker"]
+    last = furthest[worker] if worker is not None and furthest[worker] < LEFT else max(live)
+    return [last if steps < LEFT else LEFT for steps in furthest]
 
 
 def _let_go(call: Caller, name: str) -> None:
