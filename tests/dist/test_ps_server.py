@@ -82,8 +82,9 @@ def test_a_server_stays_for_a_worker_that_left_and_still_reads(tmp_path: Path) -
         server.process.join(5 * TICK_S)
         assert one.pull(1, step=1).arrays[0][0, 0] == -1.0
         save([one], tmp_path / "save", {})
-        one.close()
+        server.terminate()
         assert server.end() == 0
+        one.close()
 
 
 def test_a_server_that_is_ended_from_outside_shows_it(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_a_server_that_is_ended_from_outside_shows_it(tmp_path: Path) -> None:
         with pytest.raises(PeerLostError, match=r"worker 0 asked server 0 at .* it closed the connection"):
             worker.pull(1)
         worker.close()
+        assert "ended by SIGTERM before all workers had left" in server.log
 
 
 def test_a_server_that_ended_from_outside_can_be_started_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -43,7 +44,8 @@ def run(
 ) -> None:
     """Serve tables until every worker has left and no client is connected.
 
-    SIGTERM ends the process as it ends any other: what was answered is in the log, and the exit says what it was.
+    SIGTERM ends it too: well when all workers have left, else as it ends any process, so that whoever started this one
+    sees that it was too early. What was answered is in the log.
 
     Args:
         role: This server's place in the job.
@@ -92,24 +94,27 @@ def run(
 def watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
-    while not service.stopped.wait(TICK_S):
-        clocks = service.state.clocks
-        if clocks is None:
-            continue
-        # One that left may still evaluate or save.
-        if not clocks.live and not service.is_connected:
-            logger.info("server %d: all workers have left", service.state.server)
-            return
-        if grace_s and clocks.expire(time.monotonic(), grace_s):
-            _let_others_hear(service)
-            clocks.check()
-        if recovery is not None:
-            recovery.tick()
-        if time.monotonic() - reported >= REPORT_S:
-            reported, said = time.monotonic(), summary(service)
-            if said != last:
-                logger.info("%s", said)
-            last = said
+    with _Terminated() as terminated:
+        while not service.stopped.wait(TICK_S):
+            clocks = service.state.clocks
+            # One that left may still evaluate or save.
+            if clocks is not None and not clocks.live and (terminated.seen or not service.is_connected):
+                logger.info("server %d: all workers have left", service.state.server)
+                return
+            if terminated.seen:
+                terminated.obey()
+            if clocks is None:
+                continue
+            if grace_s and clocks.expire(time.monotonic(), grace_s):
+                _let_others_hear(service)
+                clocks.check()
+            if recovery is not None:
+                recovery.tick()
+            if time.monotonic() - reported >= REPORT_S:
+                reported, said = time.monotonic(), summary(service)
+                if said != last:
+                    logger.info("%s", said)
+                last = said
     if service.failure is not None:
         raise service.failure
 
@@ -165,3 +170,28 @@ def _bound_socket() -> socket.socket | None:
     """Return the socket that the launcher bound for this process, if it did."""
     number = os.environ.get("PHALANX_ENDPOINT_FD", "")
     return socket.socket(fileno=int(number)) if number else None
+
+
+class _Terminated:
+    """Notes SIGTERM instead of dying of it at once, where the main thread runs the server."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> _Terminated:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def obey(self) -> None:
+        """Die of it."""
+        logger.error("ended by SIGTERM before all workers had left")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _see(self, *_: object) -> None:
+        self.seen = True
