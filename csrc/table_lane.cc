@@ -7,17 +7,9 @@
 namespace phalanx {
 namespace {
 
-// How far ahead of its use a line of the index is asked of memory.
+// How far ahead of its use a line of the index, and a gradient, is asked of memory.
 constexpr std::size_t kLinesAhead = 64;
-constexpr std::size_t kCacheLine = 64;
-constexpr std::size_t kMostLines = 4;  // of a row; the processor sees the rest coming
-
-void ask_for(const void* start, std::size_t bytes) {
-  const auto* first = static_cast<const std::byte*>(start);
-  for (std::size_t offset = 0; offset < std::min(bytes, kMostLines * kCacheLine); offset += kCacheLine) {
-    __builtin_prefetch(first + offset);
-  }
-}
+constexpr std::size_t kGradientsAhead = 16;
 
 }  // namespace
 
@@ -87,6 +79,10 @@ template <class Rule>
 void Lane::train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule) {
   std::vector<float> wide(spec_.is_bfloat16 ? spec_.dim : 0);
   each_row(slice, [&](std::size_t i, std::byte* row) {
+    // A lane takes every 16th gradient or so, in no order that the processor sees, and another process wrote them.
+    if (i + kGradientsAhead < slice.positions.size()) {
+      ask_for(gradients.values + slice.positions[i + kGradientsAhead] * spec_.dim, spec_.dim * sizeof(float));
+    }
     if (row == nullptr) return;
     const std::size_t position = slice.positions[i];
     float* const state = floats(row);

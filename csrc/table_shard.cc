@@ -7,6 +7,12 @@
 #include "table_lane.h"
 
 namespace phalanx {
+namespace {
+
+// How far ahead of its use a row is asked of memory.
+constexpr std::size_t kRowsAhead = 32;
+
+}  // namespace
 
 std::uint64_t Lane::end_day(int part, Time time) {
   const EntrySpec& policy = spec_.entry;
@@ -119,8 +125,9 @@ ShardColumns Lane::read(int part, std::uint64_t since, Time time) const {
   const std::size_t width = spec_.width();
   found.rows = std::make_unique_for_overwrite<float[]>(numbers.size() * width);
   float* out = found.rows.get();
-  for (const std::uint32_t number : numbers) {
-    std::byte* const row = slab_.row(number);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    if (i + kRowsAhead < numbers.size()) ask_for(slab_.row(numbers[i + kRowsAhead]), spec_.row_bytes());
+    std::byte* const row = slab_.row(numbers[i]);
     load_values(row, spec_.is_bfloat16, out, spec_.dim);
     std::copy_n(floats(row), width - spec_.dim, out + spec_.dim);
     out += width;
