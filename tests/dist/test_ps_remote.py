@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -68,6 +70,35 @@ def test_a_killed_server_is_an_error_that_names_it_at_once():
         with pytest.raises(PeerLostError, match=r"worker 0 asked server 1 at .* for '(pull|push)'"):
             train(store, steps=3)
         store.close()
+
+
+def test_servers_may_come_after_their_workers_and_in_any_order(monkeypatch, caplog, phalanx_propagates):
+    monkeypatch.setattr("phalanx.ps.wire.connection._SAY_FIRST_S", 0.0)
+    caplog.set_level("INFO", "phalanx.ps.wire")
+    found = []
+
+    def work():
+        store = connected(made.endpoints)
+        store.declare([sim.SPEC])
+        train(store, steps=2)
+        found.append(store.report()["ids"].rows)
+        store.leave()
+        store.close()
+
+    with servers(2) as made:
+        for server in made:
+            server.kill()
+        worker = threading.Thread(target=work)
+        worker.start()
+        said = f"worker 0: waiting for server 0 at {made[0].endpoint} (Connection refused)"
+        deadline = time.monotonic() + 20
+        while said not in caplog.text:
+            assert time.monotonic() < deadline
+        made[1].start()
+        made[0].start()
+        worker.join(30)
+        assert [server.end() for server in made] == [0, 0]
+    assert found == [0]
 
 
 def test_an_error_of_a_server_is_raised_as_what_it_is():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ps_simulator as sim
-from phalanx.errors import ConfigError
+from phalanx.errors import BackendError, ConfigError
 from phalanx.ps.geo import Geo
 from phalanx.ps.local import LocalStore
 from phalanx.ps.modes import Async, HalfAsync, Mode, summed
@@ -189,6 +189,27 @@ def test_geo_wants_sgd_unless_another_rule_is_asked_for(caplog, phalanx_propagat
     with caplog.at_level(logging.WARNING):
         Geo(LocalStore(), steps=2, workers=2, local_optimizer=True).declare([spec])
     assert "trains with 'adagrad' on each worker" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make", [lambda store: Geo(store, steps=2, workers=1), lambda store: HalfAsync(store, steps=2)], ids=["geo", "half"]
+)
+def test_steps_that_were_refused_are_sent_with_the_next(make, monkeypatch):
+    store = CountingStore()
+    mode = make(store)
+    mode.declare([sim.SPEC])
+    sim.take_step(mode, 0)
+
+    def refuse(*_args, **_about):
+        raise BackendError("the disk of a server is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(store, "push", refuse)
+        with pytest.raises(BackendError, match="is full"):
+            sim.take_step(mode, 0)
+    sim.take_step(mode, 0)
+    assert [step for step, _ in store.pushes] == [0]
+    assert mode.step == 3
 
 
 def test_geo_refuses_what_a_replica_cannot_do():

@@ -60,7 +60,7 @@ class Geo(Mode):
         self._read([Want(change.table, change.keys) for change in changes])
         for change in changes:
             self._replicas[change.table].train(change)
-        if self._in_window == self._steps:
+        if self._in_window >= self._steps:
             self._end_window()
 
     def assign(self, changes: Sequence[Change]) -> None:

@@ -172,7 +172,7 @@ class HalfAsync(Mode):
         """End an optimizer step; every `steps`-th sends the sum. See `Mode.push`."""
         self.step += 1
         self._held.append(changes)
-        if len(self._held) == self._steps:
+        if len(self._held) >= self._steps:
             self.flush()
 
     def flush(self) -> None:

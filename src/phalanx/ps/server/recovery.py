@@ -131,7 +131,11 @@ class Recovery:
             self.directory.rename(aside)
             logger.warning("%s held the state of another job; it is now in %s", self.directory, aside)
         self.directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(job)
+        if not path.exists():
+            # In one step: half a name would look like another job's, and the state be moved aside.
+            part = path.with_suffix(".part")
+            part.write_text(job)
+            part.rename(path)
 
     def _load_base(self) -> int:
         """Fill the tables from the newest base; returns the first segment that it does not hold."""

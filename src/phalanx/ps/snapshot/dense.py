@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from collections.abc import Mapping
@@ -29,7 +30,10 @@ def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tupl
     # A tensor may share its memory with another; each is written for itself.
     data = as_bytes({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()})
     path = directory / f"dense-{save}.safetensors"
-    path.write_bytes(data)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     return value, File(path.name, len(data), zlib.crc32(data))
 
 

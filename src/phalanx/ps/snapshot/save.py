@@ -80,8 +80,8 @@ def save(calls: Sequence[Caller], directory: Path, extra: Mapping[str, object], 
     try:
         states, base = _cut(calls, name, directory, asked)
         frozen_s = time.monotonic() - started
-        written = [_result(call, name) for call in calls]
         value, dense = write_extra(directory, name, extra)
+        written = [_result(call, name) for call in calls]
         manifest = Manifest(
             save=name,
             mode=asked,
