@@ -64,11 +64,12 @@ def both(folder: Path, *arguments: str, counts: tuple[str, str] = ("1", "1")) ->
     return running
 
 
-def test_two_hosts_train_as_one_job(folder: Path) -> None:
-    first, second = both(folder, "meet.py", counts=("1", "2"))
+def test_two_hosts_train_as_one_job_and_a_restart_restarts_both(folder: Path) -> None:
+    first, second = both(folder, "--max_restarts", "1", "meet.py", "raise once", counts=("1", "2"))
     assert (first.code, second.code) == (0, 0), first.out + second.out
+    assert "attempt 0 sum 6.0" in (folder / "log1" / "attempt-0" / "workerlog.1").read_text()
     texts = [(folder / log).read_text().split() for log in ("log0/workerlog.0", "log1/workerlog.1", "log1/workerlog.2")]
-    assert [t[5] for t in texts] == ["6.0"] * 3
+    assert [(t[3], t[5]) for t in texts] == [("1", "6.0")] * 3
     assert len({t[8] for t in texts}) == 1
     endpoints = texts[0][8].split(",")
     assert [t[9] for t in texts] == endpoints
@@ -121,13 +122,6 @@ def test_a_failure_is_told_on_every_host_with_rank_host_and_log(folder: Path) ->
         assert f"on {socket.gethostname()}, pid" in one.out
         assert "log file: log1/workerlog.1" in one.out
         assert one.out.rstrip().endswith("=" * 88)
-
-
-def test_a_restart_restarts_every_host(folder: Path) -> None:
-    running = both(folder, "--max_restarts", "1", "meet.py", "raise once")
-    assert [one.code for one in running] == [0, 0], running[0].out + running[1].out
-    assert "attempt 1 sum 3.0" in (folder / "log0" / "workerlog.0").read_text()
-    assert "attempt 0 sum 3.0" in (folder / "log1" / "attempt-0" / "workerlog.1").read_text()
 
 
 def test_a_host_that_comes_late_is_named_meanwhile(folder: Path) -> None:

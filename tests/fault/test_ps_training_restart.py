@@ -58,10 +58,16 @@ DENSE_ROWS = 2
 """One row each for the weight and the bias of the head."""
 
 
-def run(folder, victim, mode, *flags):
+def start(folder, victim, mode, *flags):
     (folder / "train.py").write_text(SCRIPT)
-    done = launch(folder, "--server_num", "1", "--worker_num", "2", *flags, "train.py", victim, mode, timeout_s=100.0)
+    return launch(folder, "--server_num", "1", "--worker_num", "2", *flags, "train.py", victim, mode, timeout_s=100.0)
+
+
+def run(folder, victim, mode, *flags):
+    done = start(folder, victim, mode, *flags)
     assert done.code == 0, done.out + done.err
+    assert ("Starting it again" in done.out) == bool(flags)
+    assert ("recovered from" in done.log("serverlog.0")) == (victim == "server")
     logs = [done.log(f"workerlog.{rank}") for rank in range(2)]
     return [json.loads(log.rpartition("RESULT ")[2].splitlines()[0]) for log in logs]
 
@@ -78,3 +84,9 @@ def test_a_killed_worker_takes_up_training_where_the_servers_are(tmp_path):
     results = run(tmp_path, "worker", "async", "--max_restarts", "1")
     # The first values; 20 steps of worker 0; 10 of worker 1, and 20 of its second life.
     assert max(result["pushed"] for result in results) == (1 + 20 + 10 + 20) * DENSE_ROWS
+
+
+def test_without_restarts_a_killed_server_ends_the_job_and_is_named(tmp_path):
+    done = start(tmp_path, "server", "async")
+    assert done.code == 137
+    assert "server 0 failed first" in done.out
