@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,21 @@ class Environment:
         if number < minimum:
             raise RoleError(f"{name} must be at least {minimum}, found {number}. Correct it or unset it.")
         return number
+
+    def seconds(self, name: str) -> float:
+        """Return the seconds in `name`, 0 when it is unset.
+
+        Raises:
+            RoleError: If the value is not a finite number of at least 0; names variable and value.
+        """
+        value = self.text(name) or "0"
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < math.inf:
+            raise RoleError(f"{name} must be a number of seconds, found {value!r}. Correct it or unset it.")
+        return seconds
 
     def need_integer(self, name: str, because: str, minimum: int = 0) -> int:
         """Return the integer value of `name`, which must be set; `because` names what asks for it."""

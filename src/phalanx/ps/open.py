@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Literal
 
+from phalanx.cluster.environment import Environment
 from phalanx.cluster.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
@@ -88,19 +89,8 @@ def _store(role: Role, push: Push) -> Store:
         workers=role.worker_num,
         mode=push.mode if push.mode in ("sync", "bounded") else "async",
         bound=push.steps or 0 if push.mode == "bounded" else 0,
-        retry_s=_retry_s(),
+        retry_s=Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S"),
     )
-
-
-def _retry_s() -> float:
-    text = os.environ.get("PHALANX_SERVER_RETRY_S", "").strip() or "0"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"PHALANX_SERVER_RETRY_S must be a number of seconds, found {text!r}. Correct it.")
-    return seconds
 
 
 def _mode(store: Store, push: Push, workers: int) -> Mode:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from phalanx.cluster.environment import Environment
 from phalanx.cluster.role import Role
 from phalanx.errors import RoleError
 from phalanx.ps.server.log import Durability
@@ -61,6 +62,8 @@ def run(
         PeerLostError: If a worker went without leaving, and workers are not started again.
         PhalanxError: If this server failed so that it cannot go on.
     """
+    # Where workers wait for a server that was started again, servers wait for a worker.
+    restarts = Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S") > 0
     service = Service(role.rank, role.world_size)
     saving = Saving(service)
     if load is not None:
@@ -79,7 +82,7 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        watch(service, recovery, 0.0 if _restarts() else GRACE_S)
+        watch(service, recovery, 0.0 if restarts else GRACE_S)
     finally:
         service.stopped.set()
         if service.state.clocks is not None:
@@ -155,15 +158,6 @@ def _durability() -> Durability:
         if value == known:
             return known  # type: ignore[no-any-return]
     raise RoleError(f"PHALANX_SERVER_DURABILITY must be process or disk, found {value!r}. Correct it or unset it.")
-
-
-def _restarts() -> bool:
-    """Whether workers wait for a server that was started again, and so servers for a worker."""
-    value = os.environ.get("PHALANX_SERVER_RETRY_S", "").strip() or "0"
-    try:
-        return float(value) > 0
-    except ValueError:
-        raise RoleError(f"PHALANX_SERVER_RETRY_S must be a number of seconds, found {value!r}. Correct it.") from None
 
 
 def _bound_socket() -> socket.socket | None:
