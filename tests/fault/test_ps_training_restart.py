@@ -44,7 +44,8 @@ model = fleet.distributed_model(model)
 last = fleet.worker_index() == 1
 for step in range(20):
     if last and role.attempt == 0 and step == 10 and victim != "nobody":
-        os.kill(os.getpid() if victim == "worker" else int(pid.read_text()), signal.SIGKILL)
+        how = signal.SIGTERM if victim == "server, asked to end" else signal.SIGKILL
+        os.kill(os.getpid() if victim == "worker" else int(pid.read_text()), how)
     ids = torch.randint(50, (8, 2), generator=torch.Generator().manual_seed(2 * step + last))
     optimizer.zero_grad()
     F.mse_loss(model(ids), (ids.sum(1, keepdim=True) % 2).float()).backward()
@@ -86,7 +87,8 @@ def test_a_killed_worker_takes_up_training_where_the_servers_are(tmp_path):
     assert max(result["pushed"] for result in results) == (1 + 20 + 10 + 20) * DENSE_ROWS
 
 
-def test_without_restarts_a_killed_server_ends_the_job_and_is_named(tmp_path):
-    done = start(tmp_path, "server", "async")
-    assert done.code == 137
+def test_without_restarts_a_server_that_someone_ends_fails_the_job_and_is_named(tmp_path):
+    done = start(tmp_path, "server, asked to end", "async")
+    assert done.code == 143
     assert "server 0 failed first" in done.out
+    assert "ended by SIGTERM before all workers had left" in done.log("serverlog.0")
