@@ -7,8 +7,9 @@
 namespace phalanx {
 namespace {
 
-// How far ahead of its use a line of the index, and a gradient, is asked of memory.
-constexpr std::size_t kLinesAhead = 64;
+// So many keys are asked of memory at a time: a lane's share of a block, whose lines stay in the second cache.
+constexpr std::size_t kRun = 512;
+// How far ahead of its use a gradient is asked of memory.
 constexpr std::size_t kGradientsAhead = 16;
 
 }  // namespace
@@ -16,48 +17,59 @@ constexpr std::size_t kGradientsAhead = 16;
 Lane::Lane(const TableSpec& spec, const Starter& starter)
     : spec_(spec), starter_(starter), value_bytes_(spec.value_bytes()), slab_(spec.row_bytes(), Entry::kWaiting) {}
 
-// Calls use(i, place in the index) for each key and notes the row of the entry it returns, asking for `bytes` of it:
-// they come while other keys are looked up. Keys whose search goes on in a second line are finished some keys later.
+// Calls use(i, place in the index) for each key and notes the row of the entry it returns. Keys not in their first line
+// come last: they are absent, or in the next line, which is asked for too. Only for them may `use` insert.
+//
+// A request waits in the processor's queue until its page is found, which takes long in large tables. The more of them
+// the queue holds, the more pages are looked up at a time: so the loops that ask do nothing else.
 template <class Use>
-void Lane::find_rows(Slice& slice, std::size_t bytes, Use use) const {
-  const std::span<const std::uint64_t> hashes = slice.hashes;
+void Lane::find_rows(Slice& slice, Use use) const {
   const auto settle = [&](std::size_t i, Entry* place) {
     const Entry* const entry = use(i, place);
     slice.rows[i] = entry->has_row() ? entry->row : Entry::kEmpty;
-    if (entry->has_row()) ask_for(slab_.row(entry->row), bytes);
   };
-  std::array<std::size_t, 32> late;
-  std::size_t waiting = 0;
-  const auto finish = [&] {
-    for (std::size_t k = 0; k < waiting; ++k) settle(late[k], index_.find(hashes[late[k]]));
-    waiting = 0;
-  };
-  for (std::size_t i = 0; i < std::min(hashes.size(), kLinesAhead); ++i) __builtin_prefetch(index_.home(hashes[i]));
-  for (std::size_t i = 0; i < hashes.size(); ++i) {
-    if (i + kLinesAhead < hashes.size()) __builtin_prefetch(index_.home(hashes[i + kLinesAhead]));
-    Entry* const line = index_.home(hashes[i]);
-    if (Entry* const place = LaneIndex::find_in(line, hashes[i])) {
-      settle(i, place);
-      continue;
+  const std::span<const std::uint64_t> hashes = slice.hashes;
+  std::array<Entry*, kRun> lines;
+  std::array<std::size_t, kRun> late;
+  for (std::size_t first = 0; first < hashes.size(); first += kRun) {
+    const std::size_t size = std::min(kRun, hashes.size() - first);
+    for (std::size_t k = 0; k < size; ++k) {
+      lines[k] = index_.home(hashes[first + k]);
+      __builtin_prefetch(lines[k]);
     }
-    __builtin_prefetch(index_.line_after(line, hashes[i]));
-    late[waiting++] = i;
-    if (waiting == late.size()) finish();
+    std::size_t waiting = 0;
+    for (std::size_t k = 0; k < size; ++k) {
+      const std::size_t i = first + k;
+      Entry* const place = LaneIndex::find_in(lines[k], hashes[i]);
+      if (place != nullptr && !place->is_empty()) {
+        settle(i, place);
+        continue;
+      }
+      if (place == nullptr) __builtin_prefetch(index_.line_after(lines[k], hashes[i]));
+      late[waiting++] = i;
+    }
+    for (std::size_t k = 0; k < waiting; ++k) settle(late[k], index_.find(hashes[late[k]]));
   }
-  finish();
 }
 
-// Calls use(i, row in memory, or null) for each key.
+// Calls use(i, row in memory, or null) for each key, having asked for `bytes` of the row.
 template <class Use>
-void Lane::each_row(const Slice& slice, Use use) const {
-  for (std::size_t i = 0; i < slice.rows.size(); ++i) {
-    use(i, slice.rows[i] != Entry::kEmpty ? slab_.row(slice.rows[i]) : nullptr);
+void Lane::each_row(const Slice& slice, std::size_t bytes, Use use) const {
+  std::array<std::byte*, kRun> rows;
+  for (std::size_t first = 0; first < slice.rows.size(); first += kRun) {
+    const std::size_t size = std::min(kRun, slice.rows.size() - first);
+    for (std::size_t k = 0; k < size; ++k) {
+      const std::uint32_t number = slice.rows[first + k];
+      rows[k] = number != Entry::kEmpty ? slab_.row(number) : nullptr;
+      if (rows[k] != nullptr) ask_for(rows[k], bytes);
+    }
+    for (std::size_t k = 0; k < size; ++k) use(first + k, rows[k]);
   }
 }
 
 void Lane::pull(Slice& slice, float* out) const {
-  find_rows(slice, value_bytes_, [](std::size_t, Entry* place) { return place; });
-  each_row(slice, [&](std::size_t i, const std::byte* row) {
+  find_rows(slice, [](std::size_t, Entry* place) { return place; });
+  each_row(slice, value_bytes_, [&](std::size_t i, const std::byte* row) {
     float* const values = out + slice.positions[i] * spec_.dim;
     if (row != nullptr) {
       load_values(row, spec_.is_bfloat16, values, spec_.dim);
@@ -78,7 +90,7 @@ std::uint64_t Lane::push(Slice& slice, const Gradients& gradients, Time time) {
 template <class Rule>
 void Lane::train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule) {
   std::vector<float> wide(spec_.is_bfloat16 ? spec_.dim : 0);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, spec_.row_bytes(), [&](std::size_t i, std::byte* row) {
     // A lane takes every 16th gradient or so, in no order that the processor sees, and another process wrote them.
     if (i + kGradientsAhead < slice.positions.size()) {
       ask_for(gradients.values + slice.positions[i + kGradientsAhead] * spec_.dim, spec_.dim * sizeof(float));
@@ -105,7 +117,7 @@ void Lane::train(const Slice& slice, const Gradients& gradients, Time time, cons
 void Lane::add(Slice& slice, const float* deltas, Time time) {
   make(slice, time);
   std::vector<float> sum(spec_.dim);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
     const float* const delta = deltas + slice.positions[i] * spec_.dim;
     load_values(row, spec_.is_bfloat16, sum.data(), spec_.dim);
     for (std::size_t j = 0; j < spec_.dim; ++j) sum[j] += delta[j];
@@ -115,7 +127,7 @@ void Lane::add(Slice& slice, const float* deltas, Time time) {
 
 void Lane::assign(Slice& slice, const float* values, Time time) {
   make(slice, time);
-  each_row(slice, [&](std::size_t i, std::byte* row) {
+  each_row(slice, value_bytes_, [&](std::size_t i, std::byte* row) {
     store_nearest(row, spec_.is_bfloat16, values + slice.positions[i] * spec_.dim, spec_.dim);
   });
 }
@@ -124,7 +136,7 @@ void Lane::assign(Slice& slice, const float* values, Time time) {
 std::uint64_t Lane::admit(Slice& slice, const std::uint32_t* counts, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
   std::uint64_t dropped = 0;
-  find_rows(slice, spec_.row_bytes(), [&](std::size_t i, Entry* place) {
+  find_rows(slice, [&](std::size_t i, Entry* place) {
     const std::uint32_t count = counts != nullptr ? counts[slice.positions[i]] : 1;
     if (!place->has_row()) place = admit_one(place, slice.hashes[i], count);
     if (!place->is_empty()) place->tick = tick;
@@ -152,7 +164,7 @@ Entry* Lane::admit_one(Entry* entry, std::uint64_t hash, std::uint32_t count) {
 // Finds the rows of keys, making those that are missing, whatever the entry policy.
 void Lane::make(Slice& slice, Time time) {
   const std::uint32_t tick = time.shortened(time.tick);
-  find_rows(slice, value_bytes_, [&](std::size_t i, Entry* place) {
+  find_rows(slice, [&](std::size_t i, Entry* place) {
     Entry* const entry = place->has_row() ? place : with_row(place, slice.hashes[i]);
     entry->tick = tick;
     return entry;

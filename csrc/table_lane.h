@@ -107,9 +107,9 @@ class Lane {
   }
 
   template <class Use>
-  void find_rows(Slice& slice, std::size_t bytes, Use use) const;
+  void find_rows(Slice& slice, Use use) const;
   template <class Use>
-  void each_row(const Slice& slice, Use use) const;
+  void each_row(const Slice& slice, std::size_t bytes, Use use) const;
   template <class Rule>
   void train(const Slice& slice, const Gradients& gradients, Time time, const Rule& rule);
 
