@@ -2,9 +2,9 @@
 //
 // An id is hashed (table_hash.h); the hash picks one of 1024 virtual shards and, with it, one of 16 lanes. A lane has
 // an index, a slab of rows and a lock. A call works on blocks of 8192 keys and takes a lane's lock once for all keys of
-// a block that belong there; no lock and no locked instruction is met in the loops over rows. It first finds the rows
-// of a lane's keys, asking for lines of the index ahead of their use and for each row as soon as it is known, then
-// works on the rows: so memory answers many questions at a time.
+// a block that belong there; no lock and no locked instruction is met in the loops over rows. It asks for the
+// lines of the index of a run of a lane's keys, searches them, asks for the rows and works on these, each in a loop of
+// its own: so memory answers many questions at a time.
 //
 // Semantics: ps/table.py. ps/reference.py is the twin in NumPy and passes the same tests.
 //
