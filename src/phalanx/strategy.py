@@ -257,4 +257,7 @@ def _translated(error: ValidationError, name: str | None = None) -> StrategyErro
         return StrategyError(f"strategy.a_sync_configs has no setting '{unknown}'.{hint}")
     where = ".".join(map(str, first["loc"])) or name or "strategy"
     kind = StrategyTypeError if first["type"].endswith("_type") else StrategyError
-    return kind(f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).")
+    example = ' Write {"k_steps": 100}, or such.' if where == "a_sync_configs" else ""
+    return kind(
+        f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).{example}"
+    )

@@ -268,6 +268,35 @@ def load_and_predict(folder):
     return state_of(model)
 
 
+class Renamed(nn.Module):
+    """The same dense part as `WideDeep` has, and a table of another name than any of its tables."""
+
+    def __init__(self):
+        super().__init__()
+        plain = model_of()
+        self.deeper = ps.SparseEmbedding(DIM, name="deeper")
+        self.body, self.extra = plain.body, plain.extra
+
+
+def test_a_table_that_only_model_or_snapshot_has_is_named(tmp_path, caplog):
+    train_and_save(str(tmp_path))
+    model = fleet.distributed_model(Renamed())
+    fleet.load(str(tmp_path))
+    assert model.deeper.handle.table == "deeper"
+    assert "has no rows of 'deeper', which stay as they are; it has 'deep', 'wide'" in caplog.text
+    assert "also has rows of 'deep', 'wide', which no distributed model uses" in caplog.text
+    caplog.clear()
+    fleet.load(str(tmp_path), ["deep"])
+    assert not caplog.text, "what was asked for by name"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    fleet.init()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the folder '.*/file/day1' cannot be made: Not a directory. Name one"):
+        fleet.save_persistables(tmp_path / "file" / "day1")
+
+
 def test_a_model_predicts_from_a_snapshot_without_an_optimizer(tmp_path):
     (expected,) = run_ranks(train_and_save, 1, str(tmp_path))
     assert run_ranks(load_and_predict, 1, str(tmp_path)) == [expected]

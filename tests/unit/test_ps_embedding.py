@@ -261,6 +261,8 @@ def test_ids_of_any_shape_and_value():
     assert out.shape == (2, 1, 2, DIM)
     assert torch.equal(embedding(ids.flatten()), out.view(4, DIM))
     assert embedding(torch.empty(0, 4, dtype=torch.int32)).shape == (0, 4, DIM)
+    with pytest.raises(ConfigError, match=r"ids must be a tensor of integers, found list"):
+        ps.SparseEmbedding(2)([1, 2])
     with pytest.raises(ConfigError, match=r"ids must be integers, found dtype torch.float32"):
         embedding(torch.ones(2))
 

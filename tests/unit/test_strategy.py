@@ -41,6 +41,8 @@ def test_reading_an_unknown_setting_is_an_error_too():
 def test_a_wrong_type_names_the_setting_and_what_was_found():
     with pytest.raises(StrategyTypeError, match=r"strategy\.graph.*found 'yes' \(str\)"):
         DistributedStrategy().graph = "yes"
+    with pytest.raises(StrategyTypeError, match=r"found \['k_steps'\] \(list\). Write \{\"k_steps\": 100\}"):
+        DistributedStrategy().a_sync_configs = ["k_steps"]
     with pytest.raises(StrategyError, match="greater than 0; found -1"):
         DistributedStrategy(fuse_grad_size_in_MB=-1)
 

@@ -23,7 +23,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from phalanx.errors import PeerLostError
+from phalanx.errors import PeerLostError, RoleError
 from phalanx.launch import log_format
 
 logger = logging.getLogger("phalanx.launch")
@@ -121,6 +121,7 @@ def _run_script(message: dict[str, Any]) -> int:
     failed = False
     try:
         _run_as_main(message["script"])
+        _check_served()
         code = 0
     except SystemExit as stop:
         code = _exit_code(stop)
@@ -155,6 +156,19 @@ def _run_as_main(script: str) -> None:
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec", dont_inherit=True)
     exec(code, module.__dict__)
+
+
+def _check_served() -> None:
+    """Raise if this is a parameter server whose script met the others and served nobody: they would wait for it."""
+    context = sys.modules.get("phalanx.comm.context")
+    if context is None or not context.is_initialized() or "phalanx.ps.server.main" in sys.modules:
+        return
+    role = context.current().role
+    if role.is_server:
+        raise RoleError(
+            f"the script ended on server {role.rank} without serving. Call fleet.init_server() and fleet.run_server() "
+            "where fleet.is_server(); px.distribute serves by itself."
+        )
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -127,7 +127,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         )
     check_model(model)
     shape = shape_of(model)
-    agree("model", {p.name: [None if p.is_distributed else list(p.shape), p.dtype] for p in shape.params})
+    agree("model", {p.name: _looks(p) for p in shape.params})
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
     _check(plan, model, shape, context)
@@ -147,6 +147,11 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model
+
+
+def _looks(param: ParamShape) -> dict[str, object]:
+    """Return what of a parameter must be the same on all ranks, by words for the message."""
+    return {"shape": None if param.is_distributed else list(param.shape), "dtype": param.dtype}
 
 
 def check_model(model: nn.Module) -> None:
@@ -300,7 +305,15 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
     for module in plan.modules:
         if module != ModuleRule(match=module.match):
             return f"modules[{module.match}]"
+    return _beyond_steps(plan)
+
+
+def _beyond_steps(plan: Plan) -> str | None:
+    """Return what of a Plan's step, operators and schedule cannot be applied."""
     step = plan.step
+    axes = tuple(axis.name for axis in plan.mesh)
+    if plan.world_size > 1 and set(step.batch_axes) != {axis.name for axis in plan.mesh if axis.size > 1}:
+        return f"plan.step.batch_axes = {step.batch_axes}: each rank reads its own rows, so it must be {axes}"
     asked = {
         "ops": bool(plan.ops),
         "schedule": plan.schedule != Schedule(),
@@ -308,8 +321,6 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
         "step.sink": step.sink != 1,
         "step.scaler": step.scaler is not None,
         "step.sync_bn": step.sync_bn,
-        "step.batch_axes": set(step.batch_axes) != {axis.name for axis in plan.mesh if axis.size > 1}
-        and plan.world_size > 1,
     }
     return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
 

@@ -15,6 +15,7 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import distributed_models
+from phalanx.parallel.describe import is_handle
 from phalanx.plan.rules import dense_on_servers, push_from_strategy
 from phalanx.ps import attach
 from phalanx.ps.attach import Attachment
@@ -67,9 +68,11 @@ def save(directory: Path, mode: str) -> None:
     Args:
         directory: Folder of the snapshot.
         mode: As `Store.save` takes it.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
     """
     tables = attach.current()
-    directory.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory):
         tables.mode.flush()
         counts = {name: [table.rows, table.pushed] for name, table in tables.mode.store.report().items()}
@@ -81,7 +84,10 @@ def save(directory: Path, mode: str) -> None:
 
 
 def load(directory: Path, names: Sequence[str] | None) -> None:
-    """Replace tables, and with `names=None` dense parameters, by those of a snapshot. Collective."""
+    """Replace tables, and with `names=None` dense parameters, by those of a snapshot. Collective.
+
+    Tables that only the model or only the snapshot has stay as they are; the log names them.
+    """
     tables = attach.current()
     extra: dict[str, Any] = read(directory).extra()
     # Nobody may go on training while another still loads, nor may a second load undo what was trained.
@@ -90,6 +96,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     agree("loaded", True)
     if names is not None:
         return
+    _say_what_stays(directory)
     models = list(distributed_models())
     if len(models) != len(extra["models"]):
         raise ConfigError(
@@ -110,8 +117,33 @@ def shrink() -> int:
     return sum(tables.mode.store.shrink(name) for name in tables.claims.tables)
 
 
+def _say_what_stays(directory: Path) -> None:
+    """Warn of tables that only the models or only the snapshot has: a renamed one begins anew, unseen."""
+    saved = {name for name, spec in read_manifest(directory).tables.items() if not spec.dense}
+    params = [param for model in distributed_models() for param in model.parameters()]
+    ours = {str(param.table) for param in params if is_handle(param)}
+    if ours - saved:
+        logger.warning(
+            "%s has no rows of %s, which stay as they are; it has %s", directory, _list(ours - saved), _list(saved)
+        )
+    if saved - ours and ours:
+        logger.warning("%s also has rows of %s, which no distributed model uses", directory, _list(saved - ours))
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "no table"
+
+
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
+    """Make a folder, and hold its lock."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"save: the folder {str(directory)!r} cannot be made: {error.strerror}. Name one that this worker "
+            "and all servers can write to."
+        ) from None
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

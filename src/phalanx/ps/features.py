@@ -119,8 +119,12 @@ def keys_of(ids: Tensor) -> Keys:
     """Return ids of any shape as the keys of a table, int64 in one row.
 
     Raises:
-        ConfigError: If they are no integers.
+        ConfigError: If they are no tensor of integers.
     """
+    if not isinstance(ids, Tensor):
+        raise ConfigError(
+            f"ids must be a tensor of integers, found {type(ids).__name__}. Convert it with torch.tensor."
+        )
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise ConfigError(f"ids must be integers, found dtype {ids.dtype}. Convert them with ids.long().")
     keys: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
