@@ -1,15 +1,20 @@
 """What the guide to parameter servers shows, runs."""
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import phalanx as px
 from phalanx import fleet, ps
 from phalanx.ps import attach
 from phalanx.strategy import ASyncConfigs
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parameter-server.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +26,22 @@ def fresh_tables():
 
 
 def test_the_five_steps_train_in_one_process():
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     names = {"__name__": "__main__"}
-    exec(compile(block, "guide", "exec"), names)
+    exec(compile(BLOCKS[0], "guide", "exec"), names)
     assert names["loss"].item() < 1.0
     assert attach.current().mode.store.report()["ids"].rows > 500
     assert attach.current().mode.step == 10
+
+
+def test_the_plan_puts_an_embedding_into_a_table():
+    model = nn.Sequential(OrderedDict(words=nn.Embedding(10, 8), head=nn.Linear(8, 1)))
+    before = model.words.weight.detach().clone()
+    names = {"px": px, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names["data"] = (torch.arange(10).repeat(64), torch.zeros(640))
+    exec(compile(BLOCKS[1], "guide", "exec"), names)
+    assert attach.holds(model.words.weight)
+    assert len(names["loader"]) == 10
+    assert torch.equal(model.state_dict()["words.weight"], before)
 
 
 def test_every_word_of_ours_in_the_guide_exists():
