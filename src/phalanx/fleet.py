@@ -89,8 +89,8 @@ def init(
     role = role_maker or Role.detect()
     if is_collective and role.server_endpoints:
         raise RoleError(
-            f"fleet.init(is_collective=True), but the job was launched with {len(role.server_endpoints)} servers. "
-            "Launch without --server_num/--servers, or call fleet.init(is_collective=False)."
+            "fleet.init(is_collective=True), but the job was launched with parameter servers, "
+            f"{len(role.server_endpoints)} of them. Launch without --server_num/--servers, or call fleet.init(is_collective=False)."
         )
     engine.use_strategy(strategy)
     return context_of.init(role)

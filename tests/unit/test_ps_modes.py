@@ -184,7 +184,9 @@ def test_a_sum_of_steps_adds_counts_shows_and_clicks():
 
 def test_geo_wants_sgd_unless_another_rule_is_asked_for(caplog, phalanx_propagates):
     spec = dataclasses.replace(sim.SPEC, rule=Adagrad(lr=0.1))
-    with pytest.raises(ValueError, match=r"table 'ids' uses 'adagrad'.*Use SGD, or allow it with local_optimizer=True"):
+    with pytest.raises(
+        ValueError, match=r"table 'ids' uses 'adagrad'.*Use SGD, or allow it: a_sync_configs = .*local_optimizer"
+    ):
         Geo(LocalStore(), steps=2, workers=2).declare([spec])
     with caplog.at_level(logging.WARNING):
         Geo(LocalStore(), steps=2, workers=2, local_optimizer=True).declare([spec])

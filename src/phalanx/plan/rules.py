@@ -139,4 +139,4 @@ def _server_reasons(strategy: DistributedStrategy, shape: ModelShape, servers: i
         effect = "dense parameters live on the servers; buffers are each worker's own"
     else:
         effect = "dense parameters live on every worker, equal by all-reduce"
-    return (*reasons, Reason(setting=f"{servers} servers", effect=effect))
+    return (*reasons, Reason(setting=f"{servers} server{'s' * (servers > 1)}", effect=effect))

@@ -160,7 +160,8 @@ def _check(spec: TableSpec, local_optimizer: bool) -> None:
     if rule != "sgd" and not local_optimizer:
         raise ConfigError(
             f"table {spec.name!r} uses {rule!r}, and geo mode trains with SGD: it adds differences of rows, while "
-            "optimizer state stays with each worker. Use SGD, or allow it with local_optimizer=True."
+            'optimizer state stays with each worker. Use SGD, or allow it: a_sync_configs = {"k_steps": ..., '
+            '"local_optimizer": True}.'
         )
     if rule != "sgd":
         logger.warning(
