@@ -90,7 +90,8 @@ def init(
     if is_collective and role.server_endpoints:
         raise RoleError(
             "fleet.init(is_collective=True), but the job was launched with parameter servers, "
-            f"{len(role.server_endpoints)} of them. Launch without --server_num/--servers, or call fleet.init(is_collective=False)."
+            f"{len(role.server_endpoints)} of them. Launch without --server_num/--servers, or "
+            "call fleet.init(is_collective=False)."
         )
     engine.use_strategy(strategy)
     return context_of.init(role)
