@@ -103,6 +103,7 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
             # One that left may still evaluate or save.
             if clocks is not None and not clocks.live and (terminated.seen or not service.is_connected):
                 logger.info("server %d: all workers have left", service.state.server)
+                terminated.after = signal.SIG_IGN
                 return
             if terminated.seen:
                 terminated.obey()
@@ -171,6 +172,10 @@ class _Terminated:
 
     def __init__(self) -> None:
         self.seen = False
+        self.after: signal.Handlers = signal.SIG_DFL
+        """What SIGTERM does from then on. The launcher asks servers to end when the workers' processes have ended: one
+        that is ending already need not be killed in the midst of what its script still does, and is if it takes long.
+        """
 
     def __enter__(self) -> _Terminated:
         if threading.current_thread() is threading.main_thread():
@@ -179,7 +184,7 @@ class _Terminated:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self.after)
 
     def obey(self) -> None:
         """Die of it."""
