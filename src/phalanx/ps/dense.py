@@ -85,11 +85,13 @@ def _rows_of(param: Tensor) -> int:
 
 def _as_rows(tensors: Sequence[Tensor]) -> Rows:
     """Return tensors cut into rows, each from a new row on; what is left over is zero."""
-    out = torch.zeros(sum(map(_rows_of, tensors)), DENSE_WIDTH)
+    out = torch.empty(sum(map(_rows_of, tensors)), DENSE_WIDTH)
     begin = 0
     for tensor in tensors:
         end = begin + _rows_of(tensor)
-        out[begin:end].view(-1)[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        flat = out[begin:end].view(-1)
+        flat[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        flat[tensor.numel() :].zero_()
         begin = end
     rows: Rows = out.numpy()
     return rows
