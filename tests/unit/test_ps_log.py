@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -130,19 +131,25 @@ def test_a_torn_segment_before_the_last_is_damage(tmp_path: Path) -> None:
         numbers(tmp_path)
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process cannot grow beyond 4 KiB, as on a full disk."""
+    """Files of this process cannot grow beyond 4 KiB, as on a full disk.
+
+    Not a fixture: pytest writes its dots before it ends one, and its output may be a longer file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_refuses_the_record_and_keeps_the_log(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_refuses_the_record_and_keeps_the_log(tmp_path: Path) -> None:
     log = Log(tmp_path, "process")
     log.append({"n": 0}, [])
-    with pytest.raises(BackendError, match=rf"log in {tmp_path}, which has \d+ bytes free: File too large.*push again"):
+    full = rf"log in {tmp_path}, which has \d+ bytes free: File too large.*push again"
+    with small_files(), pytest.raises(BackendError, match=full):
         log.append({"n": 1}, [np.zeros(10_000, np.float32)])
     log.append({"n": 2}, [])
     log.close()
@@ -206,13 +213,12 @@ def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:
     assert anew.call("lease", {"epoch": 0, "files": ["a", "b"]}).meta["offset"] == 9
 
 
-def test_a_full_disk_refuses_the_push_and_training_goes_on_after(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_refuses_the_push_and_training_goes_on_after(tmp_path: Path) -> None:
     service, (worker,) = served(tmp_path)
     many = tuple(range(1000))
-    with pytest.raises(BackendError, match="make room there and push again"):
+    with small_files(), pytest.raises(BackendError, match="make room there and push again"):
         worker.push(gradient(many, 1.0), step=0)
     assert worker.pull(1, step=0).arrays[0][0, 0] == 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     worker.push(gradient(many, 1.0), step=0)
     assert worker.pull(1, step=1).arrays[0][0, 0] == -1
     assert service.state.clocks is not None
