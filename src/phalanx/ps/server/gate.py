@@ -44,12 +44,8 @@ class Gate:
             while self._busy or self._held(worker, step):
                 self._changed.wait(self._left())
             self._busy = True
-        try:
+        with self._turn():
             yield
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
 
     @contextmanager
     def still(self, token: str) -> Iterator[None]:
@@ -66,12 +62,8 @@ class Gate:
                     "started again since. Save again; if it comes back, a server takes too long to answer."
                 )
             self._busy = True
-        try:
+        with self._turn():
             yield
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
 
     def freeze(self, token: str, seconds: float, steps: Sequence[int] = ()) -> None:
         """Hold changes back for at most so many seconds, but those below `steps`; renews a freeze of the same token.
@@ -93,6 +85,16 @@ class Gate:
         with self._changed:
             if self._freeze is not None and self._freeze.token == token:
                 self._freeze = None
+                self._changed.notify_all()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """End being busy, as `change` and `still` began it."""
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
                 self._changed.notify_all()
 
     def _held(self, worker: int, step: int) -> bool:
