@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.errors import ConfigError
 from phalanx.ps.placement import SHARDS
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.server.leases import Leases
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.read import Source
 from phalanx.ps.snapshot.save import save_local
-from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want
+from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want, named
 from phalanx.ps.table import Table, make_table
 
 
@@ -42,7 +42,7 @@ class LocalStore:
         """Read rows. See `Store.pull`."""
         arrays = []
         for want in wants:
-            table = self._table(want.table)
+            table = named(self._tables, want.table)
             out = np.empty((len(want.keys), self._specs[want.table].dim), np.float32)
             table.pull(want.keys, out)
             arrays.append(out)
@@ -51,7 +51,7 @@ class LocalStore:
     def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
         """Apply changes. See `Store.push`."""
         for change in changes:
-            apply(self._table(change.table), change)
+            apply(named(self._tables, change.table), change)
 
     def flush(self) -> None:
         """Do nothing: a push is applied when it returns."""
@@ -68,7 +68,7 @@ class LocalStore:
 
     def shrink(self, table: str) -> int:
         """End a day. See `Store.shrink`."""
-        return self._table(table).shrink()
+        return named(self._tables, table).shrink()
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
         """Return the next file of an epoch. See `Store.lease`."""
@@ -106,14 +106,6 @@ class LocalStore:
         snapshot = self._source.snapshot
         if snapshot.manifest.mode == "full":
             self._holder.remember(snapshot.manifest.save, snapshot.directory.absolute(), [table.spec.name])
-
-    def _table(self, name: str) -> Table:
-        try:
-            return self._tables[name]
-        except KeyError:
-            raise ConfigError(
-                f"there is no table {name!r}; tables: {sorted(self._tables)}.{did_you_mean(name, self._tables)}"
-            ) from None
 
 
 def apply(table: Table, change: Change) -> int:

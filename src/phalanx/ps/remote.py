@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.deal import Deal
 from phalanx.ps.exchange import NamedPull, PullRequest, PushRequest, dealt, header
 from phalanx.ps.placement import table_salt
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.store import Change, Keys, Pulled, TableReport, Want
+from phalanx.ps.store import Change, Keys, Pulled, TableReport, Want, named
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import Reply
 
@@ -97,7 +96,7 @@ class RemoteStore:
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Send one request to every server that owns any of the keys. See `Store.pull`."""
         deals = [self._deal(want.table, want.keys) for want in wants]
-        pull = PullRequest(wants, deals, [self._table(want.table).dim for want in wants], self.flush)
+        pull = PullRequest(wants, deals, [named(self._tables, want.table).dim for want in wants], self.flush)
         pull.send(self._connections, self._number(step))
         self._kept.append(pull.named)
         return pull
@@ -169,14 +168,6 @@ class RemoteStore:
         for connection in self._connections:
             connection.close()
 
-    def _table(self, name: str) -> _Table:
-        try:
-            return self._tables[name]
-        except KeyError:
-            raise ConfigError(
-                f"there is no table {name!r}; tables: {sorted(self._tables)}.{did_you_mean(name, self._tables)}"
-            ) from None
-
     def _take_pull(self, change: Change) -> Mapping[int, int]:
         """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
         for pull in reversed(self._kept):
@@ -190,7 +181,7 @@ class RemoteStore:
         return step + (self._first_step or 0)
 
     def _deal(self, name: str, keys: Keys) -> Deal:
-        table = self._table(name)
+        table = named(self._tables, name)
         if table.last is None or table.last[0] is not keys:
             table.last = keys, Deal.of(keys, table.salt, len(self._connections))
         return table.last[1]

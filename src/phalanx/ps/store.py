@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.errors import ConfigError, did_you_mean
 from phalanx.ps.rules import TableSpec
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
+_Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +172,17 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of sockets and tables."""
         ...
+
+
+def named(tables: Mapping[str, _Table], name: str) -> _Table:
+    """Return what is kept of the table of this name.
+
+    Raises:
+        ConfigError: If nobody declared it; names the tables there are.
+    """
+    try:
+        return tables[name]
+    except KeyError:
+        raise ConfigError(
+            f"There is no table {name!r}; tables: {sorted(tables)}.{did_you_mean(name, tables)}"
+        ) from None

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.errors import ConfigError
 from phalanx.ps.arrays import check_push, check_rows
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.records import Array
-from phalanx.ps.store import Change, Keys
+from phalanx.ps.store import Change, Keys, named
 
 KINDS = ("gradient", "delta", "assign")
 _COLUMNS = ("counts", "shows", "clicks")
@@ -70,15 +70,8 @@ def check(changes: Sequence[Change], weight: float, specs: Mapping[str, TableSpe
     if not 0 <= weight < float("inf"):
         raise ConfigError(f"Asked for a push of weight {weight}. Its weight is the rows of its batch: at least 0.")
     for change in changes:
-        spec = specs.get(change.table)
-        if spec is None:
-            raise unknown_table(change.table, specs)
+        spec = named(specs, change.table)
         if change.kind not in KINDS:
             raise ConfigError(f"Asked table '{change.table}' for a change of kind {change.kind!r}; kinds: {KINDS}.")
         check_rows(spec, change.keys, change.values, f"{change.kind} rows")
         check_push(spec, len(change.keys), change.lr, (change.counts, change.shows, change.clicks))
-
-
-def unknown_table(name: str, known: Mapping[str, TableSpec]) -> ConfigError:
-    """Return the error of a table that nobody declared."""
-    return ConfigError(f"There is no table '{name}'; tables: {sorted(known)}.{did_you_mean(name, known)}")

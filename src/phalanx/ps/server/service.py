@@ -25,6 +25,7 @@ from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.state import State
 from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.store import named
 from phalanx.ps.wire.message import Reply, Request
 
 logger = logging.getLogger("phalanx.ps")
@@ -115,9 +116,7 @@ class Service:
         names = [name for name, _ in request.meta["tables"]]
         rows = []
         for name, keys in zip(names, request.arrays, strict=True):
-            spec = self.state.tables.specs.get(name)
-            if spec is None:
-                raise changes.unknown_table(name, self.state.tables.specs)
+            spec = named(self.state.tables.specs, name)
             rows.append(request.room.empty((len(keys), spec.dim), np.float32))
             self.state.tables.pull(name, keys, rows[-1])
         if not request.meta.get("keep") or len(set(names)) < len(names):

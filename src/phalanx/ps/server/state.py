@@ -23,6 +23,7 @@ from phalanx.ps.server.leases import Leases
 from phalanx.ps.server.steps import Steps
 from phalanx.ps.server.tables import Tables
 from phalanx.ps.snapshot.read import Source
+from phalanx.ps.store import named
 from phalanx.ps.table import Table, make_table
 
 logger = logging.getLogger("phalanx.ps")
@@ -203,8 +204,7 @@ class State:
         return {}
 
     def _check_shrink(self, entry: Entry) -> None:
-        if entry.meta["table"] not in self.tables.specs:
-            raise changes.unknown_table(entry.meta["table"], self.tables.specs)
+        named(self.tables.specs, entry.meta["table"])
 
     def _shrink(self, entry: Entry) -> dict[str, Any]:
         return {"rows": self.tables.shrink(entry.meta["table"])}
