@@ -95,7 +95,7 @@ def test_the_words_of_fleet_train_on_servers(tmp_path, mode):
 
 
 def test_a_server_that_does_not_serve_ends_the_job_at_once(tmp_path):
-    (tmp_path / "train.py").write_text(FLEET.replace("    fleet.run_server()\n", ""))
+    (tmp_path / "train.py").write_text(FLEET.replace("fleet.run_server()\n", "sys.exit(0)\n"))
     done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "sync")
     assert done.code == 1
     assert "server 0 raised RoleError: the script ended on server 0 without serving" in done.out + done.err

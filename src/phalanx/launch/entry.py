@@ -16,11 +16,11 @@ import re
 import runpy
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.errors import PeerLostError, RoleError
@@ -120,11 +120,7 @@ def _run_script(message: dict[str, Any]) -> int:
     sys.argv = [message["script"], *message["args"]]
     failed = False
     try:
-        _run_as_main(message["script"])
-        _check_served()
-        code = 0
-    except SystemExit as stop:
-        code = _exit_code(stop)
+        code = _run_to_its_end(message["script"])
     except KeyboardInterrupt:
         _write_error_record(message, *_current_error())
         _show(*_current_error())
@@ -135,6 +131,18 @@ def _run_script(message: dict[str, Any]) -> int:
         _show(*_current_error())
         code = 1
     return _finish(code, failed)
+
+
+def _run_to_its_end(script: str) -> int:
+    """Run a script and return its exit code; raises what it raises, and if it ended well with its task undone."""
+    code = 0
+    try:
+        _run_as_main(script)
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    if code == 0:
+        _check_served()
+    return code
 
 
 def _run_as_main(script: str) -> None:
@@ -227,11 +235,15 @@ def _write_error_record(
         "message": str(error),
         "traceback": "".join(traceback.format_exception(kind, error, trace)),
     }
-    target = message["error_file"]
+    target = Path(message["error_file"])
     # Written beside and renamed: the launcher may look at any moment.
-    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(target), delete=False, encoding="utf-8") as file:
-        json.dump(record, file)
-    os.replace(file.name, target)
+    part = target.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.replace(target)
+    finally:
+        # There only if Ctrl-C or a full disk came in between.
+        part.unlink(missing_ok=True)
 
 
 def _finish(code: int, failed: bool) -> int:
