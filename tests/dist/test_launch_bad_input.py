@@ -30,6 +30,8 @@ def folder(tmp_path: Path) -> Path:
         (["-n", "0", "train.py"], r"'0' is no number of processes\. Give a whole number, at least 1"),
         (["--nproc_per_node", "two", "train.py"], r"'two' is no number of processes"),
         (["--nproc_per_node=-1", "train.py"], r"'-1' is no number of processes"),
+        (["--server_num", "0", "train.py"], r"'0' is no number of servers\..*without servers start with -n 2"),
+        (["--server_num", "1", "--worker_num", "0", "train.py"], r"'0' is no number of workers\. Give .* at least 1"),
         (["--nproc_per_nod", "2", "train.py"], r"No such option.*Did you mean '--nproc_per_node'"),
         (["--no_such_flag=1", "train.py"], r"No such option '--no_such_flag'"),
         (["--http_port", "70000", "train.py"], r"'70000' is no port"),

@@ -27,19 +27,19 @@ _REMOVED = {
 
 
 class _Count(click.ParamType[int]):
-    """A whole number of at least `least`."""
+    """A whole number of at least `least`; `instead` says what to do for less."""
 
     name = "N"
 
-    def __init__(self, what: str, least: int = 1) -> None:
-        self._what = what
-        self._least = least
+    def __init__(self, what: str, least: int = 1, instead: str = "") -> None:
+        self._what, self._least, self._instead = what, least, instead
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail with what was asked for and what would do."""
         text = str(value)
         if not text.lstrip("-").isdigit() or int(text) < self._least:
-            self.fail(f"'{text}' is no {self._what}. Give a whole number, at least {self._least}.", param, ctx)
+            least = f"at least {self._least}{self._instead}"
+            self.fail(f"'{text}' is no {self._what}. Give a whole number, {least}.", param, ctx)
         return int(text)
 
 
@@ -124,7 +124,11 @@ _CONTEXT: dict[str, Any] = {
     type=_Port(),
     help=f"Port on the first host. One host: chosen by the system; several: {DEFAULT_PORT}.",
 )
-@click.option("--server_num", type=_Count("number of servers"), help="Parameter servers on this host.")
+@click.option(
+    "--server_num",
+    type=_Count("number of servers", instead="; without servers start with -n 2"),
+    help="Parameter servers on this host.",
+)
 @click.option("--worker_num", type=_Count("number of workers"), help="Parameter-server workers on this host.")
 @click.option("--heter_worker_num", type=_Count("number of heter workers"), help="Heter workers on this host.")
 @click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
