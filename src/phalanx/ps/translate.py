@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,53 +49,32 @@ def rule_of(optimizer: Optimizer, group: Group) -> Rule:
         ) from None
 
 
+def _alike(rule: type[Any], group: Group, **others: object) -> Rule:
+    """Return a rule with the options that the optimizer calls by the same names, and with `others`."""
+    same = {field.name: group[field.name] for field in dataclasses.fields(rule) if field.name in group}
+    made: Rule = rule(**{**same, "lr": SENT, **others})
+    return made
+
+
 def _sgd(group: Group) -> Rule:
-    if not group["momentum"]:
-        return SGD(lr=SENT, weight_decay=group["weight_decay"])
-    return Momentum(
-        lr=SENT,
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        weight_decay=group["weight_decay"],
-    )
+    return _alike(Momentum if group["momentum"] else SGD, group)
 
 
 def _adam(group: Group) -> Rule:
-    return Adam(
-        lr=SENT,
-        betas=tuple(group["betas"]),
-        eps=group["eps"],
-        weight_decay=group.get("weight_decay", 0.0),
-        decoupled=group.get("decoupled_weight_decay", False),
-    )
-
-
-def _adagrad(group: Group) -> Rule:
-    return Adagrad(
-        lr=SENT,
-        lr_decay=group["lr_decay"],
-        weight_decay=group["weight_decay"],
-        initial_accumulator_value=group["initial_accumulator_value"],
-        eps=group["eps"],
-    )
+    return _alike(Adam, group, decoupled=group.get("decoupled_weight_decay", False))
 
 
 def _rmsprop(group: Group) -> Rule:
     if group["momentum"]:
         raise ConfigError("a table cannot follow RMSprop with momentum. Leave momentum out.")
-    return RMSprop(lr=SENT, alpha=group["alpha"], eps=group["eps"], weight_decay=group["weight_decay"])
-
-
-def _adamw(group: Group) -> Rule:
-    return _adam({**group, "decoupled_weight_decay": True})
+    return _alike(RMSprop, group)
 
 
 _RULES: dict[type[Optimizer], Callable[[Group], Rule]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adamw,
+    torch.optim.AdamW: partial(_alike, Adam, decoupled=True),
     torch.optim.SparseAdam: _adam,
-    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adagrad: partial(_alike, Adagrad),
     torch.optim.RMSprop: _rmsprop,
 }
