@@ -18,7 +18,6 @@ from phalanx.data.file_sources import LeasedFiles, SplitFiles, merge_states
 from phalanx.data.hand_over import HandOver
 from phalanx.data.in_memory import InMemoryDataset
 from phalanx.data.queue import QueueDataset
-from phalanx.data.slot_dataset import SlotDataset
 from phalanx.data.slot_files import SlotReader, list_files
 from phalanx.data.slot_rows import SlotRows, join
 from phalanx.data.slots import SlotSchema, parse_slots
@@ -261,7 +260,7 @@ def test_worker_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_words_of_older_frameworks_say_what_to_write(folder: Path, word: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=f"'{word}' belongs to an older framework. Write instead: .*{instead}"):
-        getattr(SlotDataset(folder, SCHEMA), word)
+        getattr(QueueDataset(folder, SCHEMA), word)
 
 
 def test_words_of_fleet_that_stay(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,7 +28,7 @@ _REPLACED = {
 }
 
 
-class SlotDataset(IterableDataset[Batch]):
+class SlotDataset(IterableDataset[Batch], ABC):
     """Files of click logs, shared out over the workers by files; see the two classes made of it.
 
     Iterating yields ready batches (`phalanx.data.slot_rows.Batch`), each iteration the next epoch, without
@@ -69,9 +70,9 @@ class SlotDataset(IterableDataset[Batch]):
             raise ConfigError(f"{type(self).__name__} has no batch size. Give batch_size=.")
         return self.batches(self.batch_size, drop_last=self.drop_last)
 
+    @abstractmethod
     def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
         """Return an iterator over one epoch of this worker's rows in batches of `rows`."""
-        raise NotImplementedError
 
     def set_batch_size(self, rows: int) -> None:
         """Set the rows of a batch, as `batch_size=` does."""
