@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,22 @@ def test_an_unwritable_folder_fails_the_save_alone(tmp_path: Path) -> None:
         worker.push(gradient((1,), 1.0), step=1)
         assert worker.call("pull", {"step": 2, "tables": [["items", 1]]}, [keys(1)]).arrays[0][0, 0] == -2.0
         close([workers])
+
+
+def test_a_renamed_table_is_said_by_server_0(tmp_path: Path) -> None:
+    with servers(1, tmp_path) as made:
+        (workers,) = joined(made, 1, "async")
+        push(workers, np.arange(4), 1.0, 0)
+        save(workers, tmp_path / "day1", {})
+        close([workers])
+    (tmp_path / "day2").mkdir()
+    with servers(2, tmp_path / "day2", load=str(tmp_path / "day1")) as made:
+        for rank, server in enumerate(made):
+            worker = Worker(server, rank=rank)
+            worker.declare(replace(SPEC, name="item"))
+            worker.call("leave", {})
+            worker.close()
+        assert [server.end() for server in made] == [0, 0]
+        assert "table 'item' starts anew" in made[0].log
+        assert "Did you mean 'item'?" in made[0].log
+        assert "table 'items'" not in made[1].log

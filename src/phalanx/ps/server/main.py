@@ -16,6 +16,7 @@ from phalanx.cluster.environment import Environment
 from phalanx.cluster.role import Role
 from phalanx.errors import RoleError
 from phalanx.ps.server.log import Durability
+from phalanx.ps.server.matching import Matching
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.saving import Saving
 from phalanx.ps.server.service import Service
@@ -69,6 +70,7 @@ def run(
     if load is not None:
         saving.add_source(Path(load), names)
     recovery = _recovery(service, saving, directory, role.job_id, log_bytes)
+    matching = _matching(service, names) if load is not None else None
     listener = Listener(
         listening_sockets(role.endpoint, secret, _bound_socket()),
         secret=secret,
@@ -82,7 +84,7 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        watch(service, recovery, 0.0 if restarts else GRACE_S)
+        watch(service, recovery, 0.0 if restarts else GRACE_S, matching)
     finally:
         service.stopped.set()
         if service.state.clocks is not None:
@@ -94,15 +96,17 @@ def run(
             recovery.close()
 
 
-def watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
+def watch(service: Service, recovery: Recovery | None, grace_s: float, matching: Matching | None = None) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
     with _Terminated() as terminated:
         while not service.stopped.wait(TICK_S):
             clocks = service.state.clocks
+            _compare_tables(service, matching)
             # One that left may still evaluate or save.
             if clocks is not None and not clocks.live and (terminated.seen or not service.is_connected):
                 logger.info("server %d: all workers have left", service.state.server)
+                _compare_tables(service, matching, has_ended=True)
                 terminated.after = signal.SIG_IGN
                 return
             if terminated.seen:
@@ -121,6 +125,16 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float) -> None:
                 last = said
     if service.failure is not None:
         raise service.failure
+
+
+def _compare_tables(service: Service, matching: Matching | None, *, has_ended: bool = False) -> None:
+    clocks = service.state.clocks
+    if matching is None or clocks is None:
+        return
+    # The list is made at once: a worker may declare one more meanwhile.
+    matching.see([table.spec for table in list(service.state.tables.tables.values())], clocks.complete)
+    if has_ended:
+        matching.end()
 
 
 def _let_others_hear(service: Service) -> None:
@@ -151,6 +165,14 @@ def _recovery(service: Service, saving: Saving, given: str | Path | None, job: s
     recovery = Recovery(service, saving, Path(directory), _durability(), log_bytes=log_bytes)
     recovery.recover(job)
     return recovery
+
+
+def _matching(service: Service, names: Sequence[str] | None) -> Matching | None:
+    """Return what compares the tables of workers with the folder; None where that is another's or was done before."""
+    if service.state.server != 0 or service.state.clocks is not None:
+        return None
+    snapshot = service.state.sources[0].snapshot
+    return Matching(snapshot.directory, snapshot.tables, names)
 
 
 def _durability() -> Durability:
