@@ -262,6 +262,13 @@ def train_and_save(folder):
     return state_of(model)
 
 
+def test_servers_go_on_from_what_one_process_saved(tmp_path):
+    (saved,) = run_ranks(train_and_save, 1, str(tmp_path))
+    with servers(1) as made:
+        for loaded, _ in run_ranks(second_day, 2, str(tmp_path), None, env=job(made.endpoints)):
+            assert loaded == saved
+
+
 def load_and_predict(folder):
     model = fleet.distributed_model(model_of())
     fleet.load(folder)

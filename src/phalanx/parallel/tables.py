@@ -105,7 +105,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
         )
     for model, state in zip(models, extra["models"], strict=True):
         model.load_state_dict(state)
-    tables.read_dense()
+    tables.settle_dense(directory)
 
 
 def shrink() -> int:

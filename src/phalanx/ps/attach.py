@@ -211,8 +211,12 @@ class Attachment:
         for param in params:
             param.register_hook(partial(self._on_dense_gradient, param))
 
-    def read_dense(self) -> None:
-        """Read all dense parameters from the servers."""
+    def settle_dense(self, directory: Path) -> None:
+        """After a load: give the servers the dense parameters that the folder has no table of, and read the others.
+
+        Collective.
+        """
+        self._dense.give(self.mode, read_manifest(directory).tables, is_first=self.context.rank == 0)
         self._dense.read(self.mode)
 
     def _lives_on_servers(self, param: Tensor) -> bool:

@@ -6,7 +6,7 @@ A row holds values of one parameter only, so a parameter without a gradient in a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,14 @@ class DenseTable:
         self._places = [(int(end) - _rows_of(param), int(end)) for param, end in zip(params, ends, strict=True)]
         self._keys: Keys = np.arange(ends[-1], dtype=np.int64)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return len(self._keys)
+
     def spec(self, rule: Rule) -> TableSpec:
         """Return the table's specification."""
-        return TableSpec(name=self.name, dim=DENSE_WIDTH, rule=rule, init=Constant(0.0), dense=len(self._keys))
+        return TableSpec(name=self.name, dim=DENSE_WIDTH, rule=rule, init=Constant(0.0), dense=self.rows)
 
     def want(self) -> Want:
         """Return what to pull to have every value."""
@@ -151,6 +156,22 @@ class DenseParameters:
             mode.assign([g.table.values() for g in groups if is_first and not held[g.table.name].rows])
             agree("dense tables", [len(group.table.params) for group in groups])
         self.read(mode, optimizer)
+
+    def give(self, mode: Mode, saved: Mapping[str, TableSpec], *, is_first: bool) -> None:
+        """Give the servers the parameters' values where a snapshot that they loaded has no table of theirs.
+
+        Collective over the workers; the first worker's values count.
+
+        Args:
+            mode: The training mode.
+            saved: The tables of the snapshot.
+            is_first: Whether this is worker 0.
+        """
+        tables = [group.table for groups in self._of.values() for group in groups]
+        lacking = [table for table in tables if table.name not in saved or saved[table.name].dense != table.rows]
+        if lacking:
+            mode.assign([table.values() for table in lacking if is_first])
+            agree("dense tables of a snapshot without them", [table.name for table in lacking])
 
     def hand_out(self, optimizer: Optimizer) -> list[Change]:
         """Return the gradients of what an optimizer steps, and clear them."""
