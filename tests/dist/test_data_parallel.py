@@ -245,7 +245,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_wrapped():
         assert "needs 4 ranks, but 2 were launched" in messages[0]
         assert "made for another model" in messages[1]
         assert "cannot apply params[*].update" in messages[2]
-        assert "plan.step.batch_axes = (): each rank reads its own rows, so it must be ('data',)" in messages[3]
+        assert "plan.step.batch_axes = (): every rank would compute the same" in messages[3]
 
 
 def pickled_and_copied():

@@ -33,6 +33,20 @@ class BatchShare:
         return self.rows / self.global_rows
 
 
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Which rows of a global batch this rank reads, where several ranks may read the same (model parallel)."""
+
+    index: int
+    """Which share of the rows; ranks with the same index read the same."""
+
+    count: int
+    """Number of shares."""
+
+    group: dist.ProcessGroup | None = None
+    """One rank for each share, this one among them; None means all ranks. Sums over it count every row once."""
+
+
 @dataclass(slots=True)
 class Context:
     """One process's view of the job, made by `init` and shared by every part that runs in the process."""
@@ -44,6 +58,14 @@ class Context:
 
     owns_group: bool = field(default=False, repr=False)
     """Whether `shutdown` ends the process group (False when the script made its own)."""
+
+    mesh_readers: Readers | None = field(default=None, repr=False)
+    """What the mesh of the Plan in use says of `readers`; None when every rank reads rows of its own."""
+
+    @property
+    def readers(self) -> Readers:
+        """Which rows this rank reads."""
+        return self.mesh_readers or Readers(self.rank, self.world_size)
 
     @property
     def rank(self) -> int:

@@ -66,6 +66,25 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
         return None
     _made.follow(dist.group.WORLD)
     _warn_in_a_loop(key)
+    return _make(key, backend)
+
+
+def group_of(parts: Sequence[Sequence[int]]) -> Group:
+    """Return the group of this rank's part of the ranks, made at the first request and kept.
+
+    Collective over *all* ranks of the job.
+
+    Args:
+        parts: Groups of global ranks in ascending order, each rank in one of them; the same on every rank.
+    """
+    if not dist.is_initialized():
+        return None
+    _made.follow(dist.group.WORLD)
+    groups = {tuple(part): _make(tuple(part), None) for part in parts}
+    return next(group for part, group in groups.items() if dist.get_rank() in part)
+
+
+def _make(key: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
     if key not in _made.groups:
         _made.groups[key] = dist.new_group(list(key), backend=backend)
         if dist.get_rank() in key:

@@ -1,4 +1,4 @@
-"""What data code asks the other ranks: how many there are, and a few whole numbers from each."""
+"""What data code asks the other ranks: who reads which rows, and a few whole numbers from each."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from phalanx.comm import context
 
 
 def place() -> tuple[int, int]:
-    """Return (rank, world size) of this process; (0, 1) before `phalanx.init()`."""
+    """Return (index, count) of the share of the rows this process reads; (0, 1) before `phalanx.init()`.
+
+    That is (rank, world size) unless a Plan lets several ranks read the same rows.
+    """
     if not context.is_initialized():
         return 0, 1
-    here = context.current()
-    return here.rank, here.world_size
+    readers = context.current().readers
+    return readers.index, readers.count
 
 
 def gather_integers(values: Sequence[int]) -> list[list[int]]:
-    """Return `values` of every rank, in rank order.
+    """Return `values` of every reader (see `place`), in order.
 
     Collective: every rank must call it, with as many values. Alone, it returns [values].
 
     Args:
         values: Numbers that fit 64 bits with sign.
     """
-    _, world_size = place()
-    if world_size == 1:
+    _, count = place()
+    if count == 1:
         return [list(values)]
-    mine = torch.tensor(list(values), dtype=torch.int64, device=context.current().device)
-    everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyone, mine)
+    here = context.current()
+    mine = torch.tensor(list(values), dtype=torch.int64, device=here.device)
+    everyone = [torch.empty_like(mine) for _ in range(count)]
+    dist.all_gather(everyone, mine, group=here.readers.group)
     return [row.tolist() for row in everyone]

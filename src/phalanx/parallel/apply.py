@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,17 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import is_handle, is_module_held, shape_of
+from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape_of
+from phalanx.parallel.fits import check_fits
 from phalanx.parallel.flat import stored
+from phalanx.parallel.mesh import Mesh
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
 from phalanx.plan.explain import explain as explain_plan
+from phalanx.plan.mesh import reduced_along
 from phalanx.plan.rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Push, Schedule, Server
+from phalanx.plan.value import AllReduce, Plan, Push, Server
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -130,16 +134,18 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     agree("model", {p.name: _looks(p) for p in shape.params})
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
-    _check(plan, model, shape, context)
+    check_fits(plan, model, shape, context)
     model.to(context.device)
-    reducer = None
+    mesh, reducer = Mesh.of(plan, context), None
+    if dist.is_initialized():
+        _set_readers(mesh, context)
     # A worker that was started again alone reads what it needs from the servers.
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
         broadcast_from_first_rank(model)
     if plan.tables:
         _attach_tables(plan, model)
     if context.is_distributed and any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable):
-        reducer = _data_parallel(plan, model, shape, context)
+        reducer = _data_parallel(plan, model, shape, mesh, context)
     if plan.step.compiled:
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
@@ -147,6 +153,17 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model
+
+
+def _set_readers(mesh: Mesh, context: Context) -> None:
+    """Let loaders and metrics know which ranks read the same rows."""
+    readers = mesh.readers()
+    if applied() and readers != context.readers:
+        raise PlanError(
+            f"this Plan lets {readers.count} ranks read rows of their own, the Plan of the model before "
+            f"{context.readers.count}. One job reads its rows one way: give both Plans the same mesh and batch_axes."
+        )
+    context.mesh_readers = readers
 
 
 def _looks(param: ParamShape) -> dict[str, object]:
@@ -214,124 +231,27 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
         elif isinstance(place, Server) and place.table != DENSE:
             from phalanx.ps.placed import place_embedding  # imports torch's compiler
 
-            embedding = _owner_of(name, model)
+            embedding = owner_of(name, model)
             assert isinstance(embedding, nn.Embedding)
             place_embedding(embedding, place.table, attachment)
         else:
             attachment.place(param, on_servers=isinstance(place, Server))
 
 
-def _owner_of(name: str, model: nn.Module) -> nn.Module:
-    """Return the module that has this parameter."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> Reducer:
+def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, mesh: Mesh, context: Context) -> Reducer:
     if not dist.is_initialized():
         raise PlanError(
             f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
             "needs all workers. Keep dense parameters on the servers, a_sync_configs = "
             '{"dense": "server"}, where workers are to be started again.'
         )
-    buckets = [[p.name for p in bucket] for bucket in all_reduce_buckets(plan, shape)]
-    rules = (plan.rule_for(p.name).update for p in shape.trainable)
-    reduce = next((update.reduce for update in rules if isinstance(update, AllReduce)), "mean")
-    scale = 1.0 / context.world_size if reduce == "mean" else 1.0
+    buckets = all_reduce_buckets(plan, shape)
+    gradients = sum(len(bucket.params) for bucket in buckets)
     for name, param in model.named_parameters():
-        if plan.rule_for(name).managed == "module" and param.requires_grad:
-            # Its layer's collectives already add up the gradients of all ranks' losses.
-            param.register_hook(lambda gradient: gradient * scale)
-    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", *_counts(buckets))
-    return Reducer(model, buckets, context, reduce=reduce, sync_buffers=plan.step.sync_buffers)
-
-
-def _counts(buckets: list[list[str]]) -> tuple[int, int, int]:
-    gradients = sum(map(len, buckets))
-    return gradients, gradients, len(buckets)
-
-
-def _check(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> None:
-    if plan.model_digest is not None and plan.model_digest != shape.digest():
-        raise PlanError(
-            f"this Plan was made for another model (digest {plan.model_digest}, this model's is {shape.digest()}): "
-            "parameter names, shapes or dtypes differ. Make a new Plan, or remove model_digest from the file."
-        )
-    if plan.world_size != context.world_size:
-        mesh = " x ".join(f"{axis.name}={axis.size}" for axis in plan.mesh) or "none"
-        raise PlanError(
-            f"the Plan's mesh ({mesh}) needs {plan.world_size} ranks, but {context.world_size} were launched. "
-            f"Launch with -n {plan.world_size}, or change the mesh."
-        )
-    servers = len(context.role.server_endpoints)
-    if plan.servers != servers:
-        raise PlanError(
-            f"the Plan has {plan.servers} parameter servers, but {servers} were launched. Launch with --server_num "
-            f"{plan.servers}, or change `servers` of the Plan."
-        )
-    beyond = _first_beyond_this_version(plan, shape, model)
-    if beyond:
-        raise PlanError(
-            f"this version cannot apply {beyond}. It applies all-reduced, frozen, module-held and pushed parameters."
-        )
-    for name, module in model.named_modules():
-        on_ranks = isinstance(plan.rule_for(f"{name}.weight".lstrip(".")).place, OnRanks)
-        if on_ranks and getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise PlanError(
-                f"module {name!r} makes sparse gradients, which an all-reduce of buckets cannot carry. Build it with "
-                f"sparse=False."
-            )
-
-
-def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
-    pushes = set()
-    for param in shape.params:
-        rule = plan.rule_for(param.name)
-        if isinstance(rule.update, Push):
-            pushes.add(rule.update)
-        if isinstance(rule.place, Server) or param.table:
-            beyond = _beyond_tables(rule, param, model)
-            if beyond:
-                return beyond
-            continue
-        if not isinstance(rule.place, OnRanks) or any(p.kind != "replicate" for p in rule.place.layout.values()):
-            return f"params[{rule.match}].place = {rule.place.kind}"
-        plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
-            bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce
-        )
-        if not plain and not isinstance(rule.update, Frozen):
-            return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
-    if len(pushes) > 1:
-        return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
-    for module in plan.modules:
-        if module != ModuleRule(match=module.match):
-            return f"modules[{module.match}]"
-    return _beyond_steps(plan)
-
-
-def _beyond_steps(plan: Plan) -> str | None:
-    """Return what of a Plan's step, operators and schedule cannot be applied."""
-    step = plan.step
-    axes = tuple(axis.name for axis in plan.mesh)
-    if plan.world_size > 1 and set(step.batch_axes) != {axis.name for axis in plan.mesh if axis.size > 1}:
-        return f"plan.step.batch_axes = {step.batch_axes}: each rank reads its own rows, so it must be {axes}"
-    asked = {
-        "ops": bool(plan.ops),
-        "schedule": plan.schedule != Schedule(),
-        "step.accumulate": step.accumulate != 1,
-        "step.sink": step.sink != 1,
-        "step.scaler": step.scaler is not None,
-        "step.sync_bn": step.sync_bn,
-    }
-    return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
-
-
-def _beyond_tables(rule: ParamRule, param: ParamShape, model: nn.Module) -> str | None:
-    """Return what of the rule of a parameter in a table cannot be applied."""
-    where = f"params[{rule.match}]"
-    if not isinstance(rule.place, Server):
-        return f"{where}.place = {rule.place.kind} for {param.name!r}, whose rows live in a table"
-    if not isinstance(rule.update, Push):
-        return f"{where}.update = {rule.update.kind} for {param.name!r}, which lives in a table"
-    if param.table is None and rule.place.table != DENSE and not isinstance(_owner_of(param.name, model), nn.Embedding):
-        return f"{where}.place.table = {rule.place.table!r} for the dense parameter {param.name!r}; use {DENSE!r}"
-    return None
+        rule = plan.rule_for(name)
+        if param.requires_grad and isinstance(rule.update, AllReduce) and not reduced_along(plan, rule):
+            # No other rank adds to it: its layer's collectives already bring the gradients of all rows here.
+            count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
+            param.register_hook(partial(torch.mul, other=1.0 / count))
+    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
+    return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)

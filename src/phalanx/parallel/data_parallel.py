@@ -30,32 +30,34 @@ from torch import Tensor, nn
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind
+from phalanx.parallel.mesh import Mesh
+from phalanx.plan.buckets import GradientBucket
 
 logger = logging.getLogger("phalanx.parallel")
 
 
 class Reducer:
-    """Averages gradients over the ranks of a group, overlapped with the backward pass.
+    """Averages gradients over the ranks that read other rows, overlapped with the backward pass.
 
     Args:
         model: The module whose parameters and buffers are kept together; parameters are hooked, nothing is replaced.
-        buckets: Parameter names of each bucket, in the order of issue; the same on every rank.
+        buckets: What travels together, in the order of issue; the same on every rank.
+        mesh: Tells the ranks over which each bucket is reduced.
         context: Tells the rank and the weight of its current batch.
-        reduce: `mean` weights each rank by its rows; `sum` adds the ranks' gradients.
         sync_buffers: Whether floating-point buffers ride along.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        buckets: Sequence[Sequence[str]],
+        buckets: Sequence[GradientBucket],
+        mesh: Mesh,
         context: Context,
         *,
-        reduce: str = "mean",
         sync_buffers: bool = True,
     ) -> None:
         self._context = context
-        self._gain = 1.0 if reduce == "mean" else float(context.world_size)
+        self._readers = mesh.readers()
         self._syncing = True
         self._running = False
         self._next = 0
@@ -66,10 +68,13 @@ class Reducer:
         self.unused: tuple[str, ...] = ()
         """Parameters that no rank used in the first backward pass."""
 
-        self._buckets = allocate(model, buckets, sync_buffers)
+        routed = [(bucket.names, mesh.group(bucket.axes)) for bucket in buckets]
+        self._buckets = allocate(model, routed, self._readers.group, sync_buffers)
+        sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         for index, bucket in enumerate(self._buckets):
             for gradient in bucket.gradients:
-                gradient.param.register_hook(self._weight_rows)
+                gain = float(self._readers.count) if gradient.name in sums else 1.0
+                gradient.param.register_hook(partial(self._weight_rows, gain))
                 gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
 
     @property
@@ -86,10 +91,10 @@ class Reducer:
         finally:
             self._syncing = before
 
-    def _weight_rows(self, gradient: Tensor) -> Tensor | None:
+    def _weight_rows(self, gain: float, gradient: Tensor) -> Tensor | None:
         # Applied to every incoming gradient, before accumulation, so uneven batches stay exact under accumulation too.
         share = self._context.batch
-        factor = self._gain if share is None else self._gain * share.weight * self._context.world_size
+        factor = gain if share is None else gain * share.weight * self._readers.count
         if factor == 1.0:
             return None
         return gradient * factor if factor else torch.zeros_like(gradient)
@@ -131,7 +136,7 @@ class Reducer:
     def _take(self, gradient: Gradient) -> None:
         """Move a new gradient into its bucket while it is still in the cache."""
         require_same_kind(gradient)
-        scale, found = 1.0 / self._context.world_size, gradient.param.grad
+        scale, found = 1.0 / self._readers.count, gradient.param.grad
         assert found is not None
         if found.data_ptr() == gradient.view.data_ptr():
             gradient.view.mul_(scale)
@@ -154,7 +159,7 @@ class Reducer:
             bucket.flags.fill_(1)
         self._load_buffers(bucket.carried)
         try:
-            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
         self.collectives_issued += 1
@@ -162,9 +167,9 @@ class Reducer:
 
     def _load_buffers(self, carried: Sequence[Carried]) -> None:
         share = self._context.batch
-        weight = share.weight if share is not None else 1.0 / self._context.world_size
+        weight = share.weight if share is not None else 1.0 / self._readers.count
         for item in carried:
-            factor = weight if item.averaged else float(self._context.rank == 0)
+            factor = weight if item.averaged else float(self._readers.index == 0)
             buffer = item.found()
             if factor and buffer is not None:
                 torch.mul(buffer, factor, out=item.view)

@@ -28,6 +28,11 @@ def is_handle(param: Tensor) -> TypeGuard[Handle]:
     return made_by is not None and isinstance(param, made_by.Handle)
 
 
+def owner_of(name: str, model: nn.Module) -> nn.Module:
+    """Return the module that has the parameter of this name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def shape_of(model: nn.Module) -> ModelShape:
     """Return names, shapes and dtypes of a module's parameters, in registration order.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 
 
@@ -63,31 +64,40 @@ class Bucket:
 
     gradients: list[Gradient]
     carried: list[Carried]
+    group: Group
+    """Ranks over which it is reduced."""
+
     pending: int = 0
     """Gradients this backward pass has not produced yet."""
 
     work: dist.Work | None = None
 
 
-def allocate(model: nn.Module, buckets: Sequence[Sequence[str]], sync_buffers: bool) -> list[Bucket]:
+def allocate(
+    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Group]], readers: Group, sync_buffers: bool
+) -> list[Bucket]:
     """Make the buckets of a model; its buffers ride in the last bucket of their dtype, or in one of their own.
 
     Args:
         model: The module, on its device.
-        buckets: Parameter names of each bucket, one dtype each, in the order of issue.
+        buckets: Parameter names of each bucket, one dtype each, and the ranks over which it is reduced, in the order of
+            issue.
+        readers: Ranks that read rows of their own, over which buffers are combined.
         sync_buffers: Whether floating-point buffers ride along.
     """
     params = dict(model.named_parameters())
     riders = list(_synced_buffers(model)) if sync_buffers else []
-    last_of = {params[names[0]].dtype: index for index, names in enumerate(buckets)}
+    last_of = {params[names[0]].dtype: index for index, (names, group) in enumerate(buckets) if group is readers}
     made = []
-    for index, names in enumerate(buckets):
+    for index, (names, group) in enumerate(buckets):
         members = [params[name] for name in names]
         dtype = members[0].dtype
-        riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of[dtype] == index else []
-        made.append(_allocate_one(names, members, riding))
+        riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of.get(dtype) == index else []
+        made.append(_allocate_one(names, members, riding, group))
     homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
-    return made + [_allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype]) for dtype in homeless]
+    return made + [
+        _allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype], readers) for dtype in homeless
+    ]
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -119,7 +129,9 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _allocate_one(names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider]) -> Bucket:
+def _allocate_one(
+    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], group: Group
+) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
     sizes = [p.numel() for p in members] + [len(members)] + [_tensor(r).numel() for r in riding]
     flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
@@ -132,7 +144,7 @@ def _allocate_one(names: Sequence[str], members: Sequence[nn.Parameter], riding:
         Carried(weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase))
         for (module, name), piece in zip(riding, pieces[len(members) + 1 :], strict=True)
     ]
-    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried)
+    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried, group=group)
 
 
 def _view_like(piece: Tensor, param: Tensor) -> Tensor:

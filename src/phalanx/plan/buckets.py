@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from phalanx.plan.mesh import reduced_along
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Plan
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small so that communication starts early in the backward pass (the same figure as torch
 DDP's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Gradients that travel in one all-reduce."""
+
+    params: tuple[ParamShape, ...]
+    axes: tuple[str, ...]
+    """Mesh axes along which they are added up."""
+
+    update: AllReduce
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Plain names of the parameters, in order of expected readiness."""
+        return tuple(param.name for param in self.params)
 
 
 def cut_buckets(params: Sequence[ParamShape], bucket_bytes: int) -> list[list[int]]:
@@ -44,18 +62,19 @@ def cut_buckets(params: Sequence[ParamShape], bucket_bytes: int) -> list[list[in
     return buckets
 
 
-def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[list[ParamShape]]:
+def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     """Return the buckets in which a Plan's all-reduced gradients travel, in the order in which they are issued.
 
-    Parameters with different all-reduce settings never share a bucket.
+    Parameters with different all-reduce settings, or reduced along different axes, never share a bucket.
     """
-    by_update: dict[AllReduce, list[ParamShape]] = {}
+    alike: dict[tuple[AllReduce, tuple[str, ...]], list[ParamShape]] = {}
     for param in shape.trainable:
         rule = plan.rule_for(param.name)
-        if isinstance(rule.update, AllReduce) and rule.managed == "phalanx":
-            by_update.setdefault(rule.update, []).append(param)
+        axes = reduced_along(plan, rule)
+        if isinstance(rule.update, AllReduce) and axes:
+            alike.setdefault((rule.update, axes), []).append(param)
     return [
-        [params[i] for i in bucket]
-        for update, params in by_update.items()
+        GradientBucket(tuple(params[i] for i in bucket), axes, update)
+        for (update, axes), params in alike.items()
         for bucket in cut_buckets(params, update.bucket_bytes)
     ]

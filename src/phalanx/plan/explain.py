@@ -130,9 +130,9 @@ def explain(plan: Plan, shape: ModelShape) -> Explanation:
     return Explanation(
         plan=plan,
         rows=tuple(rows),
-        gradients=sum(map(len, buckets)),
+        gradients=sum(len(bucket.params) for bucket in buckets),
         collectives=len(buckets),
-        reduced_bytes=sum(p.bytes for bucket in buckets for p in bucket),
+        reduced_bytes=sum(p.bytes for bucket in buckets for p in bucket.params),
         tables=tuple(_table(table, plan) for table in plan.tables),
     )
 

@@ -93,19 +93,19 @@ def global_mean(value: Tensor) -> Tensor:
     if not context.is_initialized():
         return value.clone()
     here = context.current()
-    weight = here.batch.weight if here.batch is not None else 1 / here.world_size
+    weight = here.batch.weight if here.batch is not None else 1 / here.readers.count
     wide = torch.promote_types(value.dtype, torch.float32)
     weighted = value.to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
     return sum_over_ranks(weighted).to(value.dtype)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up `values` over all ranks, in place; alone it does nothing.
+    """Add up `values` over all ranks that read rows of their own, in place; alone it does nothing.
 
     Collective: every rank must call it with the same shape and type.
     """
-    if context.is_initialized() and context.current().is_distributed:
-        dist.all_reduce(values)
+    if context.is_initialized() and context.current().readers.count > 1:
+        dist.all_reduce(values, group=context.current().readers.group)
     return values
 
 

@@ -1,0 +1,57 @@
+"""The mesh of a Plan over the ranks of this job: groups of ranks along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.comm.context import Context, Readers
+from phalanx.comm.groups import Group, group_of
+from phalanx.plan.mesh import Position, partition
+from phalanx.plan.value import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's place on the mesh of a Plan, and the groups of ranks along its axes."""
+
+    position: Position
+    batch_axes: tuple[str, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, plan: Plan, context: Context) -> Mesh:
+        """Return the mesh of a Plan as this process sees it."""
+        return cls(Position(plan.mesh, context.rank), plan.step.batch_axes, context.device.type)
+
+    def size(self, names: Collection[str]) -> int:
+        """Return how many ranks lie along these axes."""
+        return self.position.count(names)
+
+    def index(self, names: Collection[str]) -> int:
+        """Return which of the ranks along these axes this one is."""
+        return self.position.index(names)
+
+    def group(self, names: Collection[str]) -> Group:
+        """Return the group of the ranks that differ from this one along these axes only; None when it is all ranks.
+
+        Collective over all ranks of the job, the first time for these axes.
+        """
+        world = self.position.count([axis.name for axis in self.position.axes])
+        if self.size(names) == world:
+            return None
+        return group_of(partition(self.position.axes, names))
+
+    def readers(self) -> Readers:
+        """Return which of the rows of a global batch this rank reads. Collective, as `group` is."""
+        return Readers(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """Return torch's mesh of these axes, in the order of the Plan's mesh. Collective."""
+        axes = self.position.axes
+        whole = init_device_mesh(
+            self.device_type, tuple(a.size for a in axes), mesh_dim_names=tuple(a.name for a in axes)
+        )
+        return whole[names] if names else whole
