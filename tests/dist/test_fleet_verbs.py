@@ -231,6 +231,25 @@ def test_ranks_that_disagree_all_fail_with_the_same_words():
     assert "Ranks are at different points of the script: data on rank 0; strategy on rank 1" in first[-1]
 
 
+def batches_that_cannot_be():
+    odd, model = px.init().rank == 1, nn.Linear(2, 1)
+    messages = []
+    for size in (100, "4", 100 if odd else 4):
+        with pytest.raises(ConfigError) as error:
+            px.distribute(model, None, ROWS, global_batch=size)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_batch_size_that_cannot_be_on_any_rank_is_an_error_on_all():
+    first, second = run_ranks(batches_that_cannot_be, 2)
+    assert first[:2] == second[:2]
+    assert "global_batch=100, but TensorDataset has 12 rows, which is not one batch. Give at most 12" in first[0]
+    assert "Asked for global_batch='4', found a value of type str. Give a whole number of rows" in first[1]
+    assert "data.cannot_load must be the same on all ranks, found null on rank 0; Asked for global_batch" in first[2]
+    assert second[2] == first[0]
+
+
 def on_a_server():
     fleet.init()
     assert fleet.is_server()

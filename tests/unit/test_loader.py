@@ -295,6 +295,10 @@ def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
         (Numbers(3), {"batch_size": None}, "No batch size was given"),
         (Numbers(3), {"global_batch": 4}, "batch_size=2 per rank and global_batch=4. Give one"),
         (Numbers(3), {"batch_size": 0}, "Asked for batch_size=0. Give at least 1"),
+        (Numbers(3), {"batch_size": 2.5}, "Asked for batch_size=2.5, found a value of type float. Give a whole number"),
+        (Numbers(3), {"batch_size": True}, "Asked for batch_size=True, found a value of type bool"),
+        (Numbers(3), {"batch_size": None, "global_batch": "64"}, "global_batch='64', found a value of type str"),
+        (Numbers(3), {"batch_size": None, "global_batch": 4}, "global_batch=4, but Numbers has 3 rows"),
         (Numbers(3), {"shuffel": True}, "no argument 'shuffel'. Did you mean 'shuffle'"),
         (Numbers(3), {"shard": (2, 2)}, "Asked for shard 2 of 2"),
         (Stream(), {"shuffle": True}, "Asked to shuffle a stream"),
@@ -308,6 +312,16 @@ def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
 def test_what_cannot_be_loaded_is_refused_at_once(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(".", r"\.")):
         ShardedLoader(data, **{"batch_size": 2, **options})
+
+
+def test_a_batch_size_may_be_any_whole_number() -> None:
+    assert len(ShardedLoader(Numbers(9), global_batch=np.int64(3))) == 3
+
+
+def test_dropping_the_only_batch_is_refused() -> None:
+    loader = ShardedLoader(Numbers(9), batch_size=5, drop_last=True, shard=(0, 2))
+    with pytest.raises(ConfigError, match="9 rows are not one global batch of 10: no batch is left"):
+        list(loader)
 
 
 def test_a_sampler_that_shards_already_is_refused() -> None:

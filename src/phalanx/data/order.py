@@ -67,8 +67,18 @@ class RowOrder:
     sampler: Any = None
 
     def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
-        """See `Order`."""
-        return EpochPlan(self.rows, self.global_batch(shard_count), self.drop_last, first)
+        """See `Order`.
+
+        Raises:
+            ConfigError: If `drop_last` leaves no batch at all.
+        """
+        batch = self.global_batch(shard_count)
+        if self.drop_last and self.rows < batch:
+            raise ConfigError(
+                f"Asked to drop the last batch if it is not full, but {self.rows} rows are not one global batch of "
+                f"{batch}: no batch is left. Give a smaller batch, or drop_last=False."
+            )
+        return EpochPlan(self.rows, batch, self.drop_last, first)
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`. With a sampler it is collective at the first batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -191,7 +192,7 @@ def batch_sizes(source: Source, batch_size: int | None, global_batch: int | None
     """Return (rows per rank, rows over all ranks), the one that was not chosen as 0.
 
     Raises:
-        ConfigError: If none, both, or one below 1 was given.
+        ConfigError: If none or both were given, or one that is no whole number from 1 to the rows there are.
     """
     if source.batch_sampler is not None:
         if batch_size is not None or global_batch is not None:
@@ -204,12 +205,36 @@ def batch_sizes(source: Source, batch_size: int | None, global_batch: int | None
         raise ConfigError(
             f"Asked for batch_size={batch_size} per rank and global_batch={global_batch}. Give one of the two."
         )
-    for name, value in (("batch_size", batch_size), ("global_batch", global_batch)):
-        if value is not None and value < 1:
-            raise ConfigError(f"Asked for {name}={value}. Give at least 1.")
+    batch_size, global_batch = _row_count("batch_size", batch_size), _row_count("global_batch", global_batch)
     if global_batch is not None:
+        _check_rows_suffice(source, global_batch)
         return 0, global_batch
     rows = batch_size or source.batch_size
     if rows is None:
         raise ConfigError("No batch size was given. Give batch_size= (rows per rank) or global_batch= (over all).")
     return rows, 0
+
+
+def _row_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(
+            f"Asked for {name}={value!r}, found a value of type {type(value).__name__}. "
+            "Give a whole number of rows, such as 64."
+        )
+    rows = operator.index(value)
+    if rows < 1:
+        raise ConfigError(f"Asked for {name}={rows}. Give at least 1.")
+    return rows
+
+
+def _check_rows_suffice(source: Source, global_batch: int) -> None:
+    if source.is_stream:
+        return
+    drawn = source.dataset if source.sampler is None else source.sampler
+    if len(drawn) < global_batch:
+        raise ConfigError(
+            f"Asked for global_batch={global_batch}, but {type(drawn).__name__} has {len(drawn)} rows, which is not "
+            f"one batch. Give at most {len(drawn)}, or more data."
+        )

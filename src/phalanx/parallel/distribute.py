@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -85,8 +85,7 @@ def distribute(
     if plan is not None and strategy is not None:
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     use_strategy(strategy)
-    loader = _loader_of(data, global_batch, loader_options)
-    agree("data", _contract(loader))
+    loader = _agreed_loader(data, global_batch, loader_options)
     assembly.loader = loader or assembly.loader
     add_model(model, plan)
     if optimizer is not None:
@@ -215,6 +214,18 @@ def _join(verb: str) -> Context:
     return context
 
 
+def _agreed_loader(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
+    """Return the loader, once all ranks cut their epochs alike. What is wrong on one rank is an error on all."""
+    try:
+        loader = _loader_of(data, global_batch, options)
+    except ConfigError as error:
+        with suppress(ConfigError):  # how the others differ; here the error itself says more
+            agree("data", {"cannot_load": str(error)})
+        raise
+    agree("data", _contract(loader))
+    return loader
+
+
 def _loader_of(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
     given = sorted(options if global_batch is None else {"global_batch", *options})
     if data is None and given:
@@ -233,6 +244,7 @@ def _contract(loader: ShardedLoader | None) -> dict[str, Any] | None:
     # A stream that splits itself may have a length of its own on every rank.
     steps = None if isinstance(loader.dataset, IterableDataset) else _steps_per_epoch(loader)
     return {
+        "cannot_load": None,
         "global_batch": loader.global_batch,
         "drop_last": loader.drops_last,
         "seed": loader.seed,
