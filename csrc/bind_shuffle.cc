@@ -1,28 +1,26 @@
 // Python's view of the permutation. No logic here: arguments in, arrays out, the GIL released in between.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "bind.h"
+#include "bind_array.h"
 #include "shuffle.h"
 
 namespace nb = nanobind;
-using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 
 namespace {
 
-Int64Array shuffled(std::uint64_t n, std::uint64_t seed, std::uint64_t start, std::size_t count, std::uint64_t step) {
+nb::object shuffled(std::uint64_t n, std::uint64_t seed, std::uint64_t start, std::size_t count, std::uint64_t step) {
   auto elements = std::make_unique<std::int64_t[]>(count);
   {
     nb::gil_scoped_release release;
     phalanx::Permutation(n, seed).fill({elements.get(), count}, start, step);
   }
-  std::int64_t* data = elements.release();
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
-  return Int64Array(data, {count}, owner);
+  return array_of(std::move(elements), count);
 }
 
 }  // namespace

@@ -1,33 +1,23 @@
 // Python's view of the slot parser. No logic here: text in, arrays out, the GIL released in between.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bind.h"
+#include "bind_array.h"
 #include "slots.h"
 
 namespace nb = nanobind;
 
 namespace {
-
-template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> as_array(std::vector<T>&& values) {
-  auto kept = std::make_unique<std::vector<T>>(std::move(values));
-  T* data = kept->data();
-  const std::size_t size = kept->size();
-  nb::capsule owner(kept.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
-}
 
 nb::tuple parse(const phalanx::SlotParser& parser, nb::bytes text) {
   phalanx::SlotRows found;
@@ -42,21 +32,16 @@ nb::tuple parse(const phalanx::SlotParser& parser, nb::bytes text) {
     first = nb::make_tuple(static_cast<int>(line.kind), line.line, line.field,
                            nb::bytes(line.found.data(), line.found.size()));
   }
-  return nb::make_tuple(found.rows, as_array(std::move(found.label)), as_array(std::move(found.dense)),
-                        as_array(std::move(found.ids)), as_array(std::move(found.offsets)), found.broken, first);
+  return nb::make_tuple(found.rows, array_of(std::move(found.label)), array_of(std::move(found.dense)),
+                        array_of(std::move(found.ids)), array_of(std::move(found.offsets)), found.broken, first);
 }
 
-nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> hash_texts(std::string_view slot,
-                                                             const std::vector<std::string>& texts,
-                                                             std::uint64_t hash_space) {
+nb::object hash_texts(std::string_view slot, const std::vector<std::string>& texts, std::uint64_t hash_space) {
   std::vector<std::int64_t> ids;
   ids.reserve(texts.size());
   const std::uint64_t seed = phalanx::slot_seed(slot);
-  for (const auto& text : texts) {
-    const std::uint64_t hash = phalanx::hash_text(seed, text);
-    ids.push_back(static_cast<std::int64_t>(hash_space ? hash % hash_space : hash));
-  }
-  return as_array(std::move(ids));
+  for (const auto& text : texts) ids.push_back(phalanx::id_of_text(seed, text, hash_space));
+  return array_of(std::move(ids));
 }
 
 }  // namespace

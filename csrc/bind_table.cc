@@ -1,14 +1,11 @@
 // Python's view of the table. No logic here: settings and arrays in, arrays out, the GIL released in between.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,24 +20,8 @@ using phalanx::EmbeddingTable;
 namespace {
 
 template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-std::span<const T> view(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
-
-template <class T>
 const T* data_or_null(const std::optional<Column<T>>& column) {
   return column ? column->data() : nullptr;
-}
-
-nb::object rows_array(std::unique_ptr<float[]>&& rows, std::size_t n, std::size_t width) {
-  float* data = rows.release();
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(data, {n, width}, owner));
 }
 
 std::string kind_of(nb::handle value) {
@@ -158,7 +139,7 @@ nb::tuple export_shard(const EmbeddingTable& table, int shard, std::uint64_t sin
   }
   const std::size_t n = found.keys.size();
   return nb::make_tuple(array_of(std::move(found.keys)), array_of(std::move(found.ticks)),
-                        rows_array(std::move(found.rows), n, table.spec().width()),
+                        array_of(std::move(found.rows), n, table.spec().width()),
                         array_of(std::move(found.waiting_keys)), array_of(std::move(found.waiting_ticks)),
                         array_of(std::move(found.waiting_counts)), array_of(std::move(found.days)), found.tick,
                         found.whole);

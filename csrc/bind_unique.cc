@@ -1,7 +1,6 @@
 // Python's view of distinct ids. No logic here: arrays in, arrays out, the GIL released in between.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -17,31 +16,28 @@ namespace nb = nanobind;
 
 namespace {
 
-using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OutIds = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ids = Column<std::int64_t>;
+using OutIds = OutColumn<std::int64_t>;
 
 nb::tuple unique(const std::vector<Ids>& arrays, OutIds places) {
   std::vector<std::span<const std::int64_t>> views;
-  for (const Ids& ids : arrays) views.emplace_back(ids.data(), ids.size());
+  for (const Ids& ids : arrays) views.push_back(view(ids));
   phalanx::Distinct found;
   {
     nb::gil_scoped_release release;
-    found = phalanx::unique(views, {places.data(), places.size()});
+    found = phalanx::unique(views, view(places));
   }
   return nb::make_tuple(array_of(std::move(found.keys)), array_of(std::move(found.counts)));
 }
 
 void add_weighted(Ids places, Rows rows, float weight, OutRows sums) {
   nb::gil_scoped_release release;
-  phalanx::add_weighted({places.data(), places.size()}, rows.data(), rows.shape(1), weight, sums.data());
+  phalanx::add_weighted(view(places), rows.data(), rows.shape(1), weight, sums.data());
 }
 
 void split_by_owner(Ids keys, std::uint64_t salt, int servers, OutIds order, OutIds offsets) {
   nb::gil_scoped_release release;
-  phalanx::split_by_owner({keys.data(), keys.size()}, salt, servers, {order.data(), order.size()},
-                          {offsets.data(), offsets.size()});
+  phalanx::split_by_owner(view(keys), salt, servers, view(order), view(offsets));
 }
 
 }  // namespace

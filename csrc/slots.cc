@@ -64,6 +64,11 @@ std::uint64_t hash_text(std::uint64_t seed, std::string_view text) noexcept {
   return mix(state ^ little_endian(text.data(), text.size()));
 }
 
+std::int64_t id_of_text(std::uint64_t seed, std::string_view text, std::uint64_t hash_space) noexcept {
+  const std::uint64_t hash = hash_text(seed, text);
+  return static_cast<std::int64_t>(hash_space ? hash % hash_space : hash);
+}
+
 std::uint64_t slot_seed(std::string_view name) noexcept { return hash_text(0, name); }
 
 SlotParser::SlotParser(SlotSchema schema, bool is_columns) : schema_(std::move(schema)), is_columns_(is_columns) {
@@ -72,11 +77,6 @@ SlotParser::SlotParser(SlotSchema schema, bool is_columns) : schema_(std::move(s
     names_[schema_.sparse[i]] = {false, i};
     seeds_.push_back(slot_seed(schema_.sparse[i]));
   }
-}
-
-std::int64_t SlotParser::id(std::size_t slot, std::string_view text) const noexcept {
-  const std::uint64_t hash = hash_text(seeds_[slot], text);
-  return static_cast<std::int64_t>(schema_.hash_space ? hash % schema_.hash_space : hash);
 }
 
 SlotRows SlotParser::parse(std::string_view text) const {
@@ -114,7 +114,9 @@ std::optional<SlotParser::Failure> SlotParser::columns(std::string_view line, Sl
     }
     (is_label ? out.label : out.dense).push_back(value);
   }
-  for (std::size_t i = 0; i < schema_.sparse.size(); ++i) out.ids.push_back(id(i, take(line, line.find('\t'))));
+  for (const std::uint64_t seed : seeds_) {
+    out.ids.push_back(id_of_text(seed, take(line, line.find('\t')), schema_.hash_space));
+  }
   return std::nullopt;
 }
 
@@ -141,7 +143,7 @@ std::optional<SlotParser::Failure> SlotParser::tokens(std::string_view line, Slo
       const std::string_view value = token.substr(colon + 1);
       const auto [is_dense, index] = name->second;
       if (!is_dense) {
-        scratch.bags.emplace_back(index, id(index, value));
+        scratch.bags.emplace_back(index, id_of_text(seeds_[index], value, schema_.hash_space));
       } else if (scratch.seen[index]) {
         return fails(BrokenLine::kTwice);
       } else if (!read_number(value, out.dense[row + index])) {

@@ -24,6 +24,9 @@ namespace phalanx {
 // with zeros), each mixed into what came before. It spreads ids well; it keeps no secret.
 std::uint64_t hash_text(std::uint64_t seed, std::string_view text) noexcept;
 
+// The id of a text in the slot of this seed; a hash space of 0 means all 64 bits.
+std::int64_t id_of_text(std::uint64_t seed, std::string_view text, std::uint64_t hash_space) noexcept;
+
 // What every hash of a slot starts from.
 std::uint64_t slot_seed(std::string_view name) noexcept;
 
@@ -79,7 +82,6 @@ class SlotParser {
 
   std::optional<Failure> columns(std::string_view line, SlotRows& out) const;
   std::optional<Failure> tokens(std::string_view line, SlotRows& out, Scratch& scratch) const;
-  std::int64_t id(std::size_t slot, std::string_view text) const noexcept;
 
   SlotSchema schema_;
   bool is_columns_;
