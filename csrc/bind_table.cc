@@ -2,11 +2,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -24,68 +26,50 @@ const T* data_or_null(const std::optional<Column<T>>& column) {
   return column ? column->data() : nullptr;
 }
 
-std::string kind_of(nb::handle value) {
-  return value.is_none() ? std::string("any") : std::string(nb::str(value.attr("kind")).c_str());
+template <class Kind>
+Kind kind_of(nb::handle settings, const std::map<std::string, Kind>& kinds) {
+  return kinds.at(settings.is_none() ? "any" : nb::str(settings.attr("kind")).c_str());
 }
 
-// The field of a settings object, or nothing for a kind that lacks it.
-template <class T>
-void read(nb::handle settings, const char* field, T& into) {
+// Reads fields of a settings object, given as name, place, name, place...; a place keeps its value where the kind lacks
+// the field.
+template <class T, class... More>
+void read(nb::handle settings, const char* field, T& into, More&&... more) {
   if (nb::hasattr(settings, field)) into = nb::cast<T>(settings.attr(field));
+  if constexpr (sizeof...(more) > 0) read(settings, more...);
 }
 
 phalanx::RuleSpec read_rule(nb::handle rule) {
   using enum phalanx::RuleKind;
-  static const std::map<std::string, phalanx::RuleKind> kinds = {
-      {"sgd", kSgd},   {"momentum", kMomentum}, {"adagrad", kAdagrad}, {"row_wise_adagrad", kRowWiseAdagrad},
-      {"adam", kAdam}, {"rmsprop", kRmsprop},   {"ftrl", kFtrl}};
   phalanx::RuleSpec spec;
-  spec.kind = kinds.at(kind_of(rule));
-  read(rule, "lr", spec.lr);
-  read(rule, "weight_decay", spec.weight_decay);
-  read(rule, "momentum", spec.momentum);
-  read(rule, "dampening", spec.dampening);
-  read(rule, "nesterov", spec.nesterov);
-  read(rule, "lr_decay", spec.lr_decay);
-  read(rule, "initial_accumulator_value", spec.initial_accumulator);
-  read(rule, "decoupled", spec.decoupled);
-  read(rule, "alpha", spec.alpha);
-  read(rule, "eps", spec.eps);
-  read(rule, "beta", spec.beta);
-  read(rule, "l1", spec.l1);
-  read(rule, "l2", spec.l2);
-  if (nb::hasattr(rule, "betas")) {
-    spec.first_beta = nb::cast<double>(rule.attr("betas")[0]);
-    spec.second_beta = nb::cast<double>(rule.attr("betas")[1]);
-  }
+  spec.kind = kind_of<phalanx::RuleKind>(rule, {{"sgd", kSgd}, {"momentum", kMomentum}, {"adagrad", kAdagrad},
+                                                {"row_wise_adagrad", kRowWiseAdagrad}, {"adam", kAdam},
+                                                {"rmsprop", kRmsprop}, {"ftrl", kFtrl}});
+  std::pair betas(spec.first_beta, spec.second_beta);
+  read(rule, "lr", spec.lr, "weight_decay", spec.weight_decay, "momentum", spec.momentum, "dampening", spec.dampening,
+       "nesterov", spec.nesterov, "lr_decay", spec.lr_decay, "initial_accumulator_value", spec.initial_accumulator,
+       "decoupled", spec.decoupled, "alpha", spec.alpha, "eps", spec.eps, "beta", spec.beta, "l1", spec.l1, "l2",
+       spec.l2, "betas", betas);
+  std::tie(spec.first_beta, spec.second_beta) = betas;
   return spec;
 }
 
 phalanx::InitSpec read_init(nb::handle init) {
-  const std::string kind = kind_of(init);
+  using enum phalanx::InitKind;
   phalanx::InitSpec spec;
-  spec.kind = kind == "uniform"  ? phalanx::InitKind::kUniform
-              : kind == "normal" ? phalanx::InitKind::kNormal
-                                 : phalanx::InitKind::kConstant;
-  read(init, "scale", spec.scale);
-  read(init, "std", spec.scale);
-  read(init, "value", spec.scale);
+  spec.kind =
+      kind_of<phalanx::InitKind>(init, {{"uniform", kUniform}, {"normal", kNormal}, {"constant", kConstant}});
+  read(init, "scale", spec.scale, "std", spec.scale, "value", spec.scale);
   return spec;
 }
 
 phalanx::EntrySpec read_entry(nb::handle entry) {
   using enum phalanx::EntryKind;
-  static const std::map<std::string, phalanx::EntryKind> kinds = {
-      {"any", kAny}, {"count", kCount}, {"probability", kProbability}, {"show_click", kShowClick}};
   phalanx::EntrySpec spec;
-  spec.kind = kinds.at(kind_of(entry));
-  read(entry, "count", spec.count);
-  read(entry, "p", spec.probability);
-  read(entry, "show_weight", spec.show_weight);
-  read(entry, "click_weight", spec.click_weight);
-  read(entry, "decay", spec.decay);
-  read(entry, "drop_below", spec.drop_below);
-  read(entry, "unseen_days", spec.unseen_days);
+  spec.kind = kind_of<phalanx::EntryKind>(
+      entry, {{"any", kAny}, {"count", kCount}, {"probability", kProbability}, {"show_click", kShowClick}});
+  read(entry, "count", spec.count, "p", spec.probability, "show_weight", spec.show_weight, "click_weight",
+       spec.click_weight, "decay", spec.decay, "drop_below", spec.drop_below, "unseen_days", spec.unseen_days);
   return spec;
 }
 
