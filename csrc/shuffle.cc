@@ -4,16 +4,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "mix.h"
+
 namespace phalanx {
 namespace {
-
-constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;  // 2^64 divided by the golden ratio, made odd
-
-constexpr std::uint64_t mix(std::uint64_t z) noexcept {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31);
-}
 
 constexpr std::uint64_t mask_of(int bits) noexcept { return (std::uint64_t{1} << bits) - 1; }
 
@@ -28,8 +22,8 @@ Permutation::Permutation(std::uint64_t n, std::uint64_t seed) : n_(n) {
   low_mask_ = mask_of(low_bits_);
   high_mask_ = mask_of(bits - low_bits_);
   for (int round = 0; round < kRounds; ++round) {
-    seed += kGolden;
-    keys_[round] = mix(seed);
+    seed += kStep;
+    keys_[round] = mix64(seed);
   }
 }
 
@@ -37,8 +31,8 @@ std::uint64_t Permutation::pass(std::uint64_t value) const noexcept {
   std::uint64_t high = value >> low_bits_;
   std::uint64_t low = value & low_mask_;
   for (int round = 0; round < kRounds; round += 2) {
-    high ^= mix(low ^ keys_[round]) & high_mask_;
-    low ^= mix(high ^ keys_[round + 1]) & low_mask_;
+    high ^= mix64(low ^ keys_[round]) & high_mask_;
+    low ^= mix64(high ^ keys_[round + 1]) & low_mask_;
   }
   return high << low_bits_ | low;
 }

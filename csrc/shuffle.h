@@ -7,8 +7,7 @@
 // pseudorandom permutations from pseudorandom functions", 1988), its two halves of unequal width when the number
 // of bits is odd. A value at or above n is sent through the network again until it falls below n: cycle walking
 // (J. Black, P. Rogaway, "Ciphers with arbitrary finite domains", 2002); fewer than two passes on average.
-// The round function is the 64-bit finaliser known as Stafford's variant 13 (G. Steele, D. Lea, C. Flood,
-// "Fast splittable pseudorandom number generators", 2014). It orders training rows well; it keeps no secret.
+// The round function is mix64 (mix.h).
 //
 // Thread-safety: values are immutable; every method may be called from any thread.
 

@@ -7,16 +7,12 @@
 #include <cstring>
 #include <utility>
 
+#include "mix.h"
+
 namespace phalanx {
 namespace {
 
 constexpr std::size_t kShownBytes = 40;
-
-std::uint64_t mix(std::uint64_t z) noexcept {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
 
 std::uint64_t little_endian(const char* bytes, std::size_t count) noexcept {
   std::uint64_t word = 0;
@@ -59,9 +55,9 @@ struct Mark {
 }  // namespace
 
 std::uint64_t hash_text(std::uint64_t seed, std::string_view text) noexcept {
-  std::uint64_t state = mix(seed + text.size());
-  for (; text.size() > 8; text.remove_prefix(8)) state = mix(state ^ little_endian(text.data(), 8));
-  return mix(state ^ little_endian(text.data(), text.size()));
+  std::uint64_t state = mix64(seed + text.size());
+  for (; text.size() > 8; text.remove_prefix(8)) state = mix64(state ^ little_endian(text.data(), 8));
+  return mix64(state ^ little_endian(text.data(), text.size()));
 }
 
 std::int64_t id_of_text(std::uint64_t seed, std::string_view text, std::uint64_t hash_space) noexcept {

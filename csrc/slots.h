@@ -20,8 +20,8 @@
 
 namespace phalanx {
 
-// The finaliser known as Stafford's variant 13, over the text's 8-byte words (little-endian, the last one filled up
-// with zeros), each mixed into what came before. It spreads ids well; it keeps no secret.
+// mix64 (mix.h) over the text's 8-byte words (little-endian, the last one filled up with zeros), each mixed into what
+// came before.
 std::uint64_t hash_text(std::uint64_t seed, std::string_view text) noexcept;
 
 // The id of a text in the slot of this seed; a hash space of 0 means all 64 bits.

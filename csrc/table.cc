@@ -1,7 +1,6 @@
 #include "table.h"
 
 #include <algorithm>
-#include <bit>
 #include <stdexcept>
 
 namespace phalanx {
@@ -17,7 +16,7 @@ class Routed {
     std::array<std::uint64_t, kBlock> hashes;
     starts_.fill(0);
     for (std::size_t i = 0; i < keys.size(); ++i) {
-      hashes[i] = mix64(std::bit_cast<std::uint64_t>(keys[i]) ^ salt);
+      hashes[i] = hash_of(keys[i], salt);
       ++starts_[static_cast<std::size_t>(lane_of(hashes[i])) + 1];
     }
     for (std::size_t lane = 0; lane < kLanes; ++lane) starts_[lane + 1] += starts_[lane];

@@ -1,25 +1,20 @@
 // The hash that places an id, and the streams of numbers that belong to it. Twin of ps/placement.py and ps/initial.py.
 //
-// The 64-bit finaliser known as Stafford's variant 13 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom
-// number generators", 2014). It is a bijection, so a hash stands for its id and the table stores hashes alone.
+// The mixer is a bijection, so a hash stands for its id and the table stores hashes alone.
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
+
+#include "mix.h"
 
 namespace phalanx {
 
 inline constexpr int kShardBits = 10;
 inline constexpr int kShards = 1 << kShardBits;
-inline constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15;  // 2^64 divided by the golden ratio, made odd
 inline constexpr std::uint64_t kAdmission = 0xD1B54A32D192ED03;
 inline constexpr std::uint64_t kRounding = 0x8CB92BA72F3D8DD7;
-
-constexpr std::uint64_t mix64(std::uint64_t z) noexcept {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31);
-}
 
 // The inverse of mix64: the multipliers are the inverses modulo 2^64, the shifts are undone two or three at a time.
 constexpr std::uint64_t unmix64(std::uint64_t z) noexcept {
@@ -29,6 +24,10 @@ constexpr std::uint64_t unmix64(std::uint64_t z) noexcept {
 }
 
 static_assert(unmix64(mix64(0x0123456789ABCDEF)) == 0x0123456789ABCDEF);
+
+constexpr std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) noexcept {
+  return mix64(std::bit_cast<std::uint64_t>(id) ^ salt);
+}
 
 constexpr int shard_of(std::uint64_t hash) noexcept { return static_cast<int>(hash >> (64 - kShardBits)); }
 

@@ -1,7 +1,6 @@
 // What happens to a whole shard of a lane: days, eviction, export, restore.
 
 #include <algorithm>
-#include <bit>
 #include <tuple>
 
 #include "table_lane.h"
@@ -142,7 +141,7 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
   swept_[part] = time.tick;
   const std::size_t width = spec_.width();
   for (std::size_t i = 0; i < columns.keys.size(); ++i) {
-    const std::uint64_t hash = mix64(std::bit_cast<std::uint64_t>(columns.keys[i]) ^ spec_.salt);
+    const std::uint64_t hash = hash_of(columns.keys[i], spec_.salt);
     Entry* entry = index_.find(hash);
     if (!entry->has_row()) entry = with_row(entry, hash);
     entry->tick = time.shortened(columns.ticks[i]);
@@ -151,7 +150,7 @@ void Lane::restore(int part, const ShardView& columns, Time time) {
     std::copy_n(row + spec_.dim, width - spec_.dim, floats(slab_.row(entry->row)));
   }
   for (std::size_t i = 0; i < columns.waiting_keys.size(); ++i) {
-    const std::uint64_t hash = mix64(std::bit_cast<std::uint64_t>(columns.waiting_keys[i]) ^ spec_.salt);
+    const std::uint64_t hash = hash_of(columns.waiting_keys[i], spec_.salt);
     const Entry found = *index_.find(hash);
     if (found.has_row()) drop({&found, 1});
     Entry* const entry = occupied(index_.find(hash), hash);

@@ -32,7 +32,7 @@ class Places {
   }
 
  private:
-  std::size_t home(std::int64_t id) const { return mix64(std::bit_cast<std::uint64_t>(id)) & mask_; }
+  std::size_t home(std::int64_t id) const { return hash_of(id, 0) & mask_; }
 
   std::vector<std::uint32_t> slots_;
   std::size_t mask_;
@@ -68,14 +68,15 @@ void add_weighted(std::span<const std::int64_t> places, const float* rows, std::
 void split_by_owner(std::span<const std::int64_t> keys, std::uint64_t salt, int servers,
                     std::span<std::int64_t> order, std::span<std::int64_t> offsets) {
   const auto owner = [&](std::int64_t key) {
-    const int shard = shard_of(mix64(std::bit_cast<std::uint64_t>(key) ^ salt));
-    return static_cast<std::size_t>(shard * servers / kShards);
+    return static_cast<std::size_t>(shard_of(hash_of(key, salt)) * servers / kShards);
   };
   std::fill(offsets.begin(), offsets.end(), 0);
   for (const std::int64_t key : keys) ++offsets[owner(key) + 1];
   for (std::size_t server = 1; server < offsets.size(); ++server) offsets[server] += offsets[server - 1];
   std::vector<std::int64_t> next(offsets.begin(), offsets.end());
-  for (std::size_t i = 0; i < keys.size(); ++i) order[static_cast<std::size_t>(next[owner(keys[i])]++)] = static_cast<std::int64_t>(i);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    order[static_cast<std::size_t>(next[owner(keys[i])]++)] = static_cast<std::int64_t>(i);
+  }
 }
 
 }  // namespace phalanx

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.mix import GOLDEN, WORD, mix64, mix_one
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE
 
@@ -17,8 +18,6 @@ MAX_ROWS = 2**62
 """Most rows a permutation can order."""
 
 _ROUNDS = 8
-_WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> NDArray[np.int64]:
@@ -44,7 +43,7 @@ def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> NDArra
         return shuffled_numpy(n, seed, start, count, step)
     from phalanx import _core
 
-    return _core.shuffled(n, seed & _WORD, start, count, step)
+    return _core.shuffled(n, seed & WORD, start, count, step)
 
 
 def shuffled_numpy(n: int, seed: int, start: int, count: int, step: int = 1) -> NDArray[np.int64]:
@@ -63,13 +62,13 @@ def mixed_seed(*words: int) -> int:
     """Return one 64-bit seed from several integers; (a, b) and (b, a) give different ones."""
     state = 0
     for word in words:
-        state = _mix_one((state + word + _GOLDEN) & _WORD)
+        state = mix_one((state + word + GOLDEN) & WORD)
     return state
 
 
 def hash_numbers(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """Return a 64-bit hash of each number, shape (n,); another one for every seed."""
-    return _mix(values ^ np.uint64(seed & _WORD))
+    return mix64(values ^ np.uint64(seed & WORD))
 
 
 class _Network:
@@ -81,28 +80,15 @@ class _Network:
         self.low_bits = np.uint64(low_bits)
         self.low_mask = np.uint64(2**low_bits - 1)
         self.high_mask = np.uint64(2 ** (bits - low_bits) - 1)
-        words = [(seed + _GOLDEN * (i + 1)) & _WORD for i in range(_ROUNDS)]
-        self.keys = _mix(np.array(words, dtype=np.uint64))
+        words = [(seed + GOLDEN * (i + 1)) & WORD for i in range(_ROUNDS)]
+        self.keys = mix64(np.array(words, dtype=np.uint64))
 
     def apply(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         high, low = values >> self.low_bits, values & self.low_mask
         for even, odd in self.keys.reshape(-1, 2):
-            high ^= _mix(low ^ even) & self.high_mask
-            low ^= _mix(high ^ odd) & self.low_mask
+            high ^= mix64(low ^ even) & self.high_mask
+            low ^= mix64(high ^ odd) & self.low_mask
         return high << self.low_bits | low
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def _mix_one(z: int) -> int:
-    """Return what `_mix` does to one number; NumPy would take ten times as long for it."""
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _WORD
-    return z ^ (z >> 31)
 
 
 def _check(n: int, start: int, count: int, step: int) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.mix import WORD, mix_one
+
 BROKEN = ("fields", "number", "token", "name", "twice")
 """What can be wrong with a line, in the order of the native core's codes."""
 
 _SHOWN_BYTES = 40
-_WORD = 2**64 - 1
 _NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -40,16 +41,10 @@ def hash_texts_python(slot: str, texts: Sequence[str], hash_space: int) -> NDArr
     return np.array([h % hash_space if hash_space else h for h in hashes], np.uint64).view(np.int64)
 
 
-def _mix(z: int) -> int:
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _WORD
-    return z ^ (z >> 31)
-
-
 def _hash(seed: int, text: bytes) -> int:
-    state = _mix((seed + len(text)) & _WORD)
+    state = mix_one((seed + len(text)) & WORD)
     for start in range(0, max(len(text), 1), 8):
-        state = _mix(state ^ int.from_bytes(text[start : start + 8], "little"))
+        state = mix_one(state ^ int.from_bytes(text[start : start + 8], "little"))
     return state
 
 

@@ -10,21 +10,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.ps.placement import Words, mix64
+from phalanx.data.mix import GOLDEN, WORD, Words, mix64
 from phalanx.ps.rules import Constant, CountFilter, Init, Normal, Probability, TableSpec
-
-GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio, made odd: the step of a row's counter."""
 
 ADMISSION = 0xD1B54A32D192ED03
 ROUNDING = 0x8CB92BA72F3D8DD7
 
-_WORD = 2**64 - 1
-
 
 def row_numbers(mixed_keys: Words, seed: int) -> Words:
     """Return each row's own number, from the ids' hashes (`placement.mixed`) and the table's seed. Shape (n,)."""
-    start = mix64(np.array([(seed + GOLDEN) & _WORD], np.uint64))
+    start = mix64(np.array([(seed + GOLDEN) & WORD], np.uint64))
     return mix64(mixed_keys ^ start)
 
 
@@ -72,7 +67,7 @@ def stochastic_bfloat16(values: NDArray[np.float32], numbers: Words, tick: int) 
         tick: Of the change.
     """
     dim = values.shape[1]
-    streams = mix64((numbers ^ np.uint64(ROUNDING)) + np.uint64(tick * GOLDEN & _WORD))
+    streams = mix64((numbers ^ np.uint64(ROUNDING)) + np.uint64(tick * GOLDEN & WORD))
     quarters = words(streams, -(-dim // 4)).astype("<u8", copy=False).view("<u2")
     return _cut(values, np.ascontiguousarray(values).view(np.uint32), quarters[:, :dim].astype(np.uint32))
 

@@ -1,8 +1,7 @@
 """Where an id lives: which of the 1024 virtual shards holds it, and which server owns a shard. Arithmetic alone.
 
-The hash is the 64-bit finaliser known as Stafford's variant 13 (G. Steele, D. Lea, C. Flood, "Fast splittable
-pseudorandom number generators", 2014). It is a bijection, so no two ids of a table ever meet. None of this may
-change: snapshots are cut by it.
+The hash is `data.mix.mix64`, a bijection, so no two ids of a table ever meet. None of this may change: snapshots are
+cut by it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,13 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.mix import Words, mix64
 from phalanx.errors import ConfigError
 
 SHARDS = 1024
 """Virtual shards of every table, fixed for ever."""
 
-Words = NDArray[np.uint64]
-
 _SHARD_BITS = 10
-_MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def mix64(words: Words) -> Words:
-    """Return the mixed words: a bijection of the 64-bit numbers in which every bit depends on every bit."""
-    words = (words ^ (words >> np.uint64(30))) * _MULTIPLIERS[0]
-    words = (words ^ (words >> np.uint64(27))) * _MULTIPLIERS[1]
-    return words ^ (words >> np.uint64(31))
 
 
 def table_salt(name: str) -> int:

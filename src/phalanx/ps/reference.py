@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.mix import mix_one
 from phalanx.ps.arrays import Columns, check_columns, check_push, check_rows, check_shard
 from phalanx.ps.initial import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
 from phalanx.ps.layout import INDEX_BYTES, layout_of
-from phalanx.ps.placement import SHARDS, mix64, mixed, shard_of, table_salt
+from phalanx.ps.placement import SHARDS, mixed, shard_of, table_salt
 from phalanx.ps.rules import CountFilter, Probability, ShowClick, TableSpec
 from phalanx.ps.updates import initial_state, update
 
@@ -306,7 +307,7 @@ class ReferenceTable:
         """Keep to `max_bytes`: shard after shard gives up its least recent eighth, from one picked by the tick."""
         if self.spec.max_bytes is None:
             return
-        number = int(mix64(np.array([tick], np.uint64))[0] >> np.uint64(54))
+        number = mix_one(tick) >> 54
         while self.bytes > self.spec.max_bytes:
             shard = self._shards[number]
             order = sorted(shard.in_order(self._salt), key=shard.ticks.__getitem__)
