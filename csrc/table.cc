@@ -63,32 +63,40 @@ void EmbeddingTable::each_lane(Keys keys, Work work) const {
   }
 }
 
+// Calls use(lane, part) for the part of a lane that is this shard, with the lane's lock held.
+template <class Use>
+auto EmbeddingTable::in_lane(int shard, Use use) const {
+  Lane& lane = *lanes_[static_cast<std::size_t>(shard & (kLanes - 1))];
+  const std::lock_guard locked(lane.lock);
+  return use(lane, shard >> kLaneBits);
+}
+
+// Calls work(lane, slice, time) as `each_lane` does, as one change.
+template <class Work>
+void EmbeddingTable::change(Keys keys, Work work) {
+  const std::uint64_t tick = next_tick();
+  each_lane(keys, [&](Lane& lane, Slice& slice) { work(lane, slice, now(tick)); });
+  pushed_ += keys.size();
+  evict(tick);
+}
+
 void EmbeddingTable::pull(Keys keys, float* values) const {
   each_lane(keys, [&](const Lane& lane, Slice& slice) { lane.pull(slice, values); });
 }
 
 std::uint64_t EmbeddingTable::push(Keys keys, const Gradients& gradients) {
-  const std::uint64_t tick = next_tick();
   std::uint64_t dropped = 0;
-  each_lane(keys, [&](Lane& lane, Slice& slice) { dropped += lane.push(slice, gradients, now(tick)); });
-  pushed_ += keys.size();
+  change(keys, [&](Lane& lane, Slice& slice, Time time) { dropped += lane.push(slice, gradients, time); });
   dropped_ += dropped;
-  evict(tick);
   return dropped;
 }
 
 void EmbeddingTable::add(Keys keys, const float* deltas) {
-  const std::uint64_t tick = next_tick();
-  each_lane(keys, [&](Lane& lane, Slice& slice) { lane.add(slice, deltas, now(tick)); });
-  pushed_ += keys.size();
-  evict(tick);
+  change(keys, [&](Lane& lane, Slice& slice, Time time) { lane.add(slice, deltas, time); });
 }
 
 void EmbeddingTable::assign(Keys keys, const float* values) {
-  const std::uint64_t tick = next_tick();
-  each_lane(keys, [&](Lane& lane, Slice& slice) { lane.assign(slice, values, now(tick)); });
-  pushed_ += keys.size();
-  evict(tick);
+  change(keys, [&](Lane& lane, Slice& slice, Time time) { lane.assign(slice, values, time); });
 }
 
 std::uint64_t EmbeddingTable::shrink() {
@@ -96,9 +104,7 @@ std::uint64_t EmbeddingTable::shrink() {
   if (spec_.entry.kind != EntryKind::kShowClick) return 0;
   std::uint64_t gone = 0;
   for (int shard = 0; shard < kShards; ++shard) {
-    Lane& lane = lane_at(shard);
-    const std::lock_guard locked(lane.lock);
-    gone += lane.end_day(shard >> kLaneBits, now(tick));
+    gone += in_lane(shard, [&](Lane& lane, int part) { return lane.end_day(part, now(tick)); });
   }
   return gone;
 }
@@ -112,23 +118,17 @@ void EmbeddingTable::clear() {
 }
 
 ShardColumns EmbeddingTable::read(int shard, std::uint64_t since) const {
-  const Lane& lane = lane_at(shard);
-  const std::lock_guard locked(lane.lock);
-  return lane.read(shard >> kLaneBits, since, now(tick_));
+  return in_lane(shard, [&](const Lane& lane, int part) { return lane.read(part, since, now(tick_)); });
 }
 
 void EmbeddingTable::restore(int shard, const ShardView& columns) {
   const std::lock_guard clocked(clock_);
   go_to(columns.tick < tick_ ? tick_ + 1 : columns.tick);
-  Lane& lane = lane_at(shard);
-  const std::lock_guard locked(lane.lock);
-  lane.restore(shard >> kLaneBits, columns, now(tick_));
+  in_lane(shard, [&](Lane& lane, int part) { lane.restore(part, columns, now(tick_)); });
 }
 
 std::vector<std::int64_t> EmbeddingTable::keys(int shard) const {
-  const Lane& lane = lane_at(shard);
-  const std::lock_guard locked(lane.lock);
-  return lane.keys(shard >> kLaneBits);
+  return in_lane(shard, [](const Lane& lane, int part) { return lane.keys(part); });
 }
 
 void EmbeddingTable::hold() {
@@ -185,9 +185,7 @@ std::uint64_t EmbeddingTable::cost() const {
 void EmbeddingTable::evict(std::uint64_t tick) {
   if (spec_.max_bytes == 0) return;
   for (int shard = shard_of(mix64(tick)); cost() > spec_.max_bytes; shard = (shard + 1) % kShards) {
-    Lane& lane = lane_at(shard);
-    const std::lock_guard locked(lane.lock);
-    evicted_ += lane.drop_eighth(shard >> kLaneBits, now(tick));
+    evicted_ += in_lane(shard, [&](Lane& lane, int part) { return lane.drop_eighth(part, now(tick)); });
   }
 }
 

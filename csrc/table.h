@@ -67,7 +67,10 @@ class EmbeddingTable {
  private:
   template <class Work>
   void each_lane(Keys keys, Work work) const;
-  Lane& lane_at(int shard) const { return *lanes_[static_cast<std::size_t>(shard & (kLanes - 1))]; }
+  template <class Use>
+  auto in_lane(int shard, Use use) const;
+  template <class Work>
+  void change(Keys keys, Work work);
   Time now(std::uint64_t tick) const { return {tick, oldest_}; }  // REQUIRES: a lane is locked
   std::uint64_t next_tick();
   void go_to(std::uint64_t tick);  // REQUIRES: clock_ is locked

@@ -124,6 +124,7 @@ class Lane {
   void start_values(std::uint64_t hash, float* values) const;
   std::vector<Entry> in_order(int part) const;
   std::uint64_t drop(std::span<const Entry> entries);
+  std::uint64_t give_back(std::span<const Entry> entries);
   float* floats(std::byte* row) const { return reinterpret_cast<float*>(row + value_bytes_); }
   std::int64_t id_of(std::uint64_t hash) const { return static_cast<std::int64_t>(unmix64(hash) ^ spec_.salt); }
 

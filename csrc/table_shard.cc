@@ -50,14 +50,7 @@ std::uint64_t Lane::drop_eighth(int part, Time time) {
 }
 
 std::uint64_t Lane::drop_part(int part, Time time) {
-  std::uint64_t rows = 0;
-  for (const Entry& entry : index_.places(part)) {
-    if (!entry.has_row()) continue;
-    slab_.give_back(entry.row);
-    ++rows;
-  }
-  bump(rows_, -static_cast<std::int64_t>(rows));
-  bump(entries_, -static_cast<std::int64_t>(index_.used(part)));
+  const std::uint64_t rows = give_back(index_.places(part));
   index_.erase_part(part);
   days_[part].clear();
   swept_[part] = time.tick;
@@ -65,16 +58,21 @@ std::uint64_t Lane::drop_part(int part, Time time) {
 }
 
 std::uint64_t Lane::drop(std::span<const Entry> entries) {
-  std::uint64_t rows = 0;
+  for (const Entry& entry : entries) index_.erase(entry.hash);
+  return give_back(entries);
+}
+
+// Gives back the rows of entries that the index loses; returns how many there were.
+std::uint64_t Lane::give_back(std::span<const Entry> entries) {
+  std::int64_t rows = 0, gone = 0;
   for (const Entry& entry : entries) {
-    index_.erase(entry.hash);
-    if (!entry.has_row()) continue;
-    slab_.give_back(entry.row);
-    ++rows;
+    if (entry.has_row()) slab_.give_back(entry.row);
+    rows += entry.has_row();
+    gone += !entry.is_empty();
   }
-  bump(rows_, -static_cast<std::int64_t>(rows));
-  bump(entries_, -static_cast<std::int64_t>(entries.size()));
-  return rows;
+  bump(rows_, -rows);
+  bump(entries_, -gone);
+  return static_cast<std::uint64_t>(rows);
 }
 
 void Lane::clear(Time time) {
