@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,12 @@ from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.store import Change, Want
+from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC, FakeWorker, gradient
 from ps_servers import SECRET, Server, Worker, servers
 
 pytestmark = pytest.mark.fault
 
-WORKERS = 2
 TABLE = TableSpec(name="rows", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=1.0), seed=5)
 RETRY = {"PHALANX_SERVER_RETRY_S": "60"}
 
@@ -33,48 +32,9 @@ def ids_of(worker: int, step: int) -> np.ndarray:
     return np.random.default_rng([worker, step]).choice(200, size=30, replace=False).astype(np.int64)
 
 
-class Progress:
-    """Counts steps of all workers; a test waits for a number of them, however fast the machine is."""
-
-    def __init__(self) -> None:
-        self._count, self._changed = 0, threading.Condition()
-
-    def one(self) -> None:
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
-
-    def wait(self, count: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._count >= count, 60), f"stuck at {self._count} of {count}"
-
-
-def kill_while(server: Server, steps: int, kills: int, seed: int, work: Callable[[int, Progress], None]) -> None:
-    """Run `work` for each worker, and kill and restart the server at random numbers of steps."""
-    progress, errors = Progress(), []
-
-    def run(worker: int) -> None:
-        try:
-            work(worker, progress)
-        except BaseException as e:  # shown by the test's own thread
-            errors.append(e)
-            raise
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for moment in sorted(random.Random(seed).sample(range(1, steps * WORKERS - 10), kills)):
-        progress.wait(moment)
-        server.kill()
-        server.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-
-
-def store(server: Server, worker: int, mode: str) -> RemoteStore:
+def store(endpoints: Sequence[str], worker: int, mode: str) -> RemoteStore:
     return RemoteStore(
-        [server.endpoint],
+        endpoints,
         secret=SECRET,
         worker=worker,
         workers=WORKERS,
@@ -102,12 +62,13 @@ def undisturbed(steps: int) -> bytes:
     return workers[0].pull(*range(200), step=steps, table="rows").arrays[0].tobytes()
 
 
-def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "kills"), [(1, 10), (2, 5)])
+def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Path, count: int, kills: int) -> None:
     steps = 150
     final: dict[int, bytes] = {}
 
     def train(worker: int, progress: Progress) -> None:
-        remote = store(server, worker, "sync")
+        remote = store(made.endpoints, worker, "sync")
         remote.declare([TABLE])
         for step in range(steps):
             ids = ids_of(worker, step)
@@ -118,18 +79,20 @@ def test_sync_after_ten_kills_equals_the_undisturbed_run_to_the_bit(tmp_path: Pa
         final[worker] = rows.tobytes()
         remote.close()
 
-    with servers(1, tmp_path, RETRY, state=True, log_bytes=100_000) as (server,):
-        kill_while(server, steps, 10, 1, train)
-        assert "recovered from" in server.log
+    with servers(count, tmp_path, RETRY, state=True, log_bytes=100_000) as made:
+        kill_while(made, steps, kills, 1, train)
+        assert all("recovered from" in server.log for server in made)
     assert final[0] == final[1] == undisturbed(steps)
 
 
-@pytest.mark.parametrize("durability", ["process", "disk"])
-def test_async_applies_what_it_acknowledged_and_nothing_twice(tmp_path: Path, durability: str) -> None:
+@pytest.mark.parametrize(("count", "kills", "durability"), [(1, 5, "process"), (1, 5, "disk"), (2, 4, "process")])
+def test_async_applies_what_it_acknowledged_and_nothing_twice(
+    tmp_path: Path, count: int, kills: int, durability: str
+) -> None:
     steps = 150
 
     def train(worker: int, progress: Progress) -> None:
-        remote = store(server, worker, "async")
+        remote = store(made.endpoints, worker, "async")
         remote.declare([SPEC])
         for step in range(steps):
             ids = ids_of(worker, step)
@@ -140,13 +103,13 @@ def test_async_applies_what_it_acknowledged_and_nothing_twice(tmp_path: Path, du
         remote.close()
 
     env = {**RETRY, "PHALANX_SERVER_DURABILITY": durability}
-    with servers(1, tmp_path, env, state=True, log_bytes=100_000) as (server,):
-        kill_while(server, steps, 5, 2, train)
-        worker = Worker(server, 0)
-        worker.declare(workers=WORKERS)
-        rows = worker.pull(*range(200), step=steps).arrays[0][:, 0]
-        pushed = worker.call("report", {}).meta["tables"]["items"]["pushed"]
-        worker.close()
+    with servers(count, tmp_path, env, state=True, log_bytes=100_000) as made:
+        kill_while(made, steps, kills, 2, train)
+        remote = store(made.endpoints, 0, "async")
+        remote.declare([SPEC])
+        rows = remote.pull([Want("items", np.arange(200))]).rows()[0][:, 0]
+        pushed = remote.report()["items"].pushed
+        remote.close()
     expected = np.zeros(200, np.float32)
     for n in range(WORKERS):
         for step in range(steps):
