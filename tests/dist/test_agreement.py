@@ -10,7 +10,7 @@ import pytest
 
 import phalanx as px
 from phalanx import comm
-from phalanx.comm import agreement
+from phalanx.comm import agreement, process_group
 from phalanx.errors import ConfigError, PeerLostError
 from ranks import run_ranks
 
@@ -77,22 +77,25 @@ def _wait_for_a_dead_rank() -> str:
 def test_a_dead_rank_is_named_with_host_pid_and_log():
     survivor, _ = run_ranks(_wait_for_a_dead_rank, 2, expect_failure=True)
     assert "waited 1 s for rank 1 (host " in survivor.value
-    assert "workerlog.1), which did not come" in survivor.value
+    assert "workerlog.1), which did not come to 'plan'. It has ended or hangs" in survivor.value
 
 
 def _share_without_rank_0() -> str:
-    if px.init().rank == 0:
+    rank, store = px.init().rank, process_group.meeting().store
+    if rank == 0:
+        assert store.wait(["given up"], 30)
         return ""
     agreement.SAY_EVERY_S = 0.2
     with pytest.raises(PeerLostError) as caught:
         comm.share("seed", None, timeout_s=0.5)
+    store.set("given up", "")
     return str(caught.value)
 
 
 def test_a_share_that_rank_0_never_makes_names_rank_0():
     _, other = run_ranks(_share_without_rank_0, 2, expect_failure=True)
     assert "rank 0 (host " in other.value
-    assert re.search(r"waiting for rank 0 \(host .*workerlog\.0\) since 0 s", other.output)
+    assert re.search(r"waiting for rank 0 \(host .*workerlog\.0\) since 0 s, at 'seed'", other.output)
 
 
 def test_with_one_process_agreement_is_free_and_still_wants_json():

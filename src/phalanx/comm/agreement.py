@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from phalanx.cluster.rendezvous import name_ranks
@@ -45,7 +46,8 @@ def agree(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Non
     if meeting is None:
         return
     call = _next_call(meeting)
-    digests = _exchange(meeting, f"{call}/digest", f"{name} {hashlib.sha256(text.encode()).hexdigest()}", timeout_s)
+    digest = f"{name} {hashlib.sha256(text.encode()).hexdigest()}"
+    digests = _exchange(meeting, f"{call}/digest", digest, name, timeout_s)
     names = [d.rpartition(" ")[0] for d in digests]
     if len(set(names)) > 1:
         raise ConfigError(
@@ -53,7 +55,7 @@ def agree(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Non
             "Every rank must make the same calls in the same order; look for an `if rank == ...` around one of them."
         )
     if len(set(digests)) > 1:
-        values = [json.loads(v) for v in _exchange(meeting, f"{call}/value", text, timeout_s)]
+        values = [json.loads(v) for v in _exchange(meeting, f"{call}/value", text, name, timeout_s)]
         raise ConfigError(_difference(name, values))
 
 
@@ -76,7 +78,7 @@ def share(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any
     key = f"{_next_call(meeting)}/share"
     if meeting.role.rank == 0:
         meeting.store.set(key, _to_json(name, value))
-    _await(meeting, [0], [key], timeout_s)
+    _await(meeting, [0], [key], name, timeout_s)
     return json.loads(meeting.store.get(key))
 
 
@@ -90,7 +92,19 @@ def barrier(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """
     meeting = _meeting()
     if meeting is not None:
-        _exchange(meeting, f"{_next_call(meeting)}/barrier", "here", timeout_s)
+        _exchange(meeting, f"{_next_call(meeting)}/barrier", "here", "barrier", timeout_s)
+
+
+def leave() -> None:
+    """Tell the other ranks that this one makes no more calls, so that nobody waits for it. Free without others."""
+    meeting = _meeting()
+    if meeting is not None:
+        with contextlib.suppress(PeerLostError):  # the store has ended: nobody is left to tell
+            meeting.store.set(_left(meeting.role.rank), "")
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
 
 
 def _meeting() -> Meeting | None:
@@ -113,27 +127,42 @@ def _to_json(name: str, value: Any) -> str:
         raise ConfigError(f"{name} must be made of JSON values to be compared across ranks: {error}.") from None
 
 
-def _exchange(meeting: Meeting, key: str, mine: str, timeout_s: float) -> list[str]:
+def _exchange(meeting: Meeting, key: str, mine: str, name: str, timeout_s: float) -> list[str]:
     role, store = meeting.role, meeting.store
     store.set(f"{key}/{role.rank}", mine)
     keys = [f"{key}/{r}" for r in range(role.world_size)]
-    _await(meeting, range(role.world_size), keys, timeout_s)
+    _await(meeting, range(role.world_size), keys, name, timeout_s)
     return [store.get(k) for k in keys]
 
 
-def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], timeout_s: float) -> None:
-    start = time.monotonic()
-    while not meeting.store.wait(keys, min(SAY_EVERY_S, max(0.0, start + timeout_s - time.monotonic()))):
-        absent = [r for r, key in zip(ranks, keys, strict=True) if not meeting.store.has([key])]
-        who = "; ".join(process_group.describe_rank(r) for r in absent)
+def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], name: str, timeout_s: float) -> None:
+    start, store = time.monotonic(), meeting.store
+
+    def absent() -> list[int]:
+        return [r for r, key in zip(ranks, keys, strict=True) if not store.has([key])]
+
+    while not store.wait(keys, min(SAY_EVERY_S, max(0.0, start + timeout_s - time.monotonic()))):
         waited_s = time.monotonic() - start
-        if absent and waited_s >= timeout_s:
-            raise PeerLostError(
-                f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {who}, which did not "
-                "come. It has ended or hangs: its log says where."
-            )
-        if absent:
-            logger.warning("waiting for %s since %.0f s", who, waited_s)
+        left = {r for r in absent() if store.has([_left(r)])}
+        # A rank says that it leaves after its last call, so who is still absent now will not come.
+        if gone := left.intersection(absent()):
+            raise _not_coming(meeting, gone, name, waited_s, "It has ended")
+        if missing := absent():
+            if waited_s >= timeout_s:
+                raise _not_coming(meeting, missing, name, waited_s, "It has ended or hangs")
+            logger.warning("waiting for %s since %.0f s, at %r", _described(missing), waited_s, name)
+
+
+def _not_coming(meeting: Meeting, ranks: Iterable[int], name: str, waited_s: float, fate: str) -> PeerLostError:
+    return PeerLostError(
+        f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {_described(ranks)}, which did "
+        f"not come to {name!r}. {fate}: its log says where. Every rank must make the same calls: look for an "
+        "`if rank == ...` around this one."
+    )
+
+
+def _described(ranks: Iterable[int]) -> str:
+    return "; ".join(process_group.describe_rank(r) for r in sorted(ranks))
 
 
 def _who_has(values: Sequence[Any]) -> str:

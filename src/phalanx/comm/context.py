@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.role import Role
-from phalanx.comm import process_group
+from phalanx.comm import agreement, process_group
 from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
@@ -158,5 +158,6 @@ def shutdown() -> None:
     if _current is None:
         return
     if _current.owns_group:
+        agreement.leave()
         process_group.stop()
     _current = None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import context
+from phalanx.comm.transfers import peers_named
 
 
 def place() -> tuple[int, int]:
@@ -35,5 +36,6 @@ def gather_integers(values: Sequence[int]) -> list[list[int]]:
     here = context.current()
     mine = torch.tensor(list(values), dtype=torch.int64, device=here.device)
     everyone = [torch.empty_like(mine) for _ in range(count)]
-    dist.all_gather(everyone, mine, group=here.readers.group)
+    with peers_named("all_gather of numbers of rows", here.readers.group):
+        dist.all_gather(everyone, mine, group=here.readers.group)
     return [row.tolist() for row in everyone]

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from phalanx.comm import context
+from phalanx.comm.agreement import agree
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.train.metrics import sum_over_ranks, topk_correct
@@ -52,10 +54,13 @@ def evaluate(
         forward: From (model, batch) to (output, target), for batches other than (input, ..., target).
 
     Raises:
-        ConfigError: If a metric is unknown, a batch has another shape, or a metric returns something else.
+        ConfigError: If a metric is unknown, a batch has another shape, or a metric returns something else. On all
+            ranks, if they ask for different metrics, hold different numbers of rows, or are at different calls.
+        PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
     chosen = read_metrics(metrics, loss_fn)
     loader = _loader(data, batch_size)
+    _meet(chosen, loader)
     totals: dict[str, Tensor] = {}
     count = 0
     with _evaluating(model), torch.no_grad():
@@ -67,6 +72,13 @@ def evaluate(
                 value = row_sum(name, metric(out, target), len(out), loader.share.rows)
                 totals[name] = totals[name] + value if step else value
     return _means(totals, count, chosen)
+
+
+def _meet(chosen: Mapping[str, Metric], loader: ShardedLoader) -> None:
+    """Wait until every rank is here, through the store: a rank alone in a collective gets only its backend's words."""
+    if context.is_initialized():
+        rows = None if isinstance(loader.dataset, IterableDataset) else len(loader.dataset)
+        agree("evaluate", {"metrics": list(chosen), "rows": rows})
 
 
 def forward_tuple(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import context
+from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError, DataError
 
 
@@ -105,7 +106,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     Collective: every rank must call it with the same shape and type.
     """
     if context.is_initialized() and context.current().readers.count > 1:
-        dist.all_reduce(values, group=context.current().readers.group)
+        group = context.current().readers.group
+        with peers_named("the sum of a metric", group):
+            dist.all_reduce(values, group=group)
     return values
 
 
