@@ -46,8 +46,12 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_context_left() -> Iterator[None]:
-    """End the Context a test made, so that the next one starts as a fresh process would."""
+    """End the Context and the tables a test made, so that the next one starts as a fresh process would."""
     yield
+    attach = sys.modules.get("phalanx.ps.attach")
+    if attach is not None and attach._current is not None:
+        attach._current.close()
+        attach._current = None
     context = sys.modules.get("phalanx.comm.context")
     if context is not None:
         context.shutdown()

@@ -18,14 +18,6 @@ from phalanx.ps import attach
 DIM, IDS = 3, 8
 
 
-@pytest.fixture(autouse=True)
-def fresh_tables():
-    yield
-    if attach._current is not None:
-        attach._current.finish()
-        attach._current = None
-
-
 class Model(nn.Module):
     """A sparse part and a dense one over the same step."""
 

@@ -4,25 +4,16 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import phalanx as px
 from phalanx import fleet, ps
 from phalanx.ps import attach
-from phalanx.strategy import ASyncConfigs
+from phalanx.strategy.configs import ASyncConfigs
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parameter-server.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def fresh_tables():
-    yield
-    if attach._current is not None:
-        attach._current.close()
-        attach._current = None
 
 
 def test_the_five_steps_train_in_one_process():

@@ -7,16 +7,6 @@ from torch import nn
 import phalanx as px
 from phalanx.errors import PlanError
 from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Push, Server, Table
-from phalanx.ps import attach
-
-
-@pytest.fixture(autouse=True)
-def fresh_tables():
-    yield
-    if attach._current is not None:
-        attach._current.close()
-        attach._current = None
-
 
 PLAN = Plan(
     mesh=(Axis(name="data", size=1),),
