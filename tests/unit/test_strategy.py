@@ -1,13 +1,16 @@
 """What `DistributedStrategy` accepts, and what it says about everything else."""
 
 import copy
+import itertools
 
 import pytest
 
 from phalanx.errors import StrategyError, StrategyTypeError
 from phalanx.plan.rules import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
-from phalanx.strategy import NOT_YET, RENAMED, DistributedStrategy, check_strategy
+from phalanx.strategy import DistributedStrategy, check_strategy
+from phalanx.strategy.conflicts import TECHNIQUES, verdict
+from phalanx.strategy.menu import NOT_YET, RENAMED, WITHOUT_EFFECT
 
 
 def test_every_default_is_valid_and_copies_compare_equal():
@@ -41,7 +44,7 @@ def test_reading_an_unknown_setting_is_an_error_too():
 def test_a_wrong_type_names_the_setting_and_what_was_found():
     with pytest.raises(StrategyTypeError, match=r"strategy\.graph.*found 'yes' \(str\)"):
         DistributedStrategy().graph = "yes"
-    with pytest.raises(StrategyTypeError, match=r"found \['k_steps'\] \(list\). Write \{\"k_steps\": 100\}"):
+    with pytest.raises(StrategyTypeError, match=r"found \['k_steps'\] \(list\). Write \{\"k_steps\": \.\.\.\}"):
         DistributedStrategy().a_sync_configs = ["k_steps"]
     with pytest.raises(StrategyError, match="greater than 0; found -1"):
         DistributedStrategy(fuse_grad_size_in_MB=-1)
@@ -131,3 +134,60 @@ def test_settings_of_the_servers_that_cannot_act_say_so(caplog):
     assert "a_sync_configs['send_queue_size'] does not act: queues to the servers are bounded by bytes" in caplog.text
     assert "a_sync_configs['launch_barrier'] does not act" in caplog.text
     assert "a_sync_configs['max_merge_var_num'] does not act: it needs half_async" in caplog.text
+
+
+# --- techniques -----------------------------------------------------------------------------------------------------
+
+
+def test_two_techniques_that_exclude_each_other_are_named_with_the_reason():
+    strategy = DistributedStrategy(localsgd=True)
+    with pytest.raises(StrategyError, match=r"strategy\.localsgd and strategy\.dgc cannot be on together: ranks that"):
+        strategy.dgc = True
+    assert not strategy.dgc
+    with pytest.raises(StrategyError, match=r"lars and strategy\.lamb cannot be on together: both are the update rule"):
+        DistributedStrategy(lars=True, lamb=True)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(TECHNIQUES, 2)))
+def test_every_pair_has_a_verdict_that_a_strategy_keeps(first, second):
+    found = verdict(first, second)
+    assert verdict(second, first) == found
+    assert bool(found.why) == (found.verdict != "supported")
+    if found.verdict == "supported":
+        assert DistributedStrategy(**{first: True, second: True}).techniques == {first, second}
+    else:
+        with pytest.raises(StrategyError, match="cannot be on together"):
+            DistributedStrategy(**{first: True, second: True})
+
+
+@pytest.mark.parametrize(
+    ("setting", "configs", "message"),
+    [
+        ("recompute_configs", {"checkpoint": []}, "no setting 'checkpoint'. Did you mean 'checkpoints'"),
+        ("amp_configs", {"init_loss_scaling": 0}, r"amp_configs\.init_loss_scaling: .*greater than 0; found 0"),
+        ("dgc_configs", {"sparsity": [1.5]}, r"dgc_configs\.sparsity\.0: .*less than 1; found 1.5"),
+        ("sharding_configs", {"stage": 4}, r"sharding_configs\.stage: Input should be 1, 2 or 3; found 4"),
+        ("hybrid_configs", {"order": ["dp", "tp"]}, r"hybrid_configs\.order\.1: .*found 'tp'"),
+        ("lars_configs", {"zzz": 1}, r"lars_configs has no setting 'zzz'. It knows: \['lars_coeff'"),
+    ],
+)
+def test_a_wrong_key_or_value_of_a_dictionary_is_named(setting, configs, message):
+    with pytest.raises(StrategyError, match=message):
+        setattr(DistributedStrategy(), setting, configs)
+
+
+def test_keys_that_do_not_act_say_why(caplog):
+    strategy = DistributedStrategy()
+    strategy.sharding_configs = {"stage": 2, "segment_broadcast_MB": 32}
+    assert "sharding_configs['segment_broadcast_MB'] does not act: units say what is gathered together" in caplog.text
+    assert "'stage'" not in caplog.text
+
+
+def test_dictionaries_without_their_switch_are_known():
+    strategy = DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, lars=True, lars_configs={"epsilon": 0.1})
+    assert strategy.idle() == ["recompute_configs"]
+
+
+def test_every_key_that_does_not_act_exists():
+    for dictionary, reasons in WITHOUT_EFFECT.items():
+        assert set(reasons) <= set(DistributedStrategy.model_fields[dictionary].annotation.__annotations__)

@@ -11,6 +11,9 @@ from phalanx.strategy import DistributedStrategy
 
 DATA_AXIS = "data"
 
+ACTING = frozenset({"graph", "a_sync"})
+"""Techniques that this version carries out."""
+
 DENSE = "dense"
 """Stands in a Plan for the tables of dense parameters; there is one for each group of an optimizer."""
 
@@ -30,8 +33,11 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
         servers: Number of parameter servers.
 
     Raises:
-        PlanError: If several workers share tables and there is no server.
+        PlanError: If several workers share tables and there is no server, or a technique is not there yet.
     """
+    waiting = sorted(strategy.techniques - ACTING)
+    if waiting:
+        raise PlanError(f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it.")
     sparse = tuple(param.table for param in shape.params if param.table)
     if sparse and world_size > 1 and not servers:
         raise PlanError(

@@ -1,111 +1,18 @@
-"""`DistributedStrategy`: what the user asks for, with Fleet's names; rules turn it into a Plan (`plan/rules`)."""
+"""The settings themselves, checked one by one as scripts write them."""
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict
 
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
+from phalanx.strategy import configs as shapes
+from phalanx.strategy.conflicts import TECHNIQUES, first_conflict
+from phalanx.strategy.menu import NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
 
 logger = logging.getLogger("phalanx.strategy")
-
-RENAMED = {
-    "exec_strategy": "execution_strategy",
-    "forward_recompute": "recompute",
-    "recompute_checkpoints": 'recompute_configs = {"checkpoints": [...]}',
-    "use_local_sgd": "localsgd",
-}
-"""Settings of older Fleet releases, and what replaced them."""
-
-NOT_YET = frozenset(
-    (
-        "adaptive_localsgd",
-        "adaptive_localsgd_configs",
-        "amp",
-        "amp_configs",
-        "asp",
-        "auto",
-        "auto_search",
-        "build_strategy",
-        "dgc",
-        "dgc_configs",
-        "elastic",
-        "execution_strategy",
-        "fp16_allreduce",
-        "gradient_merge",
-        "gradient_merge_configs",
-        "hierarchical_allreduce_inter_nranks",
-        "hybrid_configs",
-        "lamb",
-        "lamb_configs",
-        "lars",
-        "lars_configs",
-        "localsgd",
-        "localsgd_configs",
-        "pipeline",
-        "pipeline_configs",
-        "qat",
-        "qat_configs",
-        "recompute",
-        "recompute_configs",
-        "semi_auto",
-        "sharding",
-        "sharding_configs",
-        "sync_batch_norm",
-        "tensor_parallel",
-        "tensor_parallel_configs",
-        "use_hierarchical_allreduce",
-    )
-)
-"""Fleet settings this version knows by name and refuses, because it would not act on them."""
-
-
-Count = Annotated[int, Field(ge=1)]
-
-WITHOUT_EFFECT = {
-    "send_queue_size": "queues to the servers are bounded by bytes",
-    "min_send_grad_num_before_recv": "rows are read when a forward pass asks for them",
-    "thread_pool_size": "one connection per server carries all tables",
-    "send_wait_times": "nothing waits for more gradients to come",
-    "independent_recv_thread": "rows are read when a forward pass asks for them",
-    "launch_barrier": "workers wait for servers and each other whenever they need to",
-}
-"""Settings of `a_sync_configs` that are accepted and do not act, and why."""
-
-
-class ASyncConfigs(TypedDict, total=False):
-    """How workers and parameter servers work together; Fleet's names, and four of our own."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
-
-    k_steps: Annotated[int, Field(ge=-1)]
-    """Above 0: geo mode, each worker trains a copy and sends its difference every so many steps. 0, -1 or left out: no
-    geo."""
-
-    max_merge_var_num: Count
-    """Steps whose gradients a worker sends as one, in half-async mode."""
-
-    half_async: bool
-    """Half-async mode: a worker sends the sum of `max_merge_var_num` steps and waits until it is applied."""
-
-    staleness: Count
-    """Bounded staleness: no worker is more steps than this ahead of the slowest."""
-
-    dense: Literal["server", "all_reduce"]
-    """Where dense parameters live: on the servers like the rows, or on every worker, averaged each step (hybrid)."""
-
-    local_optimizer: bool
-    """Whether geo may train with another rule than SGD, whose state stays with each worker."""
-
-    send_queue_size: Count
-    min_send_grad_num_before_recv: Count
-    thread_pool_size: Count
-    send_wait_times: Count
-    independent_recv_thread: bool
-    launch_barrier: bool
 
 
 class DistributedStrategy(BaseModel):
@@ -154,8 +61,88 @@ class DistributedStrategy(BaseModel):
     """Parameter servers: True for asynchronous training, False for synchronous; asynchronous when None and the job has
     servers."""
 
-    a_sync_configs: ASyncConfigs = Field(default_factory=ASyncConfigs)
+    a_sync_configs: shapes.ASyncConfigs = Field(default_factory=shapes.ASyncConfigs)
     """`{"k_steps": 100}` and the like: see `ASyncConfigs`."""
+
+    amp: bool = False
+    """Mixed precision: forward pass and loss compute in bfloat16 (float16 if `amp_configs` says so)."""
+
+    amp_configs: shapes.AmpConfigs = Field(default_factory=shapes.AmpConfigs)
+
+    recompute: bool = False
+    """Compute the activations of named modules again in the backward pass instead of keeping them."""
+
+    recompute_configs: shapes.RecomputeConfigs = Field(default_factory=shapes.RecomputeConfigs)
+
+    gradient_merge: bool = False
+    """Add up the gradients of `k_steps` batches before one update."""
+
+    gradient_merge_configs: shapes.GradientMergeConfigs = Field(default_factory=shapes.GradientMergeConfigs)
+
+    localsgd: bool = False
+    """Let ranks train apart and average their parameters every `k_steps` steps."""
+
+    localsgd_configs: shapes.LocalSgdConfigs = Field(default_factory=shapes.LocalSgdConfigs)
+
+    adaptive_localsgd: bool = False
+    """The same, with a number of steps that follows the loss."""
+
+    adaptive_localsgd_configs: shapes.AdaptiveLocalSgdConfigs = Field(default_factory=shapes.AdaptiveLocalSgdConfigs)
+
+    dgc: bool = False
+    """Send only the largest entries of each gradient; the rest waits on its rank. For SGD with momentum."""
+
+    dgc_configs: shapes.DgcConfigs = Field(default_factory=shapes.DgcConfigs)
+
+    lars: bool = False
+    """Give every parameter of an SGD optimizer a rate that follows the norms of weights and gradients."""
+
+    lars_configs: shapes.LarsConfigs = Field(default_factory=shapes.LarsConfigs)
+
+    lamb: bool = False
+    """The same for Adam."""
+
+    lamb_configs: shapes.LambConfigs = Field(default_factory=shapes.LambConfigs)
+
+    fp16_allreduce: bool = False
+    """Send gradients in float16."""
+
+    use_hierarchical_allreduce: bool = False
+    """Reduce gradients within each host first, then between hosts."""
+
+    hierarchical_allreduce_inter_nranks: int = Field(default=1, ge=1)
+    """Ranks of one host; what the job says when 1."""
+
+    sync_batch_norm: bool = False
+    """Normalise over the rows of all ranks."""
+
+    sharding: bool = False
+    """Let each rank hold a part of optimizer state, gradients and parameters (ZeRO)."""
+
+    sharding_configs: shapes.ShardingConfigs = Field(default_factory=shapes.ShardingConfigs)
+
+    pipeline: bool = False
+    """Cut the model into stages that pass micro-batches on."""
+
+    pipeline_configs: shapes.PipelineConfigs = Field(default_factory=shapes.PipelineConfigs)
+
+    tensor_parallel: bool = False
+    """Cut the layers that `px.shard` names over ranks."""
+
+    tensor_parallel_configs: shapes.TensorParallelConfigs = Field(default_factory=shapes.TensorParallelConfigs)
+
+    hybrid_configs: shapes.HybridConfigs = Field(default_factory=shapes.HybridConfigs)
+    """The mesh: how many ranks each kind of parallelism has."""
+
+    clip: bool = False
+    """Hold gradients to `clip_configs` before the update, over all ranks."""
+
+    clip_configs: shapes.ClipConfigs = Field(default_factory=shapes.ClipConfigs)
+
+    ema: bool = False
+    """Keep a running mean of the parameters."""
+
+    ema_configs: shapes.EmaConfigs = Field(default_factory=shapes.EmaConfigs)
 
     def __init__(self, **settings: Any) -> None:
         for name in settings:
@@ -164,7 +151,7 @@ class DistributedStrategy(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise _translated(error) from None
-        self._check_servers()
+        self._check()
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
@@ -174,7 +161,7 @@ class DistributedStrategy(BaseModel):
         except ValidationError as error:
             raise _translated(error, name) from None
         try:
-            self._check_servers()
+            self._check()
         except StrategyError:
             super().__setattr__(name, before)
             raise
@@ -182,13 +169,35 @@ class DistributedStrategy(BaseModel):
             logger.warning("fuse_grad_size_in_TFLOPS does not act: buckets are cut by bytes; set fuse_grad_size_in_MB.")
         if name == "sync_nccl_allreduce" and not value:
             logger.warning("sync_nccl_allreduce=False does not act: gradients are complete before the optimizer step.")
-        if name == "a_sync_configs":
-            _say_what_does_not_act(self.a_sync_configs)
+        if name.endswith("_configs"):
+            _say_what_does_not_act(name, getattr(self, name))
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
             _refuse_unknown(name)
         return super().__getattr__(name)  # type: ignore[misc]
+
+    @property
+    def techniques(self) -> set[str]:
+        """Names of the switches that are on."""
+        return {name for name in TECHNIQUES if getattr(self, name)}
+
+    def idle(self) -> list[str]:
+        """Return the dictionaries that say something while their switch is off."""
+        switched = (name.removesuffix("_configs") for name in type(self).model_fields if name.endswith("_configs"))
+        own = {"a_sync", "hybrid", "gradient_scale"}
+        return [
+            f"{n}_configs" for n in switched if n not in own and getattr(self, f"{n}_configs") and not getattr(self, n)
+        ]
+
+    def _check(self) -> None:
+        self._check_servers()
+        conflict = first_conflict(self.techniques)
+        if conflict is not None:
+            first, second, pair = conflict
+            raise StrategyError(
+                f"strategy.{first} and strategy.{second} cannot be on together: {pair.why}. Turn one of them off."
+            )
 
     def _check_servers(self) -> None:
         """Raise if the settings of parameter servers ask for two modes at once."""
@@ -225,21 +234,25 @@ def check_strategy(strategy: object) -> DistributedStrategy:
     return strategy
 
 
-def _say_what_does_not_act(configs: ASyncConfigs) -> None:
-    needs = {"max_merge_var_num": "half_async", "local_optimizer": "k_steps"}
-    without = {name: f"it needs {mode}" for name, mode in needs.items() if not _is_on(configs, mode)}
-    for name, why in (WITHOUT_EFFECT | without).items():
-        if name in configs:
-            logger.warning("a_sync_configs[%r] does not act: %s.", name, why)
+def _say_what_does_not_act(dictionary: str, configs: dict[str, Any]) -> None:
+    reasons = dict(WITHOUT_EFFECT.get(dictionary, {}))
+    reasons |= {
+        key: f"it needs {other}"
+        for (of, key), other in NEEDS.items()
+        if of == dictionary and not _is_on(configs, other)
+    }
+    for key, why in reasons.items():
+        if key in configs:
+            logger.warning("%s[%r] does not act: %s.", dictionary, key, why)
 
 
-def _is_on(configs: ASyncConfigs, name: str) -> bool:
+def _is_on(configs: Any, name: str) -> bool:
     value: Any = configs.get(name, 0)
     return bool(value > 0)
 
 
 def _refuse_unknown(name: str) -> None:
-    if name in DistributedStrategy.model_fields or name == "gradient_scale":
+    if name in DistributedStrategy.model_fields or hasattr(DistributedStrategy, name):
         return
     if name in RENAMED:
         raise StrategyError(f"strategy.{name} was renamed: use strategy.{RENAMED[name]}.")
@@ -251,13 +264,23 @@ def _refuse_unknown(name: str) -> None:
 
 def _translated(error: ValidationError, name: str | None = None) -> StrategyError:
     first = error.errors()[0]
-    if first["type"] == "extra_forbidden" and first["loc"][0] == "a_sync_configs":
-        unknown = str(first["loc"][1])
-        hint = did_you_mean(unknown, ASyncConfigs.__annotations__)
-        return StrategyError(f"strategy.a_sync_configs has no setting '{unknown}'.{hint}")
     where = ".".join(map(str, first["loc"])) or name or "strategy"
+    dictionary = str(first["loc"][0]) if first["loc"] else where
+    known = _keys(dictionary)
+    if first["type"] == "extra_forbidden" and known:
+        unknown = str(first["loc"][1])
+        return StrategyError(
+            f"strategy.{dictionary} has no setting '{unknown}'.{did_you_mean(unknown, known) or f' It knows: {known}.'}"
+        )
     kind = StrategyTypeError if first["type"].endswith("_type") else StrategyError
-    example = ' Write {"k_steps": 100}, or such.' if where == "a_sync_configs" else ""
+    example = f' Write {{"{known[0]}": ...}}, or such.' if known and where == dictionary else ""
     return kind(
         f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).{example}"
     )
+
+
+def _keys(dictionary: str) -> list[str]:
+    """Return the keys that one of the dictionaries of a strategy knows; none for other settings."""
+    field = DistributedStrategy.model_fields.get(dictionary)
+    annotation = field.annotation if field is not None else None
+    return list(getattr(annotation, "__annotations__", ())) if isinstance(annotation, type) else []

@@ -1,0 +1,126 @@
+"""Which techniques go together: for every pair one verdict and, where they do not, the reason."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["supported", "error", "pending"]
+
+TECHNIQUES = (
+    "graph",
+    "amp",
+    "recompute",
+    "gradient_merge",
+    "localsgd",
+    "adaptive_localsgd",
+    "lars",
+    "lamb",
+    "dgc",
+    "fp16_allreduce",
+    "use_hierarchical_allreduce",
+    "sync_batch_norm",
+    "sharding",
+    "pipeline",
+    "tensor_parallel",
+    "clip",
+    "ema",
+    "a_sync",
+)
+"""Switches of a strategy, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What becomes of two techniques at once."""
+
+    verdict: Verdict
+    why: str = ""
+
+
+_APART = "ranks that train apart exchange no gradients"
+_WHOLE = "each rank must hold whole parameters to train apart"
+_SPARSE = "what travels are the largest entries and their places"
+_SERVERS = "dense parameters live on the servers"
+
+
+def _errors() -> dict[frozenset[str], str]:
+    found = {
+        ("localsgd", "adaptive_localsgd"): "both say when parameters are averaged",
+        ("lars", "lamb"): "both are the update rule",
+        ("dgc", "lamb"): "DGC corrects the momentum of SGD",
+        ("dgc", "fp16_allreduce"): _SPARSE,
+        ("dgc", "use_hierarchical_allreduce"): _SPARSE,
+        ("dgc", "sharding"): "each rank would need the residuals of whole gradients",
+        ("use_hierarchical_allreduce", "sharding"): "sharded gradients are reduce-scattered",
+    }
+    for local in ("localsgd", "adaptive_localsgd"):
+        for other in ("dgc", "fp16_allreduce", "use_hierarchical_allreduce"):
+            found[local, other] = _APART
+        for other in ("sharding", "pipeline", "tensor_parallel"):
+            found[local, other] = _WHOLE
+        found[local, "sync_batch_norm"] = "synchronised layers make the ranks meet in every step"
+    for other in (
+        "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc", "sharding", "pipeline", "tensor_parallel", "ema",
+    ):  # fmt: skip
+        found["a_sync", other] = _SERVERS
+    return {frozenset(pair): why for pair, why in found.items()}
+
+
+_ERRORS = _errors()
+
+_PENDING = {
+    frozenset(pair)
+    for pair in (
+        ("graph", "pipeline"),
+        ("sync_batch_norm", "pipeline"),
+        ("sharding", "pipeline"),
+        ("dgc", "pipeline"),
+        ("dgc", "tensor_parallel"),
+        ("use_hierarchical_allreduce", "pipeline"),
+        ("use_hierarchical_allreduce", "tensor_parallel"),
+        ("a_sync", "gradient_merge"),
+        ("a_sync", "fp16_allreduce"),
+        ("a_sync", "use_hierarchical_allreduce"),
+        ("a_sync", "sync_batch_norm"),
+        ("a_sync", "amp"),
+        ("a_sync", "clip"),
+        ("a_sync", "recompute"),
+    )
+}
+"""Pairs that make sense and are not there yet."""
+
+
+def verdict(first: str, second: str) -> Pair:
+    """Return what becomes of two techniques at once."""
+    pair = frozenset((first, second))
+    if pair in _ERRORS:
+        return Pair("error", _ERRORS[pair])
+    if pair in _PENDING:
+        return Pair("pending", "the two together are not there yet")
+    return Pair("supported")
+
+
+def first_conflict(on: set[str]) -> tuple[str, str, Pair] | None:
+    """Return the first two of these techniques that do not go together, and why."""
+    for first, second in itertools.combinations([name for name in TECHNIQUES if name in on], 2):
+        found = verdict(first, second)
+        if found.verdict != "supported":
+            return first, second, found
+    return None
+
+
+def table() -> str:
+    """Return every pair as a Markdown table, and the reasons below it."""
+    letters = {"supported": "✓", "error": "✗", "pending": "…"}
+    lines = ["| |" + "|".join(f" {name} " for name in TECHNIQUES) + "|", "|---|" + ":-:|" * len(TECHNIQUES)]
+    for row in TECHNIQUES:
+        cells = ("" if row == column else letters[verdict(row, column).verdict] for column in TECHNIQUES)
+        lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
+    lines.append("")
+    for first, second in itertools.combinations(TECHNIQUES, 2):
+        found = verdict(first, second)
+        if found.why:
+            lines.append(f"- {letters[found.verdict]} `{first}` with `{second}`: {found.why}.")
+    return "\n".join(lines)
