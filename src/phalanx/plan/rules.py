@@ -37,7 +37,9 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
     """
     waiting = sorted(strategy.techniques - ACTING)
     if waiting:
-        raise PlanError(f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it.")
+        raise PlanError(
+            f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it."
+        )
     sparse = tuple(param.table for param in shape.params if param.table)
     if sparse and world_size > 1 and not servers:
         raise PlanError(
