@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,27 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 BIN = Path(sys.executable).parent
 RUN = (str(BIN / "phalanx"), "run")
+
+SPARSE_MODEL = """
+import torch, torch.nn.functional as F
+from torch import nn
+import phalanx as px
+from phalanx import fleet
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids = px.ps.SparseEmbedding(4, init=px.ps.Constant(0.1))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.head(self.ids(ids).flatten(1))
+"""
+"""How a script begins that trains a table and a dense layer."""
 
 
 @dataclass
@@ -89,6 +108,16 @@ def launch(cwd: Path, *arguments: str, timeout_s: float = 60.0, **more: object) 
     done = Launch(arguments, cwd, **more).wait(timeout_s)  # type: ignore[arg-type]
     done.gone_within(0.5)
     return done
+
+
+def launch_servers(cwd: Path, servers: int, workers: int, *arguments: str, **more: object) -> Launch:
+    """Run a job with parameter servers, as `launch` does."""
+    return launch(cwd, "--server_num", str(servers), "--worker_num", str(workers), *arguments, **more)  # type: ignore[arg-type]
+
+
+def result_of(log: str) -> Any:
+    """Return what a script printed as JSON after the word RESULT."""
+    return json.loads(log.rpartition("RESULT ")[2].splitlines()[0])
 
 
 def _pids() -> Iterator[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import BIN, Launch, launch
+from launching import BIN, Launch, launch, launch_servers
 
 pytestmark = pytest.mark.dist
 
@@ -89,27 +89,27 @@ def test_each_role_has_its_log_and_its_count(run: Launch) -> None:
 
 
 def test_a_dead_server_fails_the_job(folder: Path) -> None:
-    done = launch(folder, "--server_num", "1", "--worker_num", "1", "roles.py", "server dies")
+    done = launch_servers(folder, 1, 1, "roles.py", "server dies")
     assert done.code == 137
     assert "server 0 failed first" in done.out
     assert "log file: log/serverlog.0" in done.out
 
 
 def test_a_failed_worker_ends_the_servers_and_fails_the_job(folder: Path) -> None:
-    done = launch(folder, "--server_num", "2", "--worker_num", "2", "roles.py", "worker fails")
+    done = launch_servers(folder, 2, 2, "roles.py", "worker fails")
     assert done.code == 1
     assert "rank 1 raised RuntimeError: worker 1 fails" in done.out
     assert "all workers exit" not in done.out
 
 
 def test_servers_may_end_by_themselves(folder: Path) -> None:
-    done = launch(folder, "--server_num", "1", "--worker_num", "1", "roles.py", "server leaves")
+    done = launch_servers(folder, 1, 1, "roles.py", "server leaves")
     assert done.code == 0, done.out
 
 
 def test_launch_ps_starts_the_same_job(folder: Path) -> None:
     program = (str(BIN / "python"), "-m", "phalanx.distributed.launch_ps")
-    done = launch(folder, "--worker_num", "2", "--server_num", "2", "roles.py", program=program)
+    done = launch_servers(folder, 2, 2, "roles.py", program=program)
     assert done.code == 0
     assert done.log("serverlog.1") == "PSERVER 1 here\n"
 
@@ -140,7 +140,7 @@ print("group of", x.item(), flush=True)
 def test_workers_form_a_group_over_the_endpoint_and_over_files(tmp_path: Path, way: str) -> None:
     (tmp_path / "group.py").write_text(RENDEZVOUS)
     environment = {"PADDLE_GLOO_RENDEZVOUS": way, "PADDLE_WITH_GLOO": "1"}
-    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "group.py", environment=environment)
+    done = launch_servers(tmp_path, 1, 2, "group.py", environment=environment)
     assert done.code == 0, done.out
     assert "group of 2.0" in done.log("workerlog.1")
     path = re.search(r"PADDLE_GLOO_FS_PATH +(\S+)", done.out)

@@ -1,28 +1,15 @@
 """Scripts with parameter servers under the real launcher, in the words of Fleet and in torch's own idiom."""
 
-import json
-
 import pytest
 
-from launching import launch
+from launching import SPARSE_MODEL, launch, launch_servers, result_of
 
 pytestmark = pytest.mark.dist
 
-MODEL = """
+MODEL = (
+    SPARSE_MODEL
+    + """
 import json, sys
-import torch, torch.nn.functional as F
-from torch import nn
-import phalanx as px
-from phalanx import fleet
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ids = px.ps.SparseEmbedding(4, init=px.ps.Constant(0.1))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, ids):
-        return self.head(self.ids(ids).flatten(1))
 
 def loss_of(model, step, rows):
     ids = torch.randint(50, (8, 2), generator=torch.Generator().manual_seed(step))
@@ -50,8 +37,9 @@ def train():
         last = loss_of(model, 0, slice(None)).item()
     assert last < first, (first, last)
     if ctx.rank == 0:
-        print("RESULT", json.dumps({"loss": last}), flush=True)
+        print("RESULT", json.dumps(last), flush=True)
 """
+)
 
 FLEET = (
     MODEL
@@ -81,14 +69,10 @@ train()
 FAILS = FLEET.replace("    train()\n", "    train()\n    assert not fleet.is_first_worker(), 'a bug of the script'\n")
 
 
-def result_of(log):
-    return json.loads(log.rpartition("RESULT ")[2].splitlines()[0])["loss"]
-
-
 @pytest.mark.parametrize("mode", ["sync", "geo"])
 def test_the_words_of_fleet_train_on_servers(tmp_path, mode):
     (tmp_path / "train.py").write_text(FLEET)
-    done = launch(tmp_path, "--server_num", "2", "--worker_num", "2", "train.py", mode)
+    done = launch_servers(tmp_path, 2, 2, "train.py", mode)
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "SERVED" in done.log("serverlog.1")
     assert f"parameter server: mode {mode}, 2 workers, 2 servers" in done.log("workerlog.0")
@@ -96,14 +80,14 @@ def test_the_words_of_fleet_train_on_servers(tmp_path, mode):
 
 def test_a_server_that_does_not_serve_ends_the_job_at_once(tmp_path):
     (tmp_path / "train.py").write_text(FLEET.replace("fleet.run_server()\n", "sys.exit(0)\n"))
-    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "sync")
+    done = launch_servers(tmp_path, 1, 2, "train.py", "sync")
     assert done.code == 1
     assert "server 0 raised RoleError: the script ended on server 0 without serving" in done.out + done.err
 
 
 def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
     (tmp_path / "train.py").write_text(TORCH)
-    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "sync")
+    done = launch_servers(tmp_path, 1, 2, "train.py", "sync")
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "all workers have left" in done.log("serverlog.0")
     alone = launch(tmp_path, "--log_dir", "alone", "-n", "1", "train.py", "sync")
@@ -115,6 +99,6 @@ def test_distribute_serves_on_a_server_and_the_same_file_runs_alone(tmp_path):
 
 def test_a_worker_that_fails_ends_the_job_with_its_error(tmp_path):
     (tmp_path / "train.py").write_text(FAILS)
-    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "train.py", "async")
+    done = launch_servers(tmp_path, 1, 2, "train.py", "async")
     assert done.code != 0
     assert "a bug of the script" in done.out + done.err

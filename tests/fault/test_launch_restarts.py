@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import launch
+from launching import launch_servers
 
 pytestmark = pytest.mark.fault
 
@@ -78,8 +78,7 @@ def environment(folder: Path, process: str) -> dict[str, str]:
 
 
 def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder: Path) -> None:
-    flags = ("--server_num", "1", "--worker_num", "2", "--max_restarts", "4")
-    done = launch(folder, *flags, "job.py", "server dies")
+    done = launch_servers(folder, 1, 2, "--max_restarts", "4", "job.py", "server dies")
     assert done.code == 0, done.out + done.err
     heard = [re.search(r"attempt 0 heard \['(\d)', '', '(\d)'\]", done.log(f"workerlog.{rank}")) for rank in range(2)]
     assert all(heard), done.log("workerlog.0") + done.log("workerlog.1")
@@ -102,8 +101,7 @@ def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder
 
 
 def test_a_killed_worker_is_started_again_alone(folder: Path) -> None:
-    flags = ("--server_num", "1", "--worker_num", "2", "--max_restarts", "1")
-    done = launch(folder, *flags, "job.py", "worker dies")
+    done = launch_servers(folder, 1, 2, "--max_restarts", "1", "job.py", "worker dies")
     assert done.code == 0, done.out + done.err
     assert done.log("workerlog.0") == "worker 0 attempt 0 heard ['0']\n"
     assert done.log("workerlog.1") == "worker 1 attempt 1 heard ['0']\n"
@@ -111,22 +109,21 @@ def test_a_killed_worker_is_started_again_alone(folder: Path) -> None:
 
 
 def test_when_restarts_run_out_the_job_fails_with_the_usual_report(folder: Path) -> None:
-    flags = ("--server_num", "1", "--worker_num", "1", "--max_restarts", "2")
-    done = launch(folder, *flags, "job.py", "server dies often")
+    done = launch_servers(folder, 1, 1, "--max_restarts", "2", "job.py", "server dies often")
     assert done.code == 137
     assert "server 0 failed first" in done.out
-    done = launch(folder, *flags, "job.py", "worker raises")
+    done = launch_servers(folder, 1, 1, "--max_restarts", "2", "job.py", "worker raises")
     assert done.code == 1
     assert "rank 0 raised ValueError: bad data at attempt 2" in done.out
     assert "ValueError: bad data at attempt 1. Starting it again" in done.out
 
 
 def test_without_restarts_servers_keep_nothing_and_workers_do_not_wait(folder: Path) -> None:
-    done = launch(folder, "--server_num", "1", "--worker_num", "1", "job.py", "server dies")
+    done = launch_servers(folder, 1, 1, "job.py", "server dies")
     assert done.code == 137
     assert "PHALANX_SERVER_DIR" not in environment(folder, "PSERVER.0.0")
     assert environment(folder, "TRAINER.0.0")["PHALANX_SERVER_RETRY_S"] == "0"
-    done = launch(folder, "--server_num", "1", "--worker_num", "1", "--server_dir", "kept", "job.py", "nothing")
+    done = launch_servers(folder, 1, 1, "--server_dir", "kept", "job.py", "nothing")
     assert done.code == 0
     assert environment(folder, "PSERVER.0.0")["PHALANX_SERVER_DIR"] == str(folder / "kept" / "0")
 
@@ -148,7 +145,7 @@ print("rank", ctx.rank, "of", ctx.world_size, "in a group:", dist.is_initialized
 
 def test_a_worker_that_comes_back_does_not_wait_for_a_group_it_cannot_join(tmp_path: Path) -> None:
     (tmp_path / "group.py").write_text(GROUP)
-    done = launch(tmp_path, "--server_num", "1", "--worker_num", "2", "--max_restarts", "1", "group.py")
+    done = launch_servers(tmp_path, 1, 2, "--max_restarts", "1", "group.py")
     assert done.code == 0, done.out + done.err
     assert "rank 0 of 2 in a group: True" in done.log("workerlog.0")
     assert "rank 1 of 2 in a group: False" in done.log("workerlog.1")

@@ -1,20 +1,16 @@
 """A server or a worker is killed in the middle of training and started again: the script notices nothing."""
 
-import json
-
 import pytest
 
-from launching import launch
+from launching import SPARSE_MODEL, launch_servers, result_of
 
 pytestmark = pytest.mark.fault
 
-SCRIPT = """
+SCRIPT = (
+    SPARSE_MODEL
+    + """
 import json, os, signal, sys
 from pathlib import Path
-import torch, torch.nn.functional as F
-from torch import nn
-import phalanx as px
-from phalanx import fleet
 from phalanx.ps import attach
 
 victim, mode = sys.argv[1:]
@@ -27,15 +23,6 @@ if role.is_server:
     fleet.init_server()
     fleet.run_server()
     sys.exit()
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ids = px.ps.SparseEmbedding(4, init=px.ps.Constant(0.1))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, ids):
-        return self.head(self.ids(ids).flatten(1))
 
 torch.manual_seed(0)
 model = Model()
@@ -55,6 +42,7 @@ pushed = attach.current().mode.store.report()["dense/0"].pushed
 print("RESULT", json.dumps({"head": model.head.weight.tolist(), "pushed": pushed}), flush=True)
 fleet.stop_worker()
 """
+)
 
 DENSE_ROWS = 2
 """One row each for the weight and the bias of the head."""
@@ -62,7 +50,7 @@ DENSE_ROWS = 2
 
 def start(folder, victim, mode, *flags):
     (folder / "train.py").write_text(SCRIPT)
-    return launch(folder, "--server_num", "1", "--worker_num", "2", *flags, "train.py", victim, mode, timeout_s=100.0)
+    return launch_servers(folder, 1, 2, *flags, "train.py", victim, mode, timeout_s=100.0)
 
 
 def run(folder, victim, mode, *flags):
@@ -70,8 +58,7 @@ def run(folder, victim, mode, *flags):
     assert done.code == 0, done.out + done.err
     assert ("Starting it again" in done.out) == bool(flags)
     assert ("recovered from" in done.log("serverlog.0")) == (victim == "server")
-    logs = [done.log(f"workerlog.{rank}") for rank in range(2)]
-    return [json.loads(log.rpartition("RESULT ")[2].splitlines()[0]) for log in logs]
+    return [result_of(done.log(f"workerlog.{rank}")) for rank in range(2)]
 
 
 def test_a_killed_server_loses_no_step(tmp_path):
