@@ -17,7 +17,6 @@ BROKEN = ("fields", "number", "token", "name", "twice")
 
 _SHOWN_BYTES = 40
 _NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
