@@ -115,7 +115,7 @@ void assign(EmbeddingTable& table, Column<std::int64_t> keys, Rows values) {
   table.assign(view(keys), values.data());
 }
 
-nb::tuple export_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
+nb::tuple read_shard(const EmbeddingTable& table, int shard, std::uint64_t since) {
   phalanx::ShardColumns found;
   {
     nb::gil_scoped_release release;
@@ -129,7 +129,7 @@ nb::tuple export_shard(const EmbeddingTable& table, int shard, std::uint64_t sin
                         found.whole);
 }
 
-void restore(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
+void restore_shard(EmbeddingTable& table, int shard, Column<std::int64_t> keys, Column<std::uint64_t> ticks, Rows rows,
              Column<std::int64_t> waiting_keys, Column<std::uint64_t> waiting_ticks,
              Column<std::uint32_t> waiting_counts, Column<std::uint64_t> days, std::uint64_t tick, bool whole) {
   nb::gil_scoped_release release;
@@ -160,8 +160,8 @@ void bind_table(nb::module_& module) {
       .def("assign", &assign, nb::arg("keys").noconvert(), nb::arg("values").noconvert())
       .def("shrink", &EmbeddingTable::shrink, Released())
       .def("clear", &EmbeddingTable::clear, Released())
-      .def("export", &export_shard, nb::arg("shard"), nb::arg("since"))
-      .def("restore", &restore, nb::arg("shard"), nb::arg("keys"), nb::arg("ticks"), nb::arg("rows"),
+      .def("read_shard", &read_shard, nb::arg("shard"), nb::arg("since"))
+      .def("restore_shard", &restore_shard, nb::arg("shard"), nb::arg("keys"), nb::arg("ticks"), nb::arg("rows"),
            nb::arg("waiting_keys"), nb::arg("waiting_ticks"), nb::arg("waiting_counts"), nb::arg("days"),
            nb::arg("tick"), nb::arg("whole"))
       .def("keys", &keys, nb::arg("shard"))

@@ -46,7 +46,7 @@ class EmbeddingTable:
     def assign(self, keys: numpy.typing.NDArray[numpy.int64], values: numpy.typing.NDArray[numpy.float32]) -> None: ...
     def shrink(self) -> int: ...
     def clear(self) -> None: ...
-    def export(
+    def read_shard(
         self, shard: int, since: int
     ) -> tuple[
         numpy.typing.NDArray[numpy.int64],
@@ -59,7 +59,7 @@ class EmbeddingTable:
         int,
         bool,
     ]: ...
-    def restore(
+    def restore_shard(
         self,
         shard: int,
         keys: numpy.typing.NDArray[numpy.int64],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx import _core
+from phalanx._core import EmbeddingTable
 from phalanx.ps.arrays import Columns, check_columns, check_push, check_rows, check_shard
 from phalanx.ps.layout import layout_of
 from phalanx.ps.placement import table_salt
@@ -15,18 +17,18 @@ Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
-class NativeTable:
+class NativeTable(EmbeddingTable):
     """See `phalanx.ps.table.Table`; the work is done in `csrc/table.h`, without the GIL, by the calling thread."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec, self.layout = spec, layout_of(spec)
         self._salt = table_salt(spec.name)
-        self._core = _core.EmbeddingTable(spec, self.layout, self._salt)
+        super().__init__(spec, self.layout, self._salt)
 
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read rows; changes nothing."""
         check_rows(self.spec, keys, out, "a place for rows")
-        self._core.pull(keys, out)
+        super().pull(keys, out)
 
     def push(
         self,
@@ -40,87 +42,30 @@ class NativeTable:
         """Apply gradients by the rule; returns how many were of ids not admitted."""
         check_rows(self.spec, keys, gradients, "gradients")
         check_push(self.spec, len(keys), lr, (counts, shows, clicks))
-        return self._core.push(keys, gradients, self.spec.rule.lr if lr is None else lr, counts, shows, clicks)
+        return super().push(keys, gradients, self.spec.rule.lr if lr is None else lr, counts, shows, clicks)
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """Add to rows, making those that are missing."""
         check_rows(self.spec, keys, deltas, "deltas")
-        self._core.add(keys, deltas)
+        super().add(keys, deltas)
 
     def assign(self, keys: Keys, values: Floats) -> None:
         """Replace the values of rows, making those that are missing; optimizer state stays."""
         check_rows(self.spec, keys, values, "values")
-        self._core.assign(keys, values)
-
-    def shrink(self) -> int:
-        """End a day; returns how many rows went."""
-        return self._core.shrink()
-
-    def clear(self) -> None:
-        """Drop everything but the counts of what happened."""
-        self._core.clear()
+        super().assign(keys, values)
 
     def export(self, shard: int, since: int = 0) -> Columns:
         """Return a shard's rows, or those changed after tick `since`."""
         check_shard(shard)
-        return Columns(*self._core.export(shard, since))
+        return Columns(*self.read_shard(shard, since))
 
     def restore(self, shard: int, columns: Columns) -> None:
         """Put exported columns in place of what the shard holds."""
         check_shard(shard)
         check_columns(self.spec, self._salt, shard, columns, self.layout.width)
-        self._core.restore(
-            shard,
-            columns.keys,
-            columns.ticks,
-            columns.rows,
-            columns.waiting_keys,
-            columns.waiting_ticks,
-            columns.waiting_counts,
-            columns.days,
-            columns.tick,
-            columns.whole,
-        )
+        self.restore_shard(shard, *(getattr(columns, field.name) for field in fields(columns)))
 
     def keys(self, shard: int) -> Keys:
         """Return the ids of a shard that have a row, ordered by hash."""
         check_shard(shard)
-        return self._core.keys(shard)
-
-    def hold(self) -> None:
-        """Keep every call out until `release`."""
-        self._core.hold()
-
-    def release(self) -> None:
-        """End what `hold` began."""
-        self._core.release()
-
-    @property
-    def rows(self) -> int:
-        """Ids that have a row."""
-        return self._core.rows
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of rows, those that were dropped and not used again included, and of the index."""
-        return self._core.bytes
-
-    @property
-    def pushed(self) -> int:
-        """Rows that pushes, additions and assignments named."""
-        return self._core.pushed
-
-    @property
-    def dropped(self) -> int:
-        """Gradients of ids that were not admitted."""
-        return self._core.dropped
-
-    @property
-    def evicted(self) -> int:
-        """Rows that `max_bytes` cost."""
-        return self._core.evicted
-
-    @property
-    def tick(self) -> int:
-        """Changes so far."""
-        return self._core.tick
+        return super().keys(shard)
