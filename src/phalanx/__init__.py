@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.comm.context import Context, current, init, shutdown
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
+    from phalanx.parallel.recipe.clip import clip_grad_norm_
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.evaluate import evaluate
@@ -31,6 +32,7 @@ _HOMES = {
     "Plan": "phalanx.plan.value",
     "accuracy": "phalanx.train.metrics",
     "apply": "phalanx.parallel.apply",
+    "clip_grad_norm_": "phalanx.parallel.recipe.clip",
     "current": "phalanx.comm.context",
     "distribute": "phalanx.parallel.distribute",
     "correct_at": "phalanx.train.metrics",

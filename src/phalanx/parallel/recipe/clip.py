@@ -1,0 +1,94 @@
+"""Clip gradients by their norm over the whole model, whatever part of it this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.recipe.norms import gradient_of, whole_norms
+from phalanx.parallel.step_hooks import hook_steps
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm, taken as one vector over the whole model, is at most `max_norm`.
+
+    Collective over the groups over which parameters are spread (DTensors, shards a layer holds itself); a model that
+    every rank holds whole needs no communication. `torch.nn.utils.clip_grad_norm_` gives the same for such a model,
+    and a wrong norm, which differs between ranks, for shards that a layer holds.
+
+    Args:
+        parameters: A model, or parameters. Those without a gradient are left out.
+        max_norm: Largest norm, above 0.
+        norm_type: Order of the norm; infinity for the largest magnitude.
+        error_if_nonfinite: Whether a norm that is not finite is an error; otherwise gradients are scaled by it.
+
+    Returns:
+        The norm before clipping; one element, the same on every rank.
+
+    Raises:
+        ConfigError: If `max_norm` or `norm_type` is not above 0, or the norm is not finite and that is an error.
+    """
+    if not max_norm > 0 or not norm_type > 0:
+        raise ConfigError(
+            f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
+        )
+    gradients = [found for param in _parameters_of(parameters) if (found := gradient_of(param)) is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    norms = whole_norms([grad for grad, _ in gradients], [groups for _, groups in gradients], norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise ConfigError(
+            f"the norm of the gradients is {total.item()}, so they cannot be clipped. Look for the step where the loss "
+            "stops being finite, or pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad, _ in gradients:
+        grad.mul_(factor.to(grad.device))
+    return total
+
+
+def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value: float | None = None) -> None:
+    """Clip the gradients of an optimizer before each of its updates.
+
+    Args:
+        optimizer: Any torch optimizer; all its parameters count as one vector.
+        max_norm: As of `clip_grad_norm_`; no such clipping when None.
+        max_value: Largest magnitude of one entry, clipped before the norm; no such clipping when None.
+
+    Raises:
+        ConfigError: If a limit is not above 0.
+    """
+    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
+        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+            raise ConfigError(f"clipping needs a finite {name} above 0, found {limit}.")
+
+    @torch.no_grad()
+    def clip(optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if max_value is not None:
+            for param in params:
+                if (found := gradient_of(param)) is not None:
+                    found[0].clamp_(-max_value, max_value)
+        if max_norm is not None:
+            clip_grad_norm_(params, max_norm)
+
+    hook_steps(optimizer, before=clip)
+
+
+def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return list(given.parameters() if isinstance(given, nn.Module) else given)
