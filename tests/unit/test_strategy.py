@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from phalanx.errors import StrategyError, StrategyTypeError
-from phalanx.plan.rules import dense_on_servers, push_from_strategy
+from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.strategy.conflicts import TECHNIQUES, verdict

@@ -32,7 +32,7 @@ from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
 from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.mesh import reduced_along
-from phalanx.plan.rules import DENSE
+from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Plan, Push, Server
 

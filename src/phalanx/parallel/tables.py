@@ -13,10 +13,11 @@ from typing import Any
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
+from phalanx.comm.transfers import check_not_alone
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import distributed_models
 from phalanx.parallel.describe import is_handle
-from phalanx.plan.rules import dense_on_servers, push_from_strategy
+from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
 from phalanx.ps import attach
 from phalanx.ps.attach import Attachment
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
@@ -87,7 +88,12 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     """Replace tables, and with `names=None` dense parameters, by those of a snapshot. Collective.
 
     Tables that only the model or only the snapshot has stay as they are; the log names them.
+
+    Raises:
+        ConfigError: If the folder holds no snapshot, or the dense parameters of other models.
+        PeerLostError: If a worker was started again alone, here and on the others.
     """
+    check_not_alone("fleet.load")
     tables = attach.current()
     extra: dict[str, Any] = read(directory).extra()
     # Nobody may go on training while another still loads, nor may a second load undo what was trained.

@@ -112,6 +112,12 @@ class ReduceScatter(_Reduced):
     """Whether gathered parameters are freed after the forward pass (ZeRO 3)."""
 
     offload: Literal["none", "cpu"] = "none"
+    along: tuple[str, ...] | None = None
+    """Mesh axes along which the slices are cut; those that carry different rows when None. Along the rest of these,
+    slices are copies, whose gradients are all-reduced."""
+
+    wire_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of gradients on the wire; their own when None."""
 
 
 class Average(_Reduced):
@@ -188,6 +194,11 @@ class ModuleRule(Value):
     recompute: Literal["none", "selective", "full"] = "none"
     offload: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the arithmetic; the parameters' when None."""
+
+    pure: bool = False
+    """Whether parameters have that dtype too, with a float32 copy in the optimizer."""
+
     compiled: bool | None = None
 
 
@@ -227,6 +238,9 @@ class Scaler(Value):
     growth_every: PositiveInt = 1000
     growth: float = 2.0
     backoff: float = 0.8
+    backoff_after: PositiveInt = 1
+    """Steps with an infinite or undefined gradient, one after another, until the scale falls."""
+
     dynamic: bool = True
 
 
@@ -237,7 +251,10 @@ class Step(Value):
     """Mesh axes along which the rows of a global batch are split."""
 
     accumulate: PositiveInt = 1
-    """Micro-batches whose gradients are added before one update."""
+    """Batches whose gradients are added before one update."""
+
+    accumulate_mean: bool = True
+    """Whether that update uses their mean; their sum otherwise."""
 
     compiled: bool = False
     sink: PositiveInt = 1
@@ -329,4 +346,5 @@ def digest_of(value: object) -> str:
 def _axes_of(rule: ParamRule) -> tuple[str, ...]:
     placed = tuple(rule.place.layout) if isinstance(rule.place, OnRanks) else ()
     updated = () if isinstance(rule.update, Frozen) else rule.update.axes or ()
-    return placed + updated
+    cut = (rule.update.along or ()) if isinstance(rule.update, ReduceScatter) else ()
+    return placed + updated + cut

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm.agreement import agree
 from phalanx.errors import ConfigError
-from phalanx.plan.rules import DENSE, DENSE_WIDTH
+from phalanx.plan.server_rules import DENSE, DENSE_WIDTH
 from phalanx.ps.modes import Mode
 from phalanx.ps.rules import Constant, Rule, TableSpec
 from phalanx.ps.store import Change, Keys, Rows, Want

@@ -179,8 +179,10 @@ class DistributedStrategy(BaseModel):
 
     @property
     def techniques(self) -> set[str]:
-        """Names of the switches that are on."""
-        return {name for name in TECHNIQUES if getattr(self, name)}
+        """Names of the switches that are on; a degree above 1 turns its technique on too."""
+        degrees, said = {"pp": "pipeline", "sharding": "sharding", "mp": "tensor_parallel"}, dict(self.hybrid_configs)
+        by_degree = {degrees[kind] for kind in degrees if said.get(f"{kind}_degree", 1) != 1}
+        return by_degree | {name for name in TECHNIQUES if getattr(self, name)}
 
     def idle(self) -> list[str]:
         """Return the dictionaries that say something while their switch is off."""

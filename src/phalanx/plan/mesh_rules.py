@@ -1,0 +1,103 @@
+"""The mesh that a strategy asks for: how many ranks each kind of parallelism has."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.errors import PlanError
+from phalanx.plan.value import Axis
+from phalanx.strategy import DistributedStrategy
+
+DATA_AXIS = "data"
+"""Copies of the model that read rows of their own."""
+
+SHARD_AXIS = "shard"
+"""Ranks that read rows of their own and share one copy of optimizer state, gradients and parameters (ZeRO)."""
+
+STAGE_AXIS = "stage"
+"""Stages of a pipeline."""
+
+MODEL_AXIS = "model"
+"""Ranks that hold one copy of the cut layers together."""
+
+_NAMES = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "mp": MODEL_AXIS}
+_ORDER = ("dp", "pp", "sharding", "mp")
+
+
+def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[Axis, ...]:
+    """Return the mesh of a strategy over this many ranks, axes of size 1 left out but for a job of one.
+
+    Degrees that are not said: a pipeline, or else sharding, takes the ranks that others leave; else copies do (`dp`).
+
+    Raises:
+        PlanError: If the degrees do not make up the ranks; says which were asked for.
+    """
+    said = _degrees(strategy)
+    taken = math.prod(said.values())
+    filling = _filling(strategy, said)
+    if filling not in said and world_size % taken == 0:
+        said[filling] = world_size // taken
+    if math.prod(said.values()) != world_size:
+        asked = " x ".join(f"{name}={size}" for name, size in said.items()) or "dp"
+        raise PlanError(
+            f"the strategy asks for {asked} ranks, which do not make up the {world_size} that were launched. Correct "
+            f"hybrid_configs, or launch with -n {taken}."
+        )
+    order = [name for name in strategy.hybrid_configs.get("order", _ORDER) if name in _NAMES]
+    order += [name for name in _ORDER if name not in order]
+    axes = [Axis(name=_NAMES[name], size=said[name]) for name in order if said.get(name, 1) > 1]
+    return tuple(axes) or (Axis(name=DATA_AXIS, size=1),)
+
+
+def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
+    """Return the axes of such a mesh along which rows are split."""
+    return tuple(axis.name for axis in mesh if axis.name in (DATA_AXIS, SHARD_AXIS))
+
+
+def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
+    """Return the degrees a strategy says, by Fleet's short names; -1 and left out are not said."""
+    hybrid = strategy.hybrid_configs
+    if hybrid.get("sep_degree", 1) > 1:
+        raise PlanError(
+            f"hybrid_configs asks for sep_degree={hybrid['sep_degree']}, which this version does not do. The style "
+            '"sequence" of px.shard splits sequences over the ranks of mp_degree.'
+        )
+    said = {
+        "dp": hybrid.get("dp_degree", -1),
+        "pp": hybrid.get("pp_degree", -1),
+        "sharding": _one_degree(
+            ("hybrid_configs", hybrid.get("sharding_degree", -1)),
+            ("sharding_configs", strategy.sharding_configs.get("sharding_degree", -1) if strategy.sharding else -1),
+        ),
+        "mp": _one_degree(
+            ("hybrid_configs", hybrid.get("mp_degree", -1)),
+            (
+                "tensor_parallel_configs",
+                strategy.tensor_parallel_configs.get("tensor_parallel_degree", -1) if strategy.tensor_parallel else -1,
+            ),
+        ),
+    }
+    found = {name: size for name, size in said.items() if size > 0}
+    if strategy.tensor_parallel and "mp" not in found:
+        raise PlanError(
+            "strategy.tensor_parallel needs to know over how many ranks. Set tensor_parallel_configs = "
+            '{"tensor_parallel_degree": 2}, or hybrid_configs = {"mp_degree": 2}.'
+        )
+    return found
+
+
+def _one_degree(*said: tuple[str, int]) -> int:
+    degrees = {size for _, size in said if size > 0}
+    if len(degrees) > 1:
+        words = " and ".join(f"{name} says {size}" for name, size in said)
+        raise PlanError(f"{words}: one degree is meant. Make them equal, or remove one.")
+    return degrees.pop() if degrees else -1
+
+
+def _filling(strategy: DistributedStrategy, said: dict[str, int]) -> str:
+    """Return which kind takes the ranks that nobody asked for."""
+    if strategy.pipeline and "pp" not in said:
+        return "pp"
+    if strategy.sharding and "sharding" not in said:
+        return "sharding"
+    return "dp"
