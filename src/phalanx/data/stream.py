@@ -103,7 +103,7 @@ def agree(portions: Iterator[Portion], shard: Shard, *, is_shared: bool) -> Iter
 def _tell(portion: Portion | None, *, with_digest: bool) -> list[int]:
     if portion is None:
         return [0, 0, 0, 0]
-    return [portion.rows, portion.global_rows, 1, _digest(portion.batch) if with_digest else 0]
+    return [portion.rows, portion.global_rows, 1, digest(portion.batch) if with_digest else 0]
 
 
 def check_answers(answers: list[list[int]], step: int, is_shared: bool) -> None:
@@ -133,12 +133,12 @@ def check_answers(answers: list[list[int]], step: int, is_shared: bool) -> None:
         )
 
 
-def _digest(batch: Any) -> int:
+def digest(batch: Any) -> int:
     """Return a checksum of a batch's tensors, the same for equal batches on any rank."""
     if isinstance(batch, torch.Tensor):
         return zlib.crc32(batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(batch, dict):
         batch = [batch[key] for key in sorted(batch, key=str)]
     if isinstance(batch, list | tuple):
-        return zlib.crc32(repr([_digest(part) for part in batch]).encode())
+        return zlib.crc32(repr([digest(part) for part in batch]).encode())
     return zlib.crc32(repr(batch).encode())

@@ -118,6 +118,7 @@ def _run_script(message: dict[str, Any]) -> int:
     faulthandler.enable()
     log_format.configure_rank(message["log_format"])
     sys.argv = [message["script"], *message["args"]]
+    _watch_training()
     failed = False
     try:
         code = _run_to_its_end(message["script"])
@@ -131,6 +132,17 @@ def _run_script(message: dict[str, Any]) -> int:
         _show(*_current_error())
         code = 1
     return _finish(code, failed)
+
+
+def _watch_training() -> None:
+    """Have rank 0 say so when the workers of a job train without having met; with servers they meet there."""
+    world_size = int(os.environ["PHALANX_WORLD_SIZE"])
+    is_worker = os.environ["PHALANX_ROLE"] == "WORKER" and not os.environ.get("PHALANX_SERVER_ENDPOINTS")
+    # In a server without torch there is nothing to watch, and importing it would cost the script a second.
+    if world_size > 1 and is_worker and os.environ["PHALANX_RANK"] == "0" and "torch" in sys.modules:
+        from phalanx.launch.alone import watch_steps
+
+        watch_steps(world_size)
 
 
 def _run_to_its_end(script: str) -> int:

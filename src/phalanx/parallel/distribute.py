@@ -111,7 +111,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     apply(plan, model)
     if expects_optimizer:
         assembly.incomplete.add(model)
-    model.register_forward_hook(ForwardWatch())
+    model.register_forward_hook(ForwardWatch(), with_kwargs=True)
     return model
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
+from phalanx.comm import process_group
 from phalanx.data.loader import ShardedLoader
+from phalanx.data.stream import digest
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied, is_cared_for, name_of
 from phalanx.strategy import DistributedStrategy
@@ -31,10 +34,16 @@ class Assembly:
 
     loader: ShardedLoader | None = None
     has_warned: bool = False
+    has_compared: bool = False
 
 
 assembly = Assembly()
 """This process's own."""
+
+
+def is_anything_handed_over() -> bool:
+    """Return whether this process distributed a model or an optimizer."""
+    return bool(applied() or assembly.optimizers)
 
 
 def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -95,14 +104,16 @@ class ForwardWatch:
     def __init__(self) -> None:
         self.evaluations = 0
         self.training_steps = 0
+        self._watch_rows = RowsWatch()
 
-    def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Count a forward pass."""
         # A compiler that traces the model must not see the counters: it would compile anew for each value.
         if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if model.training:
             self.training_steps += 1
+            self._watch_rows((*inputs, *named.values()))
             if self.training_steps == self.PATIENCE:
                 warn_if_apart(model)
             return
@@ -112,3 +123,53 @@ class ForwardWatch:
                 "the model is in eval() mode but still builds a graph for backward, which keeps memory. "
                 "Wrap evaluation in torch.no_grad(), or use phalanx.evaluate."
             )
+
+
+class RowsWatch:
+    """Warns once when rank 1 trains on the rows of rank 0: their loader was never told that there are two.
+
+    Seen where it shows, in what comes into the model: a loader that shards by itself gives every rank other rows. Only
+    under our launcher, and nobody waits: rank 1 leaves a checksum in the store, rank 0 looks for it.
+    """
+
+    LOOKED_AT = (2, 3)
+    """Forward passes that are compared; the first may be a probe."""
+
+    PATIENCE = 20
+    """Forward passes until rank 0 no longer looks for what rank 1 found."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._found: list[int] = []
+        self._number = len(applied())
+
+    def __call__(self, inputs: tuple[Any, ...]) -> None:
+        """Look at the inputs of a forward pass in training."""
+        self._passes += 1
+        if not self.LOOKED_AT[0] <= self._passes <= self.PATIENCE or assembly.has_compared or not self._is_asked():
+            return
+        if self._passes in self.LOOKED_AT:
+            tensors = [x for x in inputs if type(x) is Tensor and x.layout is torch.strided]
+            self._found += [digest(tensors)] if tensors else []
+        if len(self._found) == len(self.LOOKED_AT):
+            self._compare(",".join(map(str, self._found)))
+
+    def _is_asked(self) -> bool:
+        """Return whether this is rank 0 or 1 of a job of ours, and no loader of ours said which rows it has."""
+        here = context_of.current()
+        is_ours = here.role.launcher == "phalanx" and dist.is_initialized()
+        has_own_rows = here.is_distributed and here.readers.count == here.world_size
+        return is_ours and has_own_rows and here.rank <= 1 and here.batch is None
+
+    def _compare(self, mine: str) -> None:
+        store, key = process_group.meeting().store, f"rows seen by rank 1/{self._number}"
+        if context_of.current().rank == 1:
+            assembly.has_compared = True
+            store.set(key, mine)
+        elif store.has([key]):
+            assembly.has_compared = True
+            if store.get(key) == mine:
+                logger.warning(
+                    "ranks 0 and 1 train on the same rows: the loader is not shared out over the ranks. Give it to "
+                    "px.distribute(model, optimizer, loader), or a torch DistributedSampler to the DataLoader."
+                )
