@@ -40,6 +40,13 @@ for step in range(1_000_000 if victim == "server, asked to end" else 20):
     optimizer.step()
 pushed = attach.current().mode.store.report()["dense/0"].pushed
 print("RESULT", json.dumps({"head": model.head.weight.tolist(), "pushed": pushed}), flush=True)
+if victim == "worker":
+    fleet.save_persistables("saved")
+    for call in (fleet.barrier_worker, lambda: fleet.metrics.sum(1), lambda: fleet.load("saved")):
+        try:
+            print("went on with", call(), flush=True)
+        except px.errors.PeerLostError as e:
+            print("FAILED", e, flush=True)
 fleet.stop_worker()
 """
 )
@@ -51,6 +58,11 @@ DENSE_ROWS = 2
 def start(folder, victim, mode, *flags):
     (folder / "train.py").write_text(SCRIPT)
     return launch_servers(folder, 1, 2, *flags, "train.py", victim, mode, timeout_s=100.0)
+
+
+def failures(folder, rank):
+    log = (folder / "log" / f"workerlog.{rank}").read_text()
+    return [line for line in log.splitlines() if line.startswith(("FAILED", "went on"))]
 
 
 def run(folder, victim, mode, *flags):
@@ -73,6 +85,15 @@ def test_a_killed_worker_takes_up_training_where_the_servers_are(tmp_path):
     results = run(tmp_path, "worker", "async", "--max_restarts", "1")
     # The first values; 20 steps of worker 0; 10 of worker 1, and 20 of its second life.
     assert max(result["pushed"] for result in results) == (1 + 20 + 10 + 20) * DENSE_ROWS
+    # What needs all workers says so on both sides, and nobody gets a number of one worker alone.
+    alone, others = failures(tmp_path, 1), failures(tmp_path, 0)
+    for verb, said in zip(("barrier_worker", "all_reduce", "fleet.load"), alone, strict=True):
+        assert f"FAILED {verb} needs all 2 workers, and worker 1 was started again alone" in said
+        assert "Leave barriers and metrics out where workers may be started again" in said
+    for verb, said in zip(("barrier_worker", "all_reduce"), others[:2], strict=True):
+        assert f"FAILED {verb} on rank 0 of 2 lost another rank" in said
+        assert "if it was started again, no collective call works any more" in said
+    assert "which did not come to 'load'. It was started again alone" in others[2]
 
 
 def test_without_restarts_a_server_that_someone_ends_fails_the_job_and_is_named(tmp_path):

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from phalanx.cluster.rendezvous import name_ranks
+from phalanx.cluster.role import Role
 from phalanx.comm import process_group
 from phalanx.comm.process_group import Meeting
+from phalanx.comm.store import open_store
 from phalanx.errors import ConfigError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")
@@ -103,6 +105,20 @@ def leave() -> None:
             meeting.store.set(_left(meeting.role.rank), "")
 
 
+def stay_out(role: Role) -> None:
+    """Tell the workers that met without this one, because it was started again, that it makes none of their calls.
+
+    Raises:
+        PeerLostError: If the job's store does not answer.
+    """
+    store = open_store(role, process_group.FIRST_PREFIX, process_group.rendezvous_timeout_s())
+    store.set(
+        _left(role.rank),
+        "It was started again alone, and takes part in no collective call any more. Leave this one out where workers "
+        "may be started again.",
+    )
+
+
 def _left(rank: int) -> str:
     return f"left/{rank}"
 
@@ -146,18 +162,24 @@ def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], name: str, t
         left = {r for r in absent() if store.has([_left(r)])}
         # A rank says that it leaves after its last call, so who is still absent now will not come.
         if gone := left.intersection(absent()):
-            raise _not_coming(meeting, gone, name, waited_s, "It has ended")
+            raise _not_coming(meeting, gone, name, waited_s, store.get(_left(min(gone))) or _look("It has ended"))
         if missing := absent():
             if waited_s >= timeout_s:
-                raise _not_coming(meeting, missing, name, waited_s, "It has ended or hangs")
+                raise _not_coming(meeting, missing, name, waited_s, _look("It has ended or hangs"))
             logger.warning("waiting for %s since %.0f s, at %r", _described(missing), waited_s, name)
 
 
-def _not_coming(meeting: Meeting, ranks: Iterable[int], name: str, waited_s: float, fate: str) -> PeerLostError:
+def _not_coming(meeting: Meeting, ranks: Iterable[int], name: str, waited_s: float, why: str) -> PeerLostError:
     return PeerLostError(
         f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {_described(ranks)}, which did "
-        f"not come to {name!r}. {fate}: its log says where. Every rank must make the same calls: look for an "
-        "`if rank == ...` around this one."
+        f"not come to {name!r}. {why}"
+    )
+
+
+def _look(fate: str) -> str:
+    return (
+        f"{fate}: its log says where. Every rank must make the same calls: look for an `if rank == ...` around this "
+        "one."
     )
 
 

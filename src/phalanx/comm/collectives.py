@@ -268,6 +268,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def _is_alone(group: Group, verb: str) -> bool:
     if not dist.is_initialized():
+        transfers.check_not_alone(verb)
         return True
     require_member(group, verb)
     return size_of(group) == 1

@@ -110,6 +110,8 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
         _keep_freed_memory()
     device = process_group.pick_device(role)
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
+    if outsider := process_group.outsider():
+        agreement.stay_out(outsider)
     _current = Context(role=role, device=device, owns_group=owns_group)
     atexit.register(shutdown)
     return _current

@@ -41,7 +41,13 @@ class Meeting:
 
 
 _meeting: Meeting | None = None
+_outsider: Role | None = None
+"""This worker, if it was started again beside servers: the others' group goes on, or fails, without it."""
+
 _starts = 0
+
+FIRST_PREFIX = "phalanx/0/0"
+"""Where the store keeps what workers beside servers tell each other: they all met in their first life."""
 
 
 def pick_device(role: Role) -> torch.device:
@@ -84,7 +90,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         ConfigError: If the script's group does not fit the role, or versions differ between ranks.
         PeerLostError: If a rank or the store did not come in time; names them.
     """
-    global _meeting, _starts
+    global _meeting, _outsider, _starts
     _log_card()
     if dist.is_initialized():
         _adopt(role)
@@ -96,6 +102,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
             "worker %d was started again alone: it trains through the servers, and takes part in no collective call",
             role.rank,
         )
+        _outsider = role
         return False
     timeout_s = rendezvous_timeout_s() if timeout_s is None else timeout_s
     prefix = f"phalanx/{role.attempt}/{_starts}"
@@ -111,6 +118,11 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     _meeting = Meeting(role, store, peers)
     log_group(backend, role.world_size, role.local_rank, ring=0)
     return True
+
+
+def outsider() -> Role | None:
+    """Return this worker's role if it was started again alone, beside a group that it is not in, else None."""
+    return _outsider
 
 
 def stop() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.groups import Group
+from phalanx.comm.process_group import outsider
 from phalanx.errors import ConfigError, PeerLostError
 
 MAX_DIMS = 8
@@ -28,7 +29,12 @@ _LOST = re.compile(
 
 @contextlib.contextmanager
 def peers_named(verb: str, group: Group) -> Iterator[None]:
-    """Turn a backend's words for a lost connection into a `PeerLostError` that says where in the job it happened."""
+    """Turn a backend's words for a lost connection into a `PeerLostError` that says where in the job it happened.
+
+    Raises:
+        PeerLostError: Also if this worker was started again alone.
+    """
+    check_not_alone(verb)
     try:
         yield
     except RuntimeError as error:
@@ -37,8 +43,22 @@ def peers_named(verb: str, group: Group) -> Iterator[None]:
         first_line = str(error).splitlines()[0]
         raise PeerLostError(
             f"{verb} on rank {dist.get_rank(group)} of {dist.get_world_size(group)} lost another rank ({first_line}). "
-            "The rank that ended first says why in its log."
+            "The rank that ended first says why in its log; if it was started again, no collective call works any more."
         ) from error
+
+
+def check_not_alone(verb: str) -> None:
+    """Check that this worker, if it has peers, is in a group with them.
+
+    Raises:
+        PeerLostError: If it was started again alone.
+    """
+    if role := outsider():
+        raise PeerLostError(
+            f"{verb} needs all {role.world_size} workers, and worker {role.rank} was started again alone: it trains "
+            "through the servers, and the others' group goes on without it. Leave barriers and metrics out where "
+            "workers may be started again, or compute them from a snapshot after training."
+        )
 
 
 def wait_for_all(verb: str, group: Group = None) -> None:
