@@ -76,6 +76,7 @@ def test_the_words_of_fleet_train_on_servers(tmp_path, mode):
     assert done.code == 0, done.out + done.err + done.log("workerlog.0")
     assert "SERVED" in done.log("serverlog.1")
     assert f"parameter server: mode {mode}, 2 workers, 2 servers" in done.log("workerlog.0")
+    assert "first broadcast" not in done.log("workerlog.0"), "dense parameters live on the servers"
 
 
 def test_a_server_that_does_not_serve_ends_the_job_at_once(tmp_path):

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
+from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape_of
@@ -139,12 +140,15 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     mesh, reducer = Mesh.of(plan, context), None
     if dist.is_initialized():
         _set_readers(mesh, context)
+    name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
+    averages = any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
-        broadcast_from_first_rank(model)
+        # On servers the first values are told again when an optimizer takes the parameters.
+        broadcast_from_first_rank(model, level=logging.INFO if averages else logging.DEBUG)
     if plan.tables:
         _attach_tables(plan, model)
-    if context.is_distributed and any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable):
+    if context.is_distributed and averages:
         reducer = _data_parallel(plan, model, shape, mesh, context)
     if plan.step.compiled:
         # In place, so that the module and its state_dict keys stay as they were.
@@ -196,12 +200,16 @@ def check_model(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def broadcast_from_first_rank(model: nn.Module) -> None:
+def broadcast_from_first_rank(model: nn.Module, *, level: int = logging.INFO) -> None:
     """Give every rank rank 0's parameters and buffers, one broadcast per dtype. Shards held by a layer stay.
 
     Collective.
+
+    Args:
+        model: The model.
+        level: How loud the log says so.
     """
-    logger.info("first broadcast start")
+    logger.log(level, "first broadcast start")
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_module_held(tensor) and tensor.numel():
@@ -211,7 +219,7 @@ def broadcast_from_first_rank(model: nn.Module) -> None:
         dist.broadcast(flat, src=0)
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
-    logger.info("first broadcast done")
+    logger.log(level, "first broadcast done")
 
 
 def _attach_tables(plan: Plan, model: nn.Module) -> None:
