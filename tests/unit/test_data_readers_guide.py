@@ -1,0 +1,51 @@
+"""What the page on click logs shows, runs; the words it names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx import fleet
+from phalanx.data import InMemoryDataset, QueueDataset, slots, synthetic_ctr
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "data-readers.md").read_text()
+BLOCKS = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", GUIDE, re.MULTILINE)
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    line = "\t".join(["1", *map(str, range(13)), *(f"u{slot}" for slot in range(26))]) + "\n"
+    for part in ("a", "b"):
+        (tmp_path / "logs" / part).write_text(line * 600)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_blocks_run_one_after_the_other(logs):
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        exec(compile(re.sub(r"^    ", "", block, flags=re.MULTILINE), "data-readers", "exec"), names)
+    assert len(BLOCKS) == 2
+    assert isinstance(names["dataset"], InMemoryDataset)
+    assert names["ids"].shape == (1200 - 2 * 512, 26)
+
+
+def test_the_line_of_tokens_shown_is_one():
+    line = re.search(r"# lines such as: (.*)", GUIDE)[1]
+    schema = slots.SlotSchema(dense=["age"], sparse=["user", "item"], format="tokens")
+    parsed = slots.parse_slots(line.encode() + b"\n", schema)
+    assert parsed.broken == 0
+    assert parsed.rows.dense.tolist() == [[pytest.approx(0.3)]]
+
+
+def test_every_word_of_ours_exists():
+    verbs = ("set_filelist", "set_batch_size", "load_into_memory", "local_shuffle", "global_shuffle", "release_memory")
+    for name in verbs:
+        assert f"`{name}`" in GUIDE
+        assert hasattr(InMemoryDataset, name)
+    for name in set(re.findall(r"`dataset\.(\w+)\(\)", GUIDE)):
+        assert hasattr(QueueDataset, name)
+    assert slots.hash_texts
+    assert synthetic_ctr.SyntheticClicks.bayes_auc
+    for name in re.findall(r"`fleet\.metrics\.(\w+), ([\w, ]+)`", GUIDE)[0]:
+        assert all(hasattr(fleet.metrics, verb) for verb in name.split(", "))
