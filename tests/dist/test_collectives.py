@@ -103,6 +103,15 @@ def _uneven_all_to_all_case(n: int) -> float:
     )
 
 
+def _known_all_to_all_case(n: int) -> float:
+    rows, columns = [1 + r for r in range(n)], [3 - r % 2 for r in range(n)]
+    return _check(
+        [(sum(rows), c) for c in columns],
+        lambda x, _: comm.all_to_all(x, 0, 1, sizes=rows, arriving=columns),
+        lambda xs, r: torch.cat([x.split(rows, 0)[r] for x in xs], 1),
+    )
+
+
 def _every_case(n: int) -> int:
     done = [_all_reduce_case(n, op) for op in ("sum", "mean")]
     done += [_all_gather_case(n, dim, uneven) for dim in (0, 1) for uneven in (False, True)]
@@ -111,13 +120,13 @@ def _every_case(n: int) -> int:
         _reduce_scatter_case(n, dim, uneven, op) for dim in (0, 1) for uneven in (False, True) for op in ("sum", "mean")
     ]
     done += [_broadcast_case(n, src) for src in range(n)]
-    done += [_all_to_all_case(n), _uneven_all_to_all_case(n)]
+    done += [_all_to_all_case(n), _uneven_all_to_all_case(n), _known_all_to_all_case(n)]
     return len(done)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_values_and_gradients_equal_one_process(n: int):
-    assert run_ranks(_every_case, n, n) == [17 + n] * n
+    assert run_ranks(_every_case, n, n) == [18 + n] * n
 
 
 def test_one_process_without_a_group_gets_its_own_tensor_back():
@@ -187,6 +196,11 @@ def _misuse() -> list[str]:
         lambda: comm.all_gather(torch.zeros(3), dim=1),
         lambda: comm.all_gather(torch.zeros([1] * 9)),
         lambda: comm.new_group([0, 5]),
+        lambda: comm.all_to_all(torch.zeros(2, 2), 0, 1, arriving=[1, 1]),
+        lambda: comm.send(torch.zeros(2), rank),
+        lambda: comm.recv(2),
+        lambda: comm.all_reduce(torch.zeros(2), axis="model"),
+        lambda: comm.all_reduce(torch.zeros(2), axis="model", group=comm.new_group([0, 1])),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -209,10 +223,39 @@ def test_misuse_is_one_clear_error_on_every_rank():
         "needs a tensor with that dim, found shape (3,)",
         "up to 8 dims",
         "new_group needs different ranks between 0 and 1, found [0, 5]",
+        "found arriving=[1, 1] along dim 1. Give one size per rank, this rank's own among them",
+        "of 2 needs another rank of the group, found",
+        "of 2 needs another rank of the group, found 2",
+        "all_reduce along axis 'model' needs a mesh with that axis, found no mesh",
+        "all_reduce takes group= or axis=, found both",
     ]
     for message, other, part in zip(first, second, expected, strict=True):
         assert part in message
         assert part in other
+
+
+def _there_and_back() -> tuple[float, float, list[str]]:
+    """Two ranks compute one chain: rank 0 the first and the last link, rank 1 the one between."""
+    rank = px.init().rank
+    x, factor = _leaf(0, (3, 2)), _leaf(7, ())
+    chain = ((x.sin() * factor).exp() ** 2).sum()
+    expected = torch.autograd.grad(chain, (x, factor))
+    if rank == 0:
+        sent = comm.send(x.sin(), 1)
+        loss = (comm.recv(1) ** 2).sum()
+        (loss + sent).backward()
+        plain = comm.send(torch.tensor([7, 8], dtype=torch.int32), 1)
+        assert not plain.requires_grad
+        return float(loss.detach() - chain.detach()), float((x.grad - expected[0]).abs().max()), []
+    comm.send((comm.recv(0) * factor).exp(), 0).backward()
+    told = comm.recv(0)
+    return 0.0, float((factor.grad - expected[1]).abs()), [str(told.dtype), str(told.tolist()), str(told.requires_grad)]
+
+
+def test_a_chain_over_two_ranks_sends_its_gradients_back():
+    (value, gradient, _), (_, other, told) = run_ranks(_there_and_back, 2)
+    assert max(abs(value), gradient, other) < 1e-12
+    assert told == ["torch.int32", "[7, 8]", "False"]
 
 
 def _subgroup() -> tuple[float, str]:

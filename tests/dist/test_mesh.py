@@ -40,6 +40,7 @@ def train() -> dict:
     loss.backward()
     return {
         "along data": mesh.position.ranks_along(["data"]),
+        "sums": [px.comm.all_reduce(torch.tensor(context.rank), axis=axis).item() for axis in ("data", "model")],
         "rows": len(inputs),
         "loss": px.global_mean(loss).item(),
         "gradients": {name: param.grad.clone() for name, param in model.named_parameters()},
@@ -50,6 +51,7 @@ def train() -> dict:
 def test_ranks_along_a_model_axis_read_the_same_rows_and_count_once() -> None:
     ranks = run_ranks(train, 4)
     assert [r["along data"] for r in ranks] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [r["sums"] for r in ranks] == [[2, 1], [4, 1], [2, 5], [4, 5]]
     assert [r["rows"] for r in ranks] == [5, 5, 4, 4]
     model = net()
     inputs, target = rows()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from phalanx.comm.groups import new_group
+    from phalanx.comm.point_to_point import recv, send
 
 # Everything that touches torch imports this package: an unfit torch is named here, not by a traceback from inside it.
 require_torch()
@@ -32,7 +33,9 @@ _HOMES = {
     "barrier": "agreement",
     "broadcast": "collectives",
     "new_group": "groups",
+    "recv": "point_to_point",
     "reduce_scatter": "collectives",
+    "send": "point_to_point",
     "share": "agreement",
 }
 
@@ -45,7 +48,9 @@ __all__ = [
     "barrier",
     "broadcast",
     "new_group",
+    "recv",
     "reduce_scatter",
+    "send",
     "share",
 ]
 

@@ -13,8 +13,9 @@ by the number of ranks once, itself.
     all_to_all       all_to_all the other way
 
 All are collective over the group: every rank of it calls them in the same order with the same dtype and number of dims.
-With one process, or a group of one, they cost nothing. Backward passes are made of the same functions, so they may be
-differentiated again.
+`group=` names the ranks, or `axis=` an axis of the mesh of the model that was distributed last; all ranks when neither
+is given. With one process, or a group of one, they cost nothing. Backward passes are made of the same functions, so
+they may be differentiated again. `send` and `recv` are in `point_to_point`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import transfers
-from phalanx.comm.groups import Group, require_member, size_of
+from phalanx.comm.groups import Group, along_axis, require_member, size_of
 from phalanx.errors import ConfigError
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -41,7 +42,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllReduce, grads[0], ctx.op, ctx.group), None, None
+        return apply_function(_AllReduce, grads[0], ctx.op, ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -52,7 +53,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_ReduceScatter, grads[0], ctx.dim, ctx.sizes, "sum", ctx.group), None, None, None
+        return apply_function(_ReduceScatter, grads[0], ctx.dim, ctx.sizes, "sum", ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -64,7 +65,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0] / len(ctx.sizes) if ctx.op == "mean" else grads[0]
-        return _apply(_AllGather, grad, ctx.dim, ctx.sizes, ctx.group), None, None, None, None
+        return apply_function(_AllGather, grad, ctx.dim, ctx.sizes, ctx.group), None, None, None, None
 
 
 class _Broadcast(torch.autograd.Function):
@@ -75,7 +76,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_ReduceTo, grads[0], ctx.src, ctx.group), None, None
+        return apply_function(_ReduceTo, grads[0], ctx.src, ctx.group), None, None
 
 
 class _ReduceTo(torch.autograd.Function):
@@ -87,7 +88,7 @@ class _ReduceTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_Broadcast, grads[0], ctx.dst, ctx.group), None, None
+        return apply_function(_Broadcast, grads[0], ctx.dst, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -98,10 +99,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllToAll, grads[0], ctx.plan.reversed(), ctx.group), None, None
+        return apply_function(_AllToAll, grads[0], ctx.plan.reversed(), ctx.group), None, None
 
 
-def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None) -> Tensor:
+def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None, axis: str | None = None) -> Tensor:
     """Combine a tensor over the ranks; every rank gets the result.
 
     Collective over `group`. Gradient: the same reduction of the ranks' gradients.
@@ -110,6 +111,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None) -> Tenso
         x: Tensor, same shape and dtype on all ranks. Not modified.
         op: `sum`, `mean`, or `max` / `min`, which carry no gradient.
         group: Ranks that take part; all when omitted.
+        axis: The same by the name of a mesh axis.
 
     Returns:
         Shape and dtype of `x`.
@@ -119,6 +121,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None) -> Tenso
             `group`.
         PeerLostError: If a rank was lost.
     """
+    group, size = ranks_of(group, axis, "all_reduce")
     if op not in ("sum", "mean", "max", "min"):
         raise ConfigError(f"all_reduce knows op 'sum', 'mean', 'max' and 'min', found {op!r}. Use one of them.")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
@@ -128,12 +131,18 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None) -> Tenso
     if op in ("max", "min"):
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError(f"all_reduce with op={op!r} carries no gradient, but x requires one. Pass x.detach().")
-        return x if _is_alone(group, "all_reduce") else transfers.all_reduce(x, op, group)
-    return x if _is_alone(group, "all_reduce") else _apply(_AllReduce, x, op, group)
+        return transfers.all_reduce(x, op, group) if size > 1 else x
+    return apply_function(_AllReduce, x, op, group) if size > 1 else x
 
 
 def all_gather(
-    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, same_shapes: bool = False, group: Group = None
+    x: Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    same_shapes: bool = False,
+    group: Group = None,
+    axis: str | None = None,
 ) -> Tensor:
     """Concatenate the ranks' tensors along one dim; every rank gets the whole.
 
@@ -145,6 +154,7 @@ def all_gather(
         sizes: Size along `dim` of every rank's part, when known; else ranks first tell each other.
         same_shapes: Promise that all parts have the shape of `x`; saves telling.
         group: Ranks that take part, in rank order; all when omitted.
+        axis: The same by the name of a mesh axis.
 
     Returns:
         Shape of `x`, with the sum of the sizes at `dim`.
@@ -154,23 +164,31 @@ def all_gather(
         PeerLostError: If a rank was lost.
     """
     dim = _dim(x, dim, "all_gather")
-    if _is_alone(group, "all_gather"):
+    group, size = ranks_of(group, axis, "all_gather")
+    if size == 1:
         return x
-    return _apply(_AllGather, x, dim, transfers.part_sizes(x, dim, sizes, same_shapes, group), group)
+    return apply_function(_AllGather, x, dim, transfers.part_sizes(x, dim, sizes, same_shapes, group), group)
 
 
 def all_gather_list(
-    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, same_shapes: bool = False, group: Group = None
+    x: Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    same_shapes: bool = False,
+    group: Group = None,
+    axis: str | None = None,
 ) -> list[Tensor]:
     """Return every rank's tensor, in rank order; like `all_gather`, but as a list.
 
     Collective over `group`; arguments, gradient and errors as in `all_gather`. `dim` is where parts may differ.
     """
     dim = _dim(x, dim, "all_gather_list")
-    if _is_alone(group, "all_gather_list"):
+    group, size = ranks_of(group, axis, "all_gather_list")
+    if size == 1:
         return [x]
     known = transfers.part_sizes(x, dim, sizes, same_shapes, group)
-    return list(torch.split(_apply(_AllGather, x, dim, known, group), known, dim))
+    return list(torch.split(apply_function(_AllGather, x, dim, known, group), known, dim))
 
 
 def reduce_scatter(
@@ -180,6 +198,7 @@ def reduce_scatter(
     op: Literal["sum", "mean"] = "sum",
     sizes: Sequence[int] | None = None,
     group: Group = None,
+    axis: str | None = None,
 ) -> Tensor:
     """Combine a tensor over the ranks and keep this rank's slice along one dim.
 
@@ -191,6 +210,7 @@ def reduce_scatter(
         op: `sum` or `mean`.
         sizes: Size of every rank's slice, the same list on all ranks; an even cut when omitted.
         group: Ranks that take part; all when omitted.
+        axis: The same by the name of a mesh axis.
 
     Returns:
         Shape of `x`, with this rank's size at `dim`.
@@ -202,12 +222,12 @@ def reduce_scatter(
     if op not in ("sum", "mean"):
         raise ConfigError(f"reduce_scatter knows op 'sum' and 'mean', found {op!r}. Use one of them.")
     dim = _dim(x, dim, "reduce_scatter")
-    is_alone = _is_alone(group, "reduce_scatter")
-    slices = _cut(x.shape[dim], sizes, 1 if is_alone else size_of(group), "reduce_scatter")
-    return x if is_alone else _apply(_ReduceScatter, x, dim, slices, op, group)
+    group, size = ranks_of(group, axis, "reduce_scatter")
+    slices = _cut(x.shape[dim], sizes, size, "reduce_scatter")
+    return apply_function(_ReduceScatter, x, dim, slices, op, group) if size > 1 else x
 
 
-def broadcast(x: Tensor, src: int = 0, *, group: Group = None) -> Tensor:
+def broadcast(x: Tensor, src: int = 0, *, group: Group = None, axis: str | None = None) -> Tensor:
     """Return the tensor of one rank on every rank.
 
     Collective over `group`. Gradient: the source gets the sum of all ranks' gradients, the others zero.
@@ -216,16 +236,16 @@ def broadcast(x: Tensor, src: int = 0, *, group: Group = None) -> Tensor:
         x: Tensor, same shape and dtype on all ranks. Not modified.
         src: Rank within the group whose values are taken.
         group: Ranks that take part; all when omitted.
+        axis: The same by the name of a mesh axis.
 
     Raises:
         ConfigError: If `src` is not a rank of the group, or this rank is outside it.
         PeerLostError: If a rank was lost.
     """
-    is_alone = _is_alone(group, "broadcast")
-    size = 1 if is_alone else size_of(group)
+    group, size = ranks_of(group, axis, "broadcast")
     if not 0 <= src < size:
         raise ConfigError(f"broadcast from rank {src} needs a group of more than {src} ranks, found {size}.")
-    return x if is_alone else _apply(_Broadcast, x, src, group)
+    return apply_function(_Broadcast, x, src, group) if size > 1 else x
 
 
 def all_to_all(
@@ -234,7 +254,9 @@ def all_to_all(
     concat_dim: int | None = None,
     *,
     sizes: Sequence[int] | None = None,
+    arriving: Sequence[int] | None = None,
     group: Group = None,
+    axis: str | None = None,
 ) -> Tensor:
     """Send slice r of this rank's tensor to rank r, and concatenate what the ranks sent here.
 
@@ -245,7 +267,9 @@ def all_to_all(
         split_dim: Dim that is cut into one slice per rank.
         concat_dim: Dim along which arrived slices are joined, in rank order; `split_dim` when omitted.
         sizes: Size of the slice for each rank, each rank its own list; an even cut when omitted.
+        arriving: Size along `concat_dim` of the slice from each rank, when known; else ranks first tell each other.
         group: Ranks that take part; all when omitted.
+        axis: The same by the name of a mesh axis.
 
     Raises:
         ConfigError: If `sizes` do not add up, an even cut does not divide, or the slices that arrive do not fit, on all
@@ -254,24 +278,38 @@ def all_to_all(
     """
     split_dim = _dim(x, split_dim, "all_to_all")
     concat_dim = split_dim if concat_dim is None else _dim(x, concat_dim, "all_to_all")
-    is_alone = _is_alone(group, "all_to_all")
-    slices = _cut(x.shape[split_dim], sizes, 1 if is_alone else size_of(group), "all_to_all")
-    if is_alone:
+    group, size = ranks_of(group, axis, "all_to_all")
+    slices = _cut(x.shape[split_dim], sizes, size, "all_to_all")
+    if size == 1:
         return x
-    return _apply(_AllToAll, x, transfers.plan_exchange(x, split_dim, concat_dim, slices, group), group)
+    if arriving is None:
+        exchange = transfers.plan_exchange(x, split_dim, concat_dim, slices, group)
+    else:
+        exchange = transfers.known_exchange(x, split_dim, concat_dim, slices, arriving, group)
+    return apply_function(_AllToAll, x, exchange, group)
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Return what an autograd Function of one result makes of its arguments."""
     result: Tensor = function.apply(*args)
     return result
 
 
-def _is_alone(group: Group, verb: str) -> bool:
+def ranks_of(group: Group, axis: str | None, verb: str) -> tuple[Group, int]:
+    """Return the group of a call, named by itself or by an axis of the mesh in use, and its number of ranks.
+
+    Raises:
+        ConfigError: If both are given, the mesh has no such axis, or this rank is outside the group.
+    """
+    if axis is not None:
+        if group is not None:
+            raise ConfigError(f"{verb} takes group= or axis=, found both. Leave one out.")
+        return along_axis(axis, verb)
     if not dist.is_initialized():
         transfers.check_not_alone(verb)
-        return True
+        return None, 1
     require_member(group, verb)
-    return size_of(group) == 1
+    return group, size_of(group)
 
 
 def _dim(x: Tensor, dim: int, verb: str) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch.distributed as dist
 
 from phalanx.comm import process_group
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -28,6 +28,7 @@ class _Made:
         self.default: object = None
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.requests: dict[tuple[int, ...], int] = {}
+        self.axes: dict[str, tuple[Group, int]] = {}
 
     def follow(self, default: object) -> None:
         """Forget groups of a default group that has ended."""
@@ -35,6 +36,7 @@ class _Made:
             self.default = default
             self.groups.clear()
             self.requests.clear()
+            self.axes.clear()
 
 
 _made = _Made()
@@ -102,6 +104,32 @@ def _warn_in_a_loop(key: tuple[int, ...]) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def name_axes(groups: Mapping[str, tuple[Group, int]]) -> None:
+    """Let collectives find this rank's groups along the axes of the mesh in use by name.
+
+    Args:
+        groups: Of every axis, the group of the ranks along it and their number; a group counts for nothing along an
+            axis of one rank.
+    """
+    _made.follow(dist.group.WORLD if dist.is_initialized() else None)
+    _made.axes = dict(groups)
+
+
+def along_axis(axis: str, verb: str) -> tuple[Group, int]:
+    """Return the group of the ranks along an axis of the mesh in use, and their number.
+
+    Raises:
+        ConfigError: If the mesh has no such axis, or there is none yet.
+    """
+    _made.follow(dist.group.WORLD if dist.is_initialized() else None)
+    if axis not in _made.axes:
+        raise ConfigError(
+            f"{verb} along axis {axis!r} needs a mesh with that axis, found {sorted(_made.axes) or 'no mesh'}."
+            f"{did_you_mean(axis, _made.axes)} A mesh is there once a model is distributed; before that give group=."
+        )
+    return _made.axes[axis]
 
 
 def size_of(group: Group) -> int:

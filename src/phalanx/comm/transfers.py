@@ -18,6 +18,12 @@ from phalanx.errors import ConfigError, PeerLostError
 MAX_DIMS = 8
 """Dims of a tensor whose shape ranks can tell each other."""
 
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""Dtypes that travel in messages; both ends find one by its place here."""
+
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _LOST = re.compile(
@@ -142,9 +148,7 @@ def plan_exchange(x: Tensor, split_dim: int, concat_dim: int, slices: Sequence[i
     cuts = [t[1 + MAX_DIMS :] for t in told]
 
     def sent(origin: int, target: int) -> tuple[int, ...]:
-        shape = list(shapes[origin])
-        shape[split_dim] = cuts[origin][target]
-        return tuple(shape)
+        return _with(shapes[origin], split_dim, cuts[origin][target])
 
     if len({len(s) for s in shapes}) > 1:
         raise _misfit("all_to_all", shapes, concat_dim)
@@ -158,6 +162,25 @@ def plan_exchange(x: Tensor, split_dim: int, concat_dim: int, slices: Sequence[i
         tuple(sent(rank, r) for r in range(size)),
         tuple(sent(r, rank) for r in range(size)),
     )
+
+
+def known_exchange(
+    x: Tensor, split_dim: int, concat_dim: int, slices: Sequence[int], arriving: Sequence[int], group: Group
+) -> Exchange:
+    """Return the exchange of slices whose sizes every rank knows: `slices` go out, `arriving` along `concat_dim` come.
+
+    Raises:
+        ConfigError: If there is not one size for each rank, or this rank's own slice does not have its size.
+    """
+    rank = dist.get_rank(group)
+    sent = [_with(x.shape, split_dim, size) for size in slices]
+    received = [_with(sent[rank], concat_dim, size) for size in arriving]
+    if len(received) != len(sent) or received[rank] != sent[rank]:
+        raise ConfigError(
+            f"all_to_all on rank {rank} of {len(sent)} keeps a slice of shape {sent[rank]}, found "
+            f"arriving={list(arriving)} along dim {concat_dim}. Give one size per rank, this rank's own among them."
+        )
+    return Exchange(split_dim, concat_dim, tuple(sent), tuple(received))
 
 
 def all_to_all(x: Tensor, plan: Exchange, group: Group) -> Tensor:
@@ -175,6 +198,36 @@ def _swap(slices: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Grou
     with peers_named("all_to_all", group):
         dist.all_to_all_single(out, flat, counts, [s.numel() for s in slices], group=group)
     return [part.view(tuple(shape)) for part, shape in zip(torch.split(out, counts), shapes, strict=True)]
+
+
+def send(x: Tensor, dst: int, requires_grad: bool, group: Group) -> None:
+    """Send a tensor to the group's rank `dst`, its looks first."""
+    looks = [*_shape_vector(x, "send"), _DTYPES.index(x.dtype), int(requires_grad)]
+    send_values(torch.tensor(looks, dtype=torch.int64, device=x.device), dst, group)
+    send_values(x, dst, group)
+
+
+def send_values(x: Tensor, dst: int, group: Group) -> None:
+    """Send a tensor whose looks the group's rank `dst` knows."""
+    with peers_named("send", group):
+        dist.send(x.detach().contiguous(), group=group, group_dst=dst)
+
+
+def recv(src: int, device: torch.device, group: Group) -> tuple[Tensor, bool]:
+    """Return what the group's rank `src` sent, and whether it requires a gradient."""
+    count, *shape, dtype, requires_grad = recv_like(
+        torch.empty(MAX_DIMS + 3, dtype=torch.int64, device=device), src, group
+    ).tolist()
+    like = torch.empty(shape[:count], dtype=_DTYPES[dtype], device=device)
+    return recv_like(like, src, group), bool(requires_grad)
+
+
+def recv_like(like: Tensor, src: int, group: Group) -> Tensor:
+    """Return what the group's rank `src` sent, which has shape, dtype and device of `like`."""
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    with peers_named("recv", group):
+        dist.recv(out, group=group, group_src=src)
+    return out
 
 
 def part_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, same_shapes: bool, group: Group) -> list[int]:
@@ -211,6 +264,10 @@ def _tell(numbers: list[int], device: torch.device, group: Group) -> list[list[i
     with peers_named("all_gather of shapes", group):
         dist.all_gather(everyone, mine, group=group)
     return [[int(n) for n in t.tolist()] for t in everyone]
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
+from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape_of
@@ -140,6 +141,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     mesh, reducer = Mesh.of(plan, context), None
     if dist.is_initialized():
         _set_readers(mesh, context)
+    name_axes(mesh.axes())
     name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
     averages = any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable)

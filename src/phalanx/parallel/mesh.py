@@ -44,6 +44,13 @@ class Mesh:
             return None
         return group_of(partition(self.position.axes, names))
 
+    def axes(self) -> dict[str, tuple[Group, int]]:
+        """Return, of every axis, the group of this rank along it and its size; no group along an axis of one rank.
+
+        Collective, as `group` is.
+        """
+        return {a.name: (self.group((a.name,)) if a.size > 1 else None, a.size) for a in self.position.axes}
+
     def readers(self) -> Readers:
         """Return which of the rows of a global batch this rank reads. Collective, as `group` is."""
         return Readers(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
