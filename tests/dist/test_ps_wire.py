@@ -304,3 +304,46 @@ def test_a_taken_endpoint_is_named():
         pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1:\d+: Address already"),
     ):
         Listener(listener.endpoint, secret=SECRET, me="server 1", handler=answer)
+
+
+def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.reader._IDLE_S", 60.0)
+    readers = set()
+    with both() as connection:
+        channel = connection._reader.link.channel
+        has_bytes = channel.has_bytes
+
+        def noted(deadline: float | None = None) -> bool:
+            readers.add(threading.current_thread())
+            return has_bytes(deadline)
+
+        monkeypatch.setattr(channel, "has_bytes", noted)
+        for _ in range(10):
+            connection.call("echo", {}, ARRAYS)
+        assert readers == {threading.current_thread()}
+
+
+def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.reader._IDLE_S", 60.0)
+    monkeypatch.setattr("phalanx.ps.wire.link.Pool.lease", lambda pool, size: None)
+    rows = np.arange(1_000_000)
+    with both(max_unanswered_bytes=1 << 30) as connection:
+        pending = [connection.send("echo", {}, [rows]) for _ in range(6)]
+        assert all(np.array_equal(one.result().arrays[0], rows) for one in pending)
+
+
+def test_a_wait_that_the_user_interrupts_can_be_taken_up_again(monkeypatch):
+    monkeypatch.setattr("phalanx.ps.wire.reader._IDLE_S", 60.0)
+    with both() as connection:
+        channel = connection._reader.link.channel
+
+        def interrupted(deadline: float | None) -> bool:
+            raise KeyboardInterrupt
+
+        pending = connection.send("echo", {"at": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "has_bytes", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pending.result()
+        assert pending.result().meta == {"at": 1}
+        assert connection.call("echo", {"at": 2}).meta == {"at": 2}

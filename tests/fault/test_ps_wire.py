@@ -249,14 +249,15 @@ def test_a_request_that_ends_every_connection_is_given_up():
     assert len(numbers) <= 4  # at first, and at most every half second for 1.2 s
 
 
-def test_closing_ends_the_wait_for_a_server_that_is_away(tmp_path):
+def test_a_server_that_goes_while_nobody_waits_is_noticed_and_closing_ends_the_wait_for_it(tmp_path, caplog):
     with server(tmp_path / "record") as (process, endpoint):
         connection = connect(endpoint, retry_s=60.0)
         process.kill()
         process.wait()
+        wait_for(lambda: "(it closed the connection); connecting again" in caplog.text)
         started = time.monotonic()
         connection.close()
-        assert not connection._reader.is_alive()
+        assert not connection._reader.thread.is_alive()
         assert time.monotonic() - started < 5
 
 

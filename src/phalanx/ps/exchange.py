@@ -10,7 +10,8 @@ import numpy as np
 
 from phalanx.ps.deal import Array, Deal
 from phalanx.ps.store import Change, Keys, Rows, Want
-from phalanx.ps.wire.connection import Connection, Pending
+from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.pending import Pending
 
 _COLUMNS = ("counts", "shows", "clicks")
 

@@ -1,7 +1,8 @@
 """Framed messages between workers and servers, over Unix or TCP sockets."""
 
-from phalanx.ps.wire.connection import Connection, Pending
+from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.listener import Listener
 from phalanx.ps.wire.message import Handler, Reply, Request
+from phalanx.ps.wire.pending import Pending
 
 __all__ = ["Connection", "Handler", "Listener", "Pending", "Reply", "Request"]

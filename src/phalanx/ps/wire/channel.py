@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phalanx.ps.wire.frame import FrameError
 
@@ -61,8 +61,35 @@ class Channel:
             else:
                 self._start, self._end = 0, self._receive(self._ahead, deadline)
 
-    def send(self, parts: Sequence[Part], *, deadline: float | None = None, descriptor: int | None = None) -> None:
+    def has_bytes(self, deadline: float | None = None) -> bool:
+        """Wait until there is something to `fill` from; False if `deadline` passes first.
+
+        Raises:
+            ConnectionError: If the other end closes before that.
+        """
+        while self._start == self._end:
+            try:
+                self._start, self._end = 0, self._arrived(self._ahead)
+            except BlockingIOError:
+                if not self._poll(select.POLLIN, deadline):
+                    return False
+        return True
+
+    def send(
+        self,
+        parts: Sequence[Part],
+        *,
+        deadline: float | None = None,
+        descriptor: int | None = None,
+        on_full: Callable[[], None] | None = None,
+    ) -> None:
         """Write all parts in order, and a copy of `descriptor` with the first byte.
+
+        Args:
+            parts: What to write.
+            deadline: On the clock of `time.monotonic`.
+            descriptor: An open file.
+            on_full: Called before each wait for the other end to take more.
 
         Raises:
             ConnectionError: If the other end is gone.
@@ -74,6 +101,8 @@ class Channel:
             try:
                 sent = self._send_some(left[done : done + _MOST_PARTS], descriptor)
             except BlockingIOError:
+                if on_full is not None:
+                    on_full()
                 self._wait(select.POLLOUT, deadline)
                 continue
             descriptor = None
@@ -111,21 +140,24 @@ class Channel:
     def _receive(self, view: memoryview, deadline: float | None) -> int:
         while True:
             try:
-                count = self._receive_some(view)
+                return self._arrived(view)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
-                continue
-            if not count:
-                raise ConnectionAbortedError("it closed the connection")
-            return count
+
+    def _arrived(self, view: memoryview) -> int:
+        count = self._receive_some(view)
+        if not count:
+            raise ConnectionAbortedError("it closed the connection")
+        return count
 
     def _wait(self, events: int, deadline: float | None) -> None:
+        if not self._poll(events, deadline):
+            raise TimeoutError("it did not answer in time")
+
+    def _poll(self, events: int, deadline: float | None) -> bool:
         waiting = select.poll()
         waiting.register(self._socket, events)
-        if deadline is None:
-            waiting.poll()
-        elif not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("it did not answer in time")
+        return bool(waiting.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000))
 
     def _receive_some(self, view: memoryview) -> int:
         return self._socket.recv_into(view)

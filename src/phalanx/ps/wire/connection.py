@@ -7,56 +7,24 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from phalanx import errors
-from phalanx.errors import ClosedError, ConfigError, InternalError, PeerLostError, PhalanxError
-from phalanx.ps.wire import frame
+from phalanx.errors import ClosedError, ConfigError, PeerLostError, PhalanxError
 from phalanx.ps.wire import secret as handshake
-from phalanx.ps.wire.frame import Array, FrameError, Header, Kind, Layout
-from phalanx.ps.wire.link import Link, Placed, open_link, reply_memory
+from phalanx.ps.wire.frame import Array, Kind
+from phalanx.ps.wire.link import Link, open_link
 from phalanx.ps.wire.message import Reply
-from phalanx.ps.wire.receive import Budget, Incoming, read_head
+from phalanx.ps.wire.pending import Pending, Unanswered
+from phalanx.ps.wire.reader import Reader, words
+from phalanx.ps.wire.receive import read_head
 
 _log = logging.getLogger("phalanx.ps.wire")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _READER_ENDS_S = 15.0
 _SAY_FIRST_S, _SAY_S = 5.0, 30.0
-
-
-class Pending:
-    """A request under way."""
-
-    def __init__(self, connection: Connection, op: str, meta: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-        self.op = op
-        self.layout: Layout = frame.layout_of(arrays)
-        self._connection = connection
-        self._meta = meta
-        self.arrays = arrays
-        self.reply_bytes = 0
-        self.seq = 0
-        self.placed: Placed | None = None
-        self.waits_for = ""
-        self.sent_at = self.deadline = 0.0
-        self.outcome: Reply | PhalanxError | None = None
-
-    def result(self) -> Reply:
-        """Wait for the reply.
-
-        Raises:
-            PhalanxError: The one that the server raised, of the same class.
-            PeerLostError: If the server is gone, or is silent until the deadline.
-            ClosedError: If the connection was closed first.
-        """
-        return self._connection._wait_for(self)
-
-    def content(self) -> dict[str, Any]:
-        """Return the object of the request's frame."""
-        return {"op": self.op, "meta": self._meta}
 
 
 class Connection:
@@ -97,10 +65,10 @@ class Connection:
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
         self._endpoint, self._secret, self._me, self._peer, self._log_file = endpoint, secret, me, peer, log_file
-        self._timeout_s, self._retry_s, self._max_unanswered_bytes = timeout_s, retry_s, max_unanswered_bytes
-        self._changed = threading.Condition()
-        self._unanswered: deque[Pending] = deque()
-        self._unanswered_bytes = 0
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._unanswered = Unanswered(max_unanswered_bytes)
         self._failure = ""
         self._silence = ""
         self._said_at = -math.inf
@@ -111,11 +79,12 @@ class Connection:
         self._seq = 0
         started = time.monotonic()
         try:
-            self._link = self._connect(started + connect_s)
+            link = self._connect(started + connect_s)
         except OSError as error:
-            raise self._lost("connect", started, f"{_words(error)}. Start it, or correct the address") from None
+            raise self._lost("connect", started, f"{words(error)}. Start it, or correct the address") from None
         self._linked_again_at = -math.inf
-        self._reader = self._read_in_thread(self._link)
+        self._reader = self._reader_of(link)
+        self._reader.thread.start()
 
     def send(self, op: str, meta: Mapping[str, Any], arrays: Sequence[Array] = (), reply_bytes: int = 0) -> Pending:
         """Send a request and return without its reply.
@@ -134,8 +103,8 @@ class Connection:
             PeerLostError: If the server is gone, or takes no request before the deadline.
             ClosedError: If this connection was closed.
         """
-        pending = Pending(self, op, meta, [np.asarray(array, order="C") for array in arrays])
-        pending.reply_bytes = reply_bytes
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        pending = Pending(op, meta, arrays, reply_bytes, self._wait_for)
         pending.sent_at = time.monotonic()
         self._reserve(pending)
         if not self._writing.acquire(timeout=self._timeout_s + self._retry_s):
@@ -156,29 +125,31 @@ class Connection:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            link = self._link
-        link.channel.interrupt()
+            self._reader.interrupt()
         # Whoever writes, or replaces the link, leaves first.
         if self._writing.acquire(timeout=_READER_ENDS_S):
-            reader = self._reader
+            thread = self._reader.thread
             self._writing.release()
-            reader.join(_READER_ENDS_S)
+            thread.join(_READER_ENDS_S)
 
     def _reserve(self, pending: Pending) -> None:
-        size = pending.layout.payload_bytes
         deadline = pending.sent_at + self._timeout_s
-        with self._changed:
-            while self._unanswered_bytes and self._unanswered_bytes + size > self._max_unanswered_bytes:
+        while True:
+            with self._changed:
                 self._require_alive(pending)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._lost(pending.op, pending.sent_at, f"{self._unanswered_bytes:,} bytes before it wait")
-                self._changed.wait(left)
-            self._unanswered_bytes += size
+                if self._unanswered.reserve(pending):
+                    return
+                if time.monotonic() >= deadline:
+                    waiting = f"{self._unanswered.bytes:,} bytes before it wait"
+                    raise self._lost(pending.op, pending.sent_at, waiting)
+                reader = self._reader
+                is_ours = reader.take_turn(deadline)
+            if is_ours:
+                reader.read(deadline)
 
     def _unreserve(self, pending: Pending) -> None:
         with self._changed:
-            self._unanswered_bytes -= pending.layout.payload_bytes
+            self._unanswered.give_back(pending)
             self._changed.notify_all()
 
     def _require_alive(self, pending: Pending) -> None:
@@ -196,11 +167,11 @@ class Connection:
                 self._require_alive(pending)
                 self._seq = pending.seq
                 pending.deadline = time.monotonic() + self._timeout_s
-                self._unanswered.append(pending)
+                self._unanswered.add(pending)
         except BaseException:
             self._unreserve(pending)
             raise
-        self._write(self._link, pending)
+        self._write(self._reader, pending)
         # What the caller gave is the caller's again when `send` returns. A shared request is kept in its segment.
         keep = self._retry_s and pending.placed is not None and pending.placed.lease is None
         pending.arrays = [array.copy() for array in pending.arrays] if keep else ()
@@ -209,34 +180,37 @@ class Connection:
         arrays = pending.arrays
         if pending.placed is not None and (memory := pending.placed.request_memory) is not None:
             arrays = pending.layout.read(memory)
-        pending.placed = self._link.place(
+        pending.placed = self._reader.link.place(
             self.client, pending.seq, pending.content(), pending.layout, arrays, pending.reply_bytes
         )
 
-    def _write(self, link: Link, pending: Pending) -> None:
+    def _write(self, reader: Reader, pending: Pending) -> None:
         assert pending.placed is not None
         try:
-            link.write(pending.placed, time.monotonic() + self._timeout_s)
+            reader.link.write(pending.placed, time.monotonic() + self._timeout_s, on_full=reader.read_on)
         except TimeoutError:
             with self._changed:
                 self._give_up_link("it does not take requests")
         except OSError:
             # The reader of this link sees the same, and either connects again or says that the server is lost.
-            link.channel.interrupt()
+            reader.interrupt()
 
     def _wait_for(self, pending: Pending) -> Reply:
-        with self._changed:
-            while pending.outcome is None:
-                left = pending.deadline - time.monotonic()
-                if left <= 0:
+        while True:
+            with self._changed:
+                if pending.outcome is not None:
+                    break
+                deadline, reader = pending.deadline, self._reader
+                if time.monotonic() >= deadline:
                     others = f"; it waits for {pending.waits_for}" if pending.waits_for else ""
                     self._give_up_link(f"it did not answer in time{others}")
-                else:
-                    self._changed.wait(left)
-            outcome = pending.outcome
-        if isinstance(outcome, PhalanxError):
-            raise outcome
-        return outcome
+                    continue
+                is_ours = reader.take_turn(deadline)
+            if is_ours:
+                reader.read(deadline)
+        if isinstance(pending.outcome, PhalanxError):
+            raise pending.outcome
+        return pending.outcome
 
     def _give_up_link(self, why: str) -> None:
         """Take a silent server for lost. Runs with `_changed` held.
@@ -248,73 +222,52 @@ class Connection:
             self._fail(why)
             return
         self._silence = why
-        for pending in self._unanswered:
-            pending.deadline = time.monotonic() + self._retry_s + self._timeout_s
-        self._link.channel.interrupt()
+        self._unanswered.put_off(time.monotonic() + self._retry_s + self._timeout_s)
+        self._reader.interrupt()
 
-    def _read_in_thread(self, link: Link) -> threading.Thread:
-        reader = threading.Thread(target=self._read, args=(link,), name=f"replies of {self._peer}", daemon=True)
-        reader.start()
-        return reader
+    def _reader_of(self, link: Link) -> Reader:
+        return Reader(
+            link,
+            lock=self._lock,
+            changed=self._changed,
+            take=self._take_frame,
+            lost=self._lose_link,
+            name=f"replies of {self._peer}",
+        )
 
-    def _read(self, link: Link) -> None:
-        try:
-            while True:
-                self._take_reply(link)
-        except (OSError, FrameError) as error:
-            why, self._silence = self._silence or _words(error), ""
+    def _lose_link(self, link: Link, why: str) -> None:
+        """Give up a link that cannot be read any more, and connect again if that is wanted. Runs in its thread."""
         link.channel.interrupt()
         with self._writing:
             link.channel.close()
             with self._changed:
-                over = self._closed or bool(self._failure)
-                if over or not self._retry_s:
+                why, self._silence = self._silence or why, ""
+                if self._closed or self._failure or not self._retry_s:
                     self._fail(why)
                     return
             self._connect_again(why)
 
-    def _take_reply(self, link: Link) -> None:
-        header, content = read_head(link.channel)
+    def _take_frame(self, link: Link, deadline: float | None) -> None:
+        header, content = read_head(link.channel, deadline)
         with self._changed:
-            pending = self._unanswered[0] if self._unanswered else None
-        if pending is None or header.seq != pending.seq or header.kind == Kind.REQUEST:
-            raise FrameError(f"a {header.kind.name.lower()} to request {header.seq}, which is not the next")
+            pending = self._unanswered.answered_by(header)
         if header.kind == Kind.WAITING:
             self._keep_waiting(pending, str(content.get("for")), is_here=content.get("here") is True)
             return
-        outcome = self._outcome(link, pending, header, content)
+        outcome = pending.read_outcome(link, header, content, self._peer, deadline)
         with self._changed:
-            if self._unanswered and self._unanswered[0] is pending:
-                self._unanswered.popleft()
-                self._unanswered_bytes -= pending.layout.payload_bytes
+            if self._unanswered.settle(pending, outcome):
                 self._give_up_at = None
-                _settle(pending, outcome)
-                self._changed.notify_all()
 
     def _keep_waiting(self, pending: Pending, waits_for: str, *, is_here: bool) -> None:
         now = time.monotonic()
         with self._changed:
             pending.waits_for = waits_for
-            for each in self._unanswered if is_here else ():
-                each.deadline = now + self._timeout_s
+            if is_here:
+                self._unanswered.put_off(now + self._timeout_s)
         if now - max(pending.sent_at, self._said_at) >= _SAY_S:
             self._said_at = now
             _log.info("%s waits for %s, which waits for %s", self._me, self._peer, waits_for)
-
-    def _outcome(self, link: Link, pending: Pending, header: Header, content: dict[str, Any]) -> Reply | PhalanxError:
-        if header.kind == Kind.ERROR:
-            return _raised(content, self._peer)
-        layout = frame.layout_from(content.get("arrays"))
-        if layout.payload_bytes != header.payload_bytes:
-            raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
-        if header.flags & frame.SHARED:
-            assert pending.placed is not None
-            memory = reply_memory(pending.placed, content.get("at"), layout.payload_bytes)
-        else:
-            received = Incoming(link.channel, Budget(frame.LARGEST_PAYLOAD * 2)).receive(layout.payload_bytes)
-            assert received is not None
-            memory = received
-        return Reply(content.get("meta") or {}, layout.read(memory))
 
     def _connect_again(self, why: str) -> None:
         """Replace the link and send again what was not answered. Runs with `_writing` held, in the old link's reader.
@@ -325,8 +278,7 @@ class Connection:
         started = time.monotonic()
         with self._changed:
             until = self._give_up_at = self._give_up_at or started + self._retry_s
-            for pending in self._unanswered:
-                pending.deadline = until + self._timeout_s
+            self._unanswered.put_off(until + self._timeout_s)
             self._changed.notify_all()
         _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._endpoint, why)
         try:
@@ -337,18 +289,20 @@ class Connection:
             link = self._connect(until)
         except (OSError, PhalanxError) as error:
             with self._changed:
-                self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {_words(error)}")
+                self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {words(error)}")
             return
         with self._changed:
-            self._link, self._linked_again_at = link, time.monotonic()
+            reader, self._linked_again_at = self._reader_of(link), time.monotonic()
+            self._reader = reader
             again = list(self._unanswered)
             if self._closed:
-                link.channel.interrupt()
-        self._reader = self._read_in_thread(link)
+                reader.interrupt()
+        reader.thread.start()
+        reader.read_on()
         for pending in again:
             self._place(pending)
             pending.deadline = time.monotonic() + self._timeout_s
-            self._write(link, pending)
+            self._write(reader, pending)
         with self._changed:
             self._give_up_at = self._give_up_at if self._unanswered else None
             self._changed.notify_all()
@@ -367,7 +321,7 @@ class Connection:
                 if now + pause >= until:
                     raise
                 if now >= say_at:
-                    _log.info("%s: waiting for %s at %s (%s)", self._me, self._peer, self._endpoint, _words(error))
+                    _log.info("%s: waiting for %s at %s (%s)", self._me, self._peer, self._endpoint, words(error))
                     say_at = now + _SAY_FIRST_S
             self._pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -380,41 +334,19 @@ class Connection:
     def _fail(self, why: str) -> None:
         """End the connection for good: every request without an answer fails. Runs with `_changed` held."""
         self._failure = self._failure or why
-        for pending in self._unanswered:
-            if self._closed:
-                _settle(pending, ClosedError(f"the connection to {self._peer} was closed before the answer."))
-            else:
-                _settle(pending, self._lost(pending.op, pending.sent_at, self._failure))
-        self._unanswered.clear()
-        self._unanswered_bytes = 0
-        self._link.channel.interrupt()
+        self._unanswered.settle_all(self._given_up)
+        self._reader.interrupt()
         self._changed.notify_all()
+
+    def _given_up(self, pending: Pending) -> PhalanxError:
+        if self._closed:
+            return ClosedError(f"the connection to {self._peer} was closed before the answer.")
+        return self._lost(pending.op, pending.sent_at, self._failure)
 
     def _lost(self, op: str, since: float, why: str) -> PeerLostError:
         waited = time.monotonic() - since
         look = f" Its log: {self._log_file}" if self._log_file else ""
-        where = self._link.where if hasattr(self, "_link") else self._endpoint
+        where = self._reader.link.where if hasattr(self, "_reader") else self._endpoint
         return PeerLostError(
             f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.{look}"
         )
-
-
-def _settle(pending: Pending, outcome: Reply | PhalanxError) -> None:
-    """Give a request its outcome and let go of what it was made of."""
-    pending.outcome = outcome
-    pending.placed = None
-    pending.arrays = ()
-
-
-def _raised(content: dict[str, Any], peer: str) -> PhalanxError:
-    """Return the error that a server reports, as the class it had there."""
-    name, message = str(content.get("error")), str(content.get("message"))
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, PhalanxError):
-        return found(message)
-    return InternalError(f"{peer} failed with {name}: {message}")
-
-
-def _words(error: Exception) -> str:
-    """Return what an error says, without its number."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

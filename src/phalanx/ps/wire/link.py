@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,13 @@ class Link:
         head = frame.encode(Kind.REQUEST, flags, client, seq, content, layout.payload_bytes)
         return Placed([head], lease, layout.payload_bytes, segment.descriptor)
 
-    def write(self, placed: Placed, deadline: float) -> None:
-        """Write a placed request.
+    def write(self, placed: Placed, deadline: float, on_full: Callable[[], None]) -> None:
+        """Write a placed request; calls `on_full` when the server takes no more for now.
 
         Raises:
             OSError: If the link is broken or `deadline` passes.
         """
-        self.channel.send(placed.parts, deadline=deadline, descriptor=placed.descriptor)
+        self.channel.send(placed.parts, deadline=deadline, descriptor=placed.descriptor, on_full=on_full)
         placed.parts = []
         if placed.lease is not None:
             placed.lease.segment.forget_descriptor()
