@@ -48,6 +48,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_context_left() -> Iterator[None]:
     """End the Context and the tables a test made, so that the next one starts as a fresh process would."""
     yield
+    watch = sys.modules.get("phalanx.parallel.watch")
+    if watch is not None:
+        watch.assembly.__init__()
     attach = sys.modules.get("phalanx.ps.attach")
     if attach is not None and attach._current is not None:
         attach._current.close()
