@@ -12,6 +12,9 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.ps.placement import SHARDS, shard_of
 from phalanx.ps.rules import FTRL, TableSpec
 
+Keys = NDArray[np.int64]
+Rows = NDArray[np.float32]
+
 MOST_WAITED = 2**24 - 2
 """Highest count of an id that waits for a row."""
 

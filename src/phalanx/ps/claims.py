@@ -20,7 +20,7 @@ from phalanx.ps.handle import Handle, free_name, give_name
 from phalanx.ps.modes import Mode
 from phalanx.ps.rules import SGD, Rule
 from phalanx.ps.store import Change, Keys, Rows
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table import Table, make_table, read_rows
 from phalanx.ps.translate import rule_of
 
 
@@ -128,9 +128,7 @@ class Claims:
             return rows
         if name not in self._untrained:
             self._untrained[name] = make_table(handle.settings.spec(name, SGD(lr=0.0)))
-        out = np.empty((len(keys), handle.settings.dim), np.float32)
-        self._untrained[name].pull(keys, out)
-        return out
+        return read_rows(self._untrained[name], keys)
 
     def start_from(self, handle: Handle, values: Tensor) -> None:
         """Give the rows 0, 1, ... of a table these values, shape (n, dim).

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import ConfigError
+from phalanx.ps.arrays import Keys, Rows
 from phalanx.ps.placement import check_servers, owner_of, shard_of
 from phalanx.versions import HAS_NATIVE
 
-Keys = NDArray[np.int64]
 Places = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 def unique(ids: Sequence[Keys]) -> tuple[Keys, Places, NDArray[np.uint32]]:
@@ -49,7 +48,7 @@ def unique_numpy(ids: Sequence[Keys]) -> tuple[Keys, Places, NDArray[np.uint32]]
     return ordered[order], place[inverse], counts[order].astype(np.uint32)
 
 
-def merge(keys: Sequence[Keys], values: Sequence[Floats], weights: Sequence[float]) -> tuple[Keys, Floats]:
+def merge(keys: Sequence[Keys], values: Sequence[Rows], weights: Sequence[float]) -> tuple[Keys, Rows]:
     """Add up rows of the same id, each times the weight of its part, in the order given.
 
     The order of the additions is fixed, so the same parts give the same bits.
@@ -102,7 +101,7 @@ def split_by_owner_numpy(keys: Keys, salt: int, servers: int) -> tuple[Places, P
     return order, np.searchsorted(owners[order], np.arange(servers + 1))
 
 
-def _add_weighted(places: Places, rows: Floats, weight: float, sums: Floats) -> None:
+def _add_weighted(places: Places, rows: Rows, weight: float, sums: Rows) -> None:
     if HAS_NATIVE:
         from phalanx import _core
 
@@ -111,7 +110,7 @@ def _add_weighted(places: Places, rows: Floats, weight: float, sums: Floats) -> 
         np.add.at(sums, places, np.float32(weight) * rows)
 
 
-def _dim_of(keys: Sequence[Keys], values: Sequence[Floats], weights: Sequence[float]) -> int:
+def _dim_of(keys: Sequence[Keys], values: Sequence[Rows], weights: Sequence[float]) -> int:
     shapes = [part.shape for part in values]
     dims = {shape[1:] for shape in shapes}
     if len(dims) != 1 or [len(part) for part in keys] != [shape[0] for shape in shapes] or len(weights) != len(keys):

@@ -18,7 +18,7 @@ from phalanx.ps.dedup import unique
 from phalanx.ps.modes import Mode
 from phalanx.ps.rules import SGD, Constant, TableSpec
 from phalanx.ps.store import Change, Keys, Pulled, Ready, Rows, Store, Want
-from phalanx.ps.table import make_table
+from phalanx.ps.table import make_table, read_rows
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -108,7 +108,7 @@ class _Replica:
 
     def unread(self, keys: Keys) -> Keys:
         """Return those of `keys` that were not read in this window."""
-        return np.ascontiguousarray(keys[self._bases(keys)[:, self._dim] == 0])
+        return np.ascontiguousarray(keys[read_rows(self._base, keys)[:, self._dim] == 0])
 
     def learn(self, keys: Keys, rows: Rows) -> None:
         """Take rows as the servers have them."""
@@ -117,9 +117,7 @@ class _Replica:
 
     def rows(self, keys: Keys) -> Rows:
         """Return the copy's rows, shape (n, dim)."""
-        out = np.empty((len(keys), self._dim), np.float32)
-        self._copy.pull(keys, out)
-        return out
+        return read_rows(self._copy, keys)
 
     def train(self, change: Change) -> None:
         """Apply gradients to the copy with the table's rule."""
@@ -129,7 +127,7 @@ class _Replica:
     def difference(self, workers: int) -> Change:
         """Return (copy - base) / workers of the rows trained in this window."""
         keys, _, _ = unique(self._trained)
-        moved = self.rows(keys) - self._bases(keys)[:, : self._dim]
+        moved = self.rows(keys) - read_rows(self._base, keys)[:, : self._dim]
         return Change(self._name, keys, moved / np.float32(workers), kind="delta")
 
     def forget(self) -> None:
@@ -138,11 +136,6 @@ class _Replica:
         self._base.clear()
         if self._is_stateless:
             self._copy.clear()
-
-    def _bases(self, keys: Keys) -> Rows:
-        out = np.empty((len(keys), self._dim + 1), np.float32)
-        self._base.pull(keys, out)
-        return out
 
 
 def _check(spec: TableSpec, local_optimizer: bool) -> None:

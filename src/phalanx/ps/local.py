@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from phalanx.errors import ConfigError
 from phalanx.ps.placement import SHARDS
 from phalanx.ps.rules import TableSpec
@@ -16,14 +14,13 @@ from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.read import Source
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want, named
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table import Table, make_table, read_rows
 
 
 class LocalStore:
     """A `Store` whose tables are here. With one worker sync, async and bounded agree: a push is applied at once."""
 
     def __init__(self) -> None:
-        self._specs: dict[str, TableSpec] = {}
         self._tables: dict[str, Table] = {}
         self._leases = Leases()
         self._holder = Holder(self._tables, range(SHARDS))
@@ -32,21 +29,15 @@ class LocalStore:
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make these tables, or check that they are there with the same specification. See `Store.declare`."""
         for spec in specs:
-            if spec.name in self._specs:
-                check_same(self._specs[spec.name], spec)
+            if spec.name in self._tables:
+                check_same(self._tables[spec.name].spec, spec)
             else:
-                self._specs[spec.name], self._tables[spec.name] = spec, make_table(spec)
+                self._tables[spec.name] = make_table(spec)
                 self._fill(self._tables[spec.name])
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Read rows. See `Store.pull`."""
-        arrays = []
-        for want in wants:
-            table = named(self._tables, want.table)
-            out = np.empty((len(want.keys), self._specs[want.table].dim), np.float32)
-            table.pull(want.keys, out)
-            arrays.append(out)
-        return Ready(arrays)
+        return Ready([read_rows(named(self._tables, want.table), want.keys) for want in wants])
 
     def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
         """Apply changes. See `Store.push`."""
@@ -94,7 +85,6 @@ class LocalStore:
 
     def close(self) -> None:
         """Let go of the tables."""
-        self._specs.clear()
         self._tables.clear()
 
     def _fill(self, table: Table) -> None:

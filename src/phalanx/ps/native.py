@@ -8,13 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx._core import EmbeddingTable
-from phalanx.ps.arrays import Columns, check_columns, check_push, check_rows, check_shard
+from phalanx.ps.arrays import Columns, Keys, Rows, check_columns, check_push, check_rows, check_shard
 from phalanx.ps.layout import layout_of
 from phalanx.ps.placement import table_salt
 from phalanx.ps.rules import TableSpec
-
-Keys = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 class NativeTable(EmbeddingTable):
@@ -25,7 +22,7 @@ class NativeTable(EmbeddingTable):
         self._salt = table_salt(spec.name)
         super().__init__(spec, self.layout, self._salt)
 
-    def pull(self, keys: Keys, out: Floats) -> None:
+    def pull(self, keys: Keys, out: Rows) -> None:
         """Read rows; changes nothing."""
         check_rows(self.spec, keys, out, "a place for rows")
         super().pull(keys, out)
@@ -33,23 +30,23 @@ class NativeTable(EmbeddingTable):
     def push(
         self,
         keys: Keys,
-        gradients: Floats,
+        gradients: Rows,
         lr: float | None = None,
         counts: NDArray[np.uint32] | None = None,
-        shows: Floats | None = None,
-        clicks: Floats | None = None,
+        shows: NDArray[np.float32] | None = None,
+        clicks: NDArray[np.float32] | None = None,
     ) -> int:
         """Apply gradients by the rule; returns how many were of ids not admitted."""
         check_rows(self.spec, keys, gradients, "gradients")
         check_push(self.spec, len(keys), lr, (counts, shows, clicks))
         return super().push(keys, gradients, self.spec.rule.lr if lr is None else lr, counts, shows, clicks)
 
-    def add(self, keys: Keys, deltas: Floats) -> None:
+    def add(self, keys: Keys, deltas: Rows) -> None:
         """Add to rows, making those that are missing."""
         check_rows(self.spec, keys, deltas, "deltas")
         super().add(keys, deltas)
 
-    def assign(self, keys: Keys, values: Floats) -> None:
+    def assign(self, keys: Keys, values: Rows) -> None:
         """Replace the values of rows, making those that are missing; optimizer state stays."""
         check_rows(self.spec, keys, values, "values")
         super().assign(keys, values)

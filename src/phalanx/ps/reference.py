@@ -6,15 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.mix import mix_one
-from phalanx.ps.arrays import Columns, check_columns, check_push, check_rows, check_shard
+from phalanx.ps.arrays import Columns, Keys, Rows, check_columns, check_push, check_rows, check_shard
 from phalanx.ps.initial import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
 from phalanx.ps.layout import INDEX_BYTES, layout_of
 from phalanx.ps.placement import SHARDS, mixed, shard_of, table_salt
 from phalanx.ps.rules import CountFilter, Probability, ShowClick, TableSpec
 from phalanx.ps.updates import initial_state, update
 
-Keys = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Counts = NDArray[np.uint32]
 
 RENUMBER_AT = 2**32 - 2**16
@@ -48,7 +46,7 @@ class ReferenceTable:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def pull(self, keys: Keys, out: Floats) -> None:
+    def pull(self, keys: Keys, out: Rows) -> None:
         """Read rows; changes nothing."""
         check_rows(self.spec, keys, out, "a place for rows")
         slots = self._find(keys)
@@ -87,11 +85,11 @@ class ReferenceTable:
     def push(
         self,
         keys: Keys,
-        gradients: Floats,
+        gradients: Rows,
         lr: float | None = None,
         counts: Counts | None = None,
-        shows: Floats | None = None,
-        clicks: Floats | None = None,
+        shows: NDArray[np.float32] | None = None,
+        clicks: NDArray[np.float32] | None = None,
     ) -> int:
         """Apply gradients by the rule; returns how many were of ids not admitted."""
         check_rows(self.spec, keys, gradients, "gradients")
@@ -120,7 +118,7 @@ class ReferenceTable:
         self._evict(tick)
         return dropped
 
-    def add(self, keys: Keys, deltas: Floats) -> None:
+    def add(self, keys: Keys, deltas: Rows) -> None:
         """Add to rows, making those that are missing."""
         check_rows(self.spec, keys, deltas, "deltas")
         tick = self._next_tick()
@@ -131,7 +129,7 @@ class ReferenceTable:
         self.pushed += len(keys)
         self._evict(tick)
 
-    def assign(self, keys: Keys, values: Floats) -> None:
+    def assign(self, keys: Keys, values: Rows) -> None:
         """Replace the values of rows, making those that are missing; optimizer state stays."""
         check_rows(self.spec, keys, values, "values")
         tick = self._next_tick()
@@ -256,16 +254,16 @@ class ReferenceTable:
     def _numbers(self, keys: Keys) -> NDArray[np.uint64]:
         return row_numbers(mixed(keys, self._salt), self.spec.seed)
 
-    def _unmade(self, keys: Keys) -> Floats:
+    def _unmade(self, keys: Keys) -> Rows:
         """Return what ids without a row read as."""
         numbers = self._numbers(keys)
         values = self._stored(initial_values(self.spec.init, numbers, self.spec.dim))
         return np.where(admitted(self.spec, numbers)[:, None], values, np.float32(0))
 
-    def _stored(self, values: Floats) -> Floats:
+    def _stored(self, values: Rows) -> Rows:
         return values if self.spec.dtype == "float32" else nearest_bfloat16(values)
 
-    def _rounded(self, rows: Floats, keys: Keys, tick: int) -> Floats:
+    def _rounded(self, rows: Rows, keys: Keys, tick: int) -> Rows:
         """Return rows as training leaves them: in bfloat16 a small step must not always round to none."""
         if self.spec.dtype == "bfloat16":
             dim = self.spec.dim

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.arrays import Keys as Keys
+from phalanx.ps.arrays import Rows as Rows
 from phalanx.ps.rules import TableSpec
 
-Keys = NDArray[np.int64]
-Rows = NDArray[np.float32]
 _Table = TypeVar("_Table")
 
 

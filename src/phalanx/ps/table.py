@@ -7,14 +7,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.ps.arrays import Columns
+from phalanx.ps.arrays import Columns, Keys, Rows
 from phalanx.ps.layout import Layout
 from phalanx.ps.reference import ReferenceTable
 from phalanx.ps.rules import TableSpec
 from phalanx.versions import HAS_NATIVE
-
-Keys = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 class Table(Protocol):
@@ -27,7 +24,7 @@ class Table(Protocol):
     spec: TableSpec
     layout: Layout
 
-    def pull(self, keys: Keys, out: Floats) -> None:
+    def pull(self, keys: Keys, out: Rows) -> None:
         """Read rows into `out`, shape (n, dim), and change nothing.
 
         An id without a row reads as what it would start from, or as zeros where it is not admitted (yet).
@@ -40,11 +37,11 @@ class Table(Protocol):
     def push(
         self,
         keys: Keys,
-        gradients: Floats,
+        gradients: Rows,
         lr: float | None = None,
         counts: NDArray[np.uint32] | None = None,
-        shows: Floats | None = None,
-        clicks: Floats | None = None,
+        shows: NDArray[np.float32] | None = None,
+        clicks: NDArray[np.float32] | None = None,
     ) -> int:
         """Apply one gradient per id by the table's rule; make rows as the entry policy says.
 
@@ -64,7 +61,7 @@ class Table(Protocol):
         """
         ...
 
-    def add(self, keys: Keys, deltas: Floats) -> None:
+    def add(self, keys: Keys, deltas: Rows) -> None:
         """Add to the values of rows, shape (n, dim). Makes missing rows, whatever the entry policy.
 
         Raises:
@@ -72,7 +69,7 @@ class Table(Protocol):
         """
         ...
 
-    def assign(self, keys: Keys, values: Floats) -> None:
+    def assign(self, keys: Keys, values: Rows) -> None:
         """Replace the values of rows, shape (n, dim), and keep their state. Makes missing rows.
 
         Raises:
@@ -168,3 +165,10 @@ def make_table(spec: TableSpec) -> Table:
     from phalanx.ps.native import NativeTable
 
     return NativeTable(spec)
+
+
+def read_rows(table: Table, keys: Keys) -> Rows:
+    """Return rows of a table as `Table.pull` reads them, shape (n, dim)."""
+    out = np.empty((len(keys), table.spec.dim), np.float32)
+    table.pull(keys, out)
+    return out

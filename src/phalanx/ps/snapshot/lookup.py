@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.ps.placement import SHARDS
 from phalanx.ps.snapshot.read import Snapshot, read
 from phalanx.ps.store import Keys, Rows
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table import Table, make_table, read_rows
 
 
 class Lookup:
@@ -63,8 +63,5 @@ class _Rows:
         found = places < len(self._keys)
         found[found] = self._keys[places[found]] == ids[found]
         out[found] = self._values[places[found]]
-        missing = np.ascontiguousarray(ids[~found])
-        unmade = np.empty((len(missing), out.shape[1]), np.float32)
-        self._unmade.pull(missing, unmade)
-        out[~found] = unmade
+        out[~found] = read_rows(self._unmade, np.ascontiguousarray(ids[~found]))
         return out
