@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
     from phalanx.parallel.recipe.clip import clip_grad_norm_
+    from phalanx.parallel.step_gate import follow_updates
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.evaluate import evaluate
@@ -38,6 +39,7 @@ _HOMES = {
     "correct_at": "phalanx.train.metrics",
     "evaluate": "phalanx.train.evaluate",
     "explain": "phalanx.parallel.apply",
+    "follow_updates": "phalanx.parallel.step_gate",
     "global_mean": "phalanx.train.metrics",
     "init": "phalanx.comm.context",
     "no_sync": "phalanx.parallel.distribute",

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.loss_scale import LossScale
+from phalanx.parallel.master_weights import KEY, keep_master_weights
+from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.recipe.clip import clip_grad_norm_
+from phalanx.plan.value import Scaler
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -66,9 +71,24 @@ def clipped(spread: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
     return results
 
 
+def scaled(spread: bool) -> tuple[int, float, dict[str, Tensor]]:
+    """Only the last rank's shard overflows, in the second of four steps."""
+    net = Mixed(spread)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scale = LossScale(Scaler(initial=16.0, backoff=0.5, backoff_after=1, growth_every=2))
+    scale.bind(optimizer)
+    for step in range(4):
+        optimizer.scale(net.held.sum()).backward()
+        net.set_gradients(step)
+        if step == 1 and px.current().rank == px.current().world_size - 1:
+            net.held.grad[-1, -1] = math.nan
+        optimizer.step()
+    return scale.skipped, scale.value, net.gathered(dict(net.named_parameters()))
+
+
 def all_recipes(spread: bool):
     px.init()
-    return {recipe.__name__: recipe(spread) for recipe in (clipped,)}
+    return {recipe.__name__: recipe(spread) for recipe in (clipped, scaled)}
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +96,36 @@ def on_two_ranks():
     return run_ranks(all_recipes, 2, True)
 
 
-@pytest.mark.parametrize("recipe", [clipped])
+@pytest.mark.parametrize("recipe", [clipped, scaled])
 def test_mixed_placements_equal_one_process(on_two_ranks, recipe) -> None:
+    px.init()
     alone = recipe(False)
     for rank in on_two_ranks:
         torch.testing.assert_close(rank[recipe.__name__], alone)
+
+
+def trained_in_pure_bfloat16():
+    """Train under data parallel; return the weights, their copies and how often gradients were reduced."""
+    px.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    apply_precision(net, "bfloat16", pure=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    keep_master_weights(optimizer)
+    px.distribute(net, optimizer)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(px.current().rank))
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    masters = [state[KEY] for state in optimizer.state_dict()["state"].values() if KEY in state]
+    return net.state_dict(), masters, applied_to(net).reducer.steps
+
+
+def test_pure_precision_stays_equal_on_all_ranks_under_data_parallel() -> None:
+    (weights, masters, steps), other = run_ranks(trained_in_pure_bfloat16, 2)
+    torch.testing.assert_close((weights, masters, steps), other, rtol=0, atol=0)
+    assert steps == 3
+    assert weights["0.weight"].dtype == torch.bfloat16
+    assert torch.equal(weights["0.weight"], masters[0].bfloat16())
+    assert not torch.equal(weights["0.weight"].float(), masters[0])

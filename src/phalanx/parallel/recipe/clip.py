@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.loss_scale import gradient_scale
 from phalanx.parallel.recipe.norms import gradient_of, whole_norms
 from phalanx.parallel.step_hooks import hook_steps
 
@@ -44,10 +45,14 @@ def clip_grad_norm_(
         raise ConfigError(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
-    gradients = [found for param in _parameters_of(parameters) if (found := gradient_of(param)) is not None]
+    params = [param for param in _parameters_of(parameters) if param.grad is not None]
+    gradients = [found for param in params if (found := gradient_of(param)) is not None]
     if not gradients:
         return torch.tensor(0.0)
     norms = whole_norms([grad for grad, _ in gradients], [groups for _, groups in gradients], norm_type)
+    scales = [gradient_scale(param) for param in params]
+    if any(scale != 1.0 for scale in scales):
+        norms /= torch.tensor(scales, dtype=norms.dtype, device=norms.device)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise ConfigError(
@@ -81,7 +86,8 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
         if max_value is not None:
             for param in params:
                 if (found := gradient_of(param)) is not None:
-                    found[0].clamp_(-max_value, max_value)
+                    limit = max_value * gradient_scale(param)
+                    found[0].clamp_(-limit, limit)
         if max_norm is not None:
             clip_grad_norm_(params, max_norm)
 

@@ -1,0 +1,148 @@
+"""Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2), equal on all ranks.
+
+`torch.amp.GradScaler` is not used because it lowers the scale at the first overflow (Fleet's setting counts them),
+leaves scaled gradients in `param.grad` until the step, so that clipping them is wrong, and does not ask other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import phalanx.comm.context as context_of
+from phalanx.comm.collectives import all_reduce
+from phalanx.errors import ConfigError
+from phalanx.parallel.recipe.norms import gradient_of, whole_norms
+from phalanx.parallel.step_gate import gate_steps
+from phalanx.plan.value import Scaler
+
+logger = logging.getLogger("phalanx.parallel")
+
+_scaled_by = WeakTensorKeyDictionary()
+"""Float16 parameters whose gradients stay scaled until the step, by identity: their LossScale."""
+
+
+def gradient_scale(param: Tensor) -> float:
+    """Return by how much a parameter's gradient is too large; 1 for all but float16 parameters."""
+    if not _scaled_by or param.grad is None or param.grad.dtype != torch.float16:
+        return 1.0
+    scale = _scaled_by.get(param)
+    return 1.0 if scale is None else scale.value
+
+
+class LossScale:
+    """The factor of a job's losses: it falls when gradients overflow, such steps are skipped, and it rises again.
+
+    Args:
+        settings: Initial value, and when and by how much it changes.
+    """
+
+    def __init__(self, settings: Scaler) -> None:
+        self._settings = settings
+        self.value = settings.initial
+        """The factor now; at least 1."""
+
+        self.skipped = 0
+        """Steps that were not taken because a gradient was not finite."""
+
+        self._good = self._bad = 0
+        self._losses = 0
+        self._losses_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._hooked = WeakTensorKeyDictionary()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale; call `backward` on that. Parameters get their true gradients."""
+        self._losses += 1
+        return loss * self.value
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of an optimizer's parameters, and skip its steps when one is not finite.
+
+        Every step is collective over all ranks: one flag says whether any of them found such a gradient. Gradients of
+        float16 parameters stay scaled, as they would underflow; whoever updates them divides by `gradient_scale`.
+
+        Args:
+            optimizer: Any torch optimizer. `optimizer.scale(loss)` is there afterwards.
+        """
+        for param in _params_of(optimizer):
+            self._watch(param)
+        gate_steps(optimizer, self._admit)
+        optimizer.scale = self.scale  # type: ignore[attr-defined]
+
+    def update(self, *, overflowed: bool) -> None:
+        """Move the scale after a step that was skipped (`overflowed`) or taken."""
+        made = self._settings
+        self._good, self._bad = (0, self._bad + 1) if overflowed else (self._good + 1, 0)
+        if not made.dynamic:
+            return
+        if self._bad >= made.backoff_after:
+            self.value, self._bad = max(self.value * made.backoff, 1.0), 0
+        elif self._good >= made.growth_every:
+            grown, self._good = self.value * made.growth, 0
+            self.value = grown if math.isfinite(torch.tensor(grown).item()) else self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed job needs to go on with the same scale."""
+        return {"value": self.value, "good": self._good, "bad": self._bad, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.value, self._good, self._bad, self.skipped = (state[k] for k in ("value", "good", "bad", "skipped"))
+
+    def _watch(self, param: Tensor) -> None:
+        if param in self._hooked or not param.requires_grad:
+            return
+        self._hooked[param] = True
+        if param.dtype == torch.float16:
+            _scaled_by[param] = self
+        else:
+            param.register_hook(lambda gradient: gradient / self.value)
+
+    def _admit(self, optimizer: Optimizer) -> bool:
+        params = [param for param in _params_of(optimizer) if param.grad is not None]
+        if params and self._losses == self._losses_at_step.get(optimizer, 0):
+            raise ConfigError(
+                "float16 gradients underflow without loss scaling, and the loss of this step was not scaled. Write "
+                "optimizer.scale(loss).backward(), or use phalanx.train_step."
+            )
+        late = [param for param in params if param not in self._hooked]
+        if late:
+            raise ConfigError(
+                f"a parameter of shape {tuple(late[0].shape)} was frozen, or not in the optimizer, when the optimizer "
+                "was distributed, so its gradient is still scaled. Set requires_grad and add groups before that."
+            )
+        self._losses_at_step[optimizer] = self._losses
+        overflowed = _overflowed(params)
+        self.update(overflowed=overflowed)
+        if overflowed:
+            self.skipped += 1
+            if context_of.current().rank == 0:
+                logger.warning(
+                    "step skipped (%d so far): a gradient is not finite; the loss scale is %g now",
+                    self.skipped,
+                    self.value,
+                )
+        return not overflowed
+
+
+@torch.no_grad()
+def _overflowed(params: list[Tensor]) -> bool:
+    """Return whether any rank has a gradient that is not finite. Collective over all ranks."""
+    found = [gradient for param in params if (gradient := gradient_of(param)) is not None]
+    here = False
+    if found:
+        largest = whole_norms([gradient for gradient, _ in found], [()] * len(found), math.inf)
+        here = not bool(largest.isfinite().all())
+    flag = torch.tensor(float(here), device=context_of.current().device)
+    return bool(all_reduce(flag, "max"))
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
