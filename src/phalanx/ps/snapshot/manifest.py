@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from phalanx.errors import ConfigError, DataError, did_you_mean
 from phalanx.ps.placement import SHARDS
 from phalanx.ps.rules import TableSpec
-from phalanx.ps.snapshot.durable import sync_directory
+from phalanx.ps.snapshot.durable import sync_directory, sync_file
 
 MANIFEST = "manifest.json"
 Mode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
@@ -92,8 +91,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     part = directory / f"{MANIFEST}.{manifest.save}"
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     part.rename(directory / MANIFEST)
     sync_directory(directory)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from phalanx.ps.arrays import Columns
 from phalanx.ps.initial import nearest_bfloat16
+from phalanx.ps.snapshot.durable import sync_file
 from phalanx.ps.snapshot.manifest import Mode
 from phalanx.ps.snapshot.records import Array, pack
 from phalanx.ps.table import Table
@@ -130,7 +130,7 @@ def _write_text(job: Job, tables: Mapping[str, Table], rows: dict[str, int], che
                 checksum = zlib.crc32(text, checksum)
                 size += len(text)
                 file.write(text)
-        _flush(file)
+        sync_file(file)
     part.rename(path)
     return path.name, size, checksum
 
@@ -143,8 +143,3 @@ def _lines(table: str, columns: Columns, dim: int) -> bytes:
         f"{name}\t{key}\t{' '.join(f'{v:.9g}' for v in row)}\n"
         for key, row in zip(columns.keys.tolist(), values, strict=True)
     ).encode()
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
