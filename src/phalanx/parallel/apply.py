@@ -23,11 +23,10 @@ import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
-from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape_of
-from phalanx.parallel.fits import check_fits
+from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
 from phalanx.parallel.mesh import Mesh
 from phalanx.plan.buckets import all_reduce_buckets
@@ -36,7 +35,7 @@ from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Plan, Push, Server
+from phalanx.plan.value import AllReduce, Plan, Push, ReduceScatter, Server
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -49,6 +48,9 @@ class Applied:
     shape: ModelShape
     reducer: Reducer | None
     """None with one rank, and when no gradient is reduced over the ranks."""
+
+    is_sharded: bool = False
+    """Whether ranks hold a part of its parameters each."""
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -142,20 +144,22 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     if dist.is_initialized():
         _set_readers(mesh, context)
     name_axes(mesh.axes())
-    name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
-    averages = any(isinstance(plan.rule_for(p.name).update, AllReduce) for p in shape.trainable)
+    averages = any(isinstance(plan.rule_for(p.name).update, (AllReduce, ReduceScatter)) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
         # On servers the first values are told again when an optimizer takes the parameters.
         broadcast_from_first_rank(model, level=logging.INFO if averages else logging.DEBUG)
     if plan.tables:
         _attach_tables(plan, model)
-    if context.is_distributed and averages:
+    update = sharded_update(plan, shape) if context.is_distributed else None
+    if update is not None:
+        reducer = _shard(plan, model, mesh, update, context)
+    elif context.is_distributed and averages:
         reducer = _data_parallel(plan, model, shape, mesh, context)
     if plan.step.compiled:
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
-    _applied[model] = Applied(plan, shape, reducer)
+    _applied[model] = Applied(plan, shape, reducer, update is not None)
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model
@@ -265,3 +269,12 @@ def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, mesh: Mesh, 
             param.register_hook(partial(torch.mul, other=1.0 / count))
     logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
     return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
+
+
+def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
+    from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+
+    sharded.shard(plan, model, mesh, update)
+    reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
+    sharded.weigh_outputs(model, mesh, reducer, context)
+    return reducer

@@ -102,8 +102,7 @@ class Reducer:
     def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
         if not self._syncing:
             return
-        if not self._running:
-            self._begin()
+        self.begin()
         if gradient.touched:
             raise ConfigError(
                 f"parameter {gradient.name!r} got a second gradient before the first was reduced. Either the backward "
@@ -117,7 +116,10 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._issue(self._buckets[self._next])
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
+        if self._running or not self._syncing:
+            return
         self._running = True
         self._next = 0
         for bucket in self._buckets:

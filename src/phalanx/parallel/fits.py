@@ -9,7 +9,18 @@ from phalanx.errors import PlanError
 from phalanx.parallel.describe import owner_of
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Push, Schedule, Server
+from phalanx.plan.value import (
+    AllReduce,
+    Frozen,
+    ModuleRule,
+    OnRanks,
+    ParamRule,
+    Plan,
+    Push,
+    ReduceScatter,
+    Schedule,
+    Server,
+)
 
 
 def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> None:
@@ -38,7 +49,8 @@ def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context
     beyond = _first_beyond_this_version(plan, shape, model)
     if beyond:
         raise PlanError(
-            f"this version cannot apply {beyond}. It applies all-reduced, frozen, module-held and pushed parameters."
+            f"this version cannot apply {beyond}. It applies all-reduced, sharded, frozen, module-held and pushed "
+            "parameters."
         )
     for name, module in model.named_modules():
         on_ranks = isinstance(plan.rule_for(f"{name}.weight".lstrip(".")).place, OnRanks)
@@ -47,6 +59,23 @@ def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context
                 f"module {name!r} makes sparse gradients, which an all-reduce of buckets cannot carry. Build it with "
                 f"sparse=False."
             )
+
+
+def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
+    """Return how a Plan shards a model; None if it shards nothing.
+
+    Raises:
+        PlanError: If it shards it in several ways, or some parameters and not others.
+    """
+    found = {plan.rule_for(param.name).update for param in shape.trainable}
+    cut = [update for update in found if isinstance(update, ReduceScatter)]
+    if cut and len(found) > 1:
+        ways = sorted(f"zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in found)
+        raise PlanError(
+            f"this Plan keeps the parameters of one model in several ways ({', '.join(ways)}). Shard all of a model in "
+            "one way, or none of it."
+        )
+    return cut[0] if cut else None
 
 
 def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
@@ -65,12 +94,12 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
         plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
             bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce
         )
-        if not plain and not isinstance(rule.update, Frozen):
+        if not plain and not isinstance(rule.update, (Frozen, ReduceScatter)):
             return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
-        if module != ModuleRule(match=module.match):
+        if module != ModuleRule(match=module.match, unit=module.unit):
             return f"modules[{module.match}]"
     return _beyond_steps(plan)
 

@@ -1,0 +1,116 @@
+"""ZeRO: ranks hold a part of the optimizer state, gradients and parameters each, on torch's `fully_shard`.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Between steps each
+rank holds its slice of everything, at every stage. Stage 3 gathers a unit's parameters for its forward pass and again
+for its backward pass; stages 1 and 2 gather them once for both. Gradients are reduce-scattered as they appear.
+
+`fully_shard` averages over the ranks alike. Uneven batches are weighted where the gradient enters the model, at its
+outputs, so every parameter's gradient has the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from phalanx.comm.context import Context
+from phalanx.errors import PlanError
+from phalanx.parallel.data_parallel import Reducer
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.rebind import replaced
+from phalanx.plan.value import Plan, ReduceScatter, matches
+
+
+def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> None:
+    """Cut the parameters of a model over ranks, in place. Collective.
+
+    The model's Parameter objects are replaced; optimizers follow them (see `rebind`).
+
+    Args:
+        plan: Says which modules are gathered together (`unit`).
+        model: On its device, equal on all ranks.
+        mesh: This rank's place.
+        update: How its parameters are sharded.
+    """
+    before = dict(model.named_parameters())
+    along = mesh.batch_axes if update.along is None else update.along
+    settings: dict[str, Any] = {
+        "mesh": _device_mesh(mesh, along),
+        "reshard_after_forward": update.zero == 3 and update.reshard,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=_dtype(update.wire_dtype), cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if update.offload == "cpu" else OffloadPolicy(),
+    }
+    for unit in _units(plan, model):
+        fully_shard(unit, **settings)
+    fully_shard(model, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
+    replaced.note(before, dict(model.named_parameters()))
+
+
+def weigh_outputs(model: nn.Module, mesh: Mesh, reducer: Reducer, context: Context) -> None:
+    """Weight the gradients that enter a model at its outputs by this rank's rows, and wake the reducer of its buffers.
+
+    Args:
+        model: The sharded model.
+        mesh: Tells how many ranks read other rows.
+        reducer: Keeps the buffers equal.
+        context: Tells the weight of the current batch.
+    """
+    shares = mesh.size(mesh.batch_axes)
+
+    def weigh(gradient: Tensor) -> Tensor:
+        reducer.begin()
+        share = context.batch
+        factor = 1.0 if share is None else share.weight * shares
+        if factor == 1.0:
+            return gradient
+        return gradient * factor if factor else torch.zeros_like(gradient)
+
+    def watch(output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.register_hook(weigh)
+        return output
+
+    model.register_forward_hook(lambda _module, _inputs, outputs: tree_map_only(Tensor, watch, outputs))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Let whole gradients accumulate on this rank inside the block."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _device_mesh(mesh: Mesh, along: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of the ranks that share a copy; with further copies, one of (copies, ranks)."""
+    copies = tuple(axis for axis in mesh.batch_axes if axis not in along and mesh.size((axis,)) > 1)
+    if len(copies) > 1 or len(along) > 1:
+        raise PlanError(
+            f"parameters are sharded along {along} with copies along {copies}: one mesh axis of each is what this "
+            "version does. Join axes."
+        )
+    return mesh.device_mesh(*copies, *along)
+
+
+def _units(plan: Plan, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered on their own, inner ones first."""
+    patterns = [rule.match for rule in plan.modules if rule.unit]
+    named = [(name, module) for name, module in model.named_modules() if name]
+    return [module for name, module in reversed(named) if any(matches(pattern, name) for pattern in patterns)]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
