@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from phalanx.old_names import replacement
 from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
+from phalanx.parallel.rebind import rebind
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
@@ -109,6 +110,8 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         agree("strategy", strategy.model_dump(mode="json"))
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
     apply(plan, model)
+    for optimizer in assembly.optimizers:
+        rebind(optimizer)
     if expects_optimizer:
         assembly.incomplete.add(model)
     model.register_forward_hook(ForwardWatch(), with_kwargs=True)
@@ -125,6 +128,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if optimizer in assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = _join("distributed_optimizer"), assembly.loader
+    rebind(optimizer)
     hook_steps(optimizer, before=StepWatch())
     factor = factor_for(
         use_strategy(None),
@@ -164,7 +168,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if applied.reducer is None:
         yield
         return
-    with applied.reducer.no_sync():
+    with ExitStack() as stack:
+        stack.enter_context(applied.reducer.no_sync())
+        if applied.is_sharded:
+            from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+
+            stack.enter_context(sharded.no_sync(model))
         yield
 
 
