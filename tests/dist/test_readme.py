@@ -75,6 +75,18 @@ def test_the_fleet_block_runs(tmp_path):
     assert "DONE 2" in run(BIN / "fleetrun", "-n", "2", "fleet_script.py", cwd=tmp_path).stdout
 
 
+def test_the_five_steps_of_the_guide_to_parameter_servers_train_with_a_server(tmp_path):
+    guide = (ROOT / "docs" / "parameter-server.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0]
+    (tmp_path / "train.py").write_text(script + "    print('DONE', fleet.worker_num(), loss.item())\n")
+    command = "phalanx run --server_num 1 --worker_num 2 train.py"
+    assert command in guide
+    name, *arguments = command.split()
+    done = run(BIN / name, *arguments, cwd=tmp_path)
+    assert "DONE 2" in done.stdout
+    assert "same rows" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("command", ["phalanx run --help", "phalanx ps", "phalanx doctor", "phalanx env --list"])
 def test_every_other_command_answers(command, tmp_path):
     assert command in README
@@ -92,12 +104,15 @@ def test_quickstart_prints_what_the_readme_shows(tmp_path):
     for text in (printed, shown):
         assert re.search(r"\[Epoch 0, batch 5\] loss: \d+\.\d{5}, acc1: \d\.\d{5}, acc5: \d\.\d{5}", text)
         assert re.search(r'^RESULT \{.*"test_acc1": [\d.]+', text, re.MULTILINE)
+    for line in shown.splitlines()[:3]:
+        assert line in printed
 
 
 def test_the_failure_shown_is_the_failure_printed(tmp_path):
     shown = block("text", "failed first")
     (tmp_path / "train.py").write_text(
-        "import phalanx as px\ncontext = px.init()\nif context.rank == 1:\n    raise ValueError('label 12 outside classes')\n"
+        "import phalanx as px\ncontext = px.init()\nif context.rank == 1:\n"
+        "    raise ValueError('label 12 outside classes')\n"
         "px.comm.all_reduce(__import__('torch').ones(1))\n"
     )
     done = subprocess.run(
