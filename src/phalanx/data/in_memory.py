@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.comm import all_to_all
 from phalanx.data.ranks import place
 from phalanx.data.shuffle import hash_numbers, mixed_seed
-from phalanx.data.slot_dataset import SlotDataset, check_rows
+from phalanx.data.slot_dataset import SlotDataset
 from phalanx.data.slot_rows import Batch, SlotRows, from_lengths, join
 from phalanx.errors import ConfigError
 
@@ -91,9 +91,7 @@ class InMemoryDataset(SlotDataset):
         """Let the rows go."""
         self._rows = None
 
-    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
-        """Return an iterator over this worker's rows, in their present order, in batches of `rows`."""
-        check_rows(self, rows)
+    def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
         return self._hand_out(self._loaded(), rows, drop_last)
 
     def _hand_out(self, held: SlotRows, rows: int, drop_last: bool) -> Iterator[Batch]:

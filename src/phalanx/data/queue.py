@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.data.file_sources import Lease
 from phalanx.data.hand_over import HandOver
-from phalanx.data.slot_dataset import SlotDataset, check_rows
+from phalanx.data.slot_dataset import SlotDataset
 from phalanx.data.slot_rows import Batch, SlotRows, join
 
 READ_AHEAD = 16
@@ -36,13 +36,7 @@ class QueueDataset(SlotDataset):
 
     _epoch: int | None = None
 
-    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
-        """Return an iterator over one epoch of this worker's rows in batches of `rows`.
-
-        Raises:
-            DataError: While iterating, if a file cannot be read or a line is broken.
-        """
-        check_rows(self, rows)
+    def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
         epoch = self.source.next_epoch() if self._epoch is None else self._epoch
         self._epoch = epoch + 1
         return self._train_on(epoch, rows, drop_last)

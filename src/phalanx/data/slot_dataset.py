@@ -1,4 +1,4 @@
-"""What the datasets of click-log files share: settings, and the words of older frameworks."""
+"""What the datasets of click logs share: batches, settings, and the words of older frameworks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,46 @@ _REPLACED = {
 }
 
 
-class SlotDataset(IterableDataset[Batch], ABC):
-    """Files of click logs, shared out over the workers by files; see the two classes made of it.
+class ClickDataset(IterableDataset[Batch], ABC):
+    """Click logs that yield ready batches (`phalanx.data.slot_rows.Batch`) of this worker's own rows.
 
-    Iterating yields ready batches (`phalanx.data.slot_rows.Batch`), each iteration the next epoch, without
-    communication: workers may have different numbers of batches. Given to `px.distribute` or `ShardedLoader` the
-    workers take the same number of steps, weighted by their rows.
+    Each iteration is the next epoch, without communication: workers may have different numbers of batches. Given to
+    `px.distribute` or `ShardedLoader` the workers take the same number of steps, weighted by their rows.
+    """
+
+    decides_batches: ClassVar[bool] = True
+    """Says to `ShardedLoader` that `batches` yields ready batches of this worker's own rows."""
+
+    batch_size: int | None
+    drop_last: bool = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.batch_size is None:
+            raise ConfigError(f"{type(self).__name__} has no batch size. Give batch_size=.")
+        return self.batches(self.batch_size, drop_last=self.drop_last)
+
+    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
+        """Return an iterator over one epoch of this worker's rows in batches of `rows`.
+
+        Raises:
+            ConfigError: If batches of `rows` rows cannot be read here.
+            DataError: While iterating, if a file cannot be read or a line is broken.
+        """
+        if rows < 1:
+            raise ConfigError(f"Asked for batches of {rows} rows. Give at least 1.")
+        if get_worker_info() is not None:
+            raise ConfigError(
+                f"{type(self).__name__} was given to a DataLoader with worker processes, each of which would read all "
+                "its files. It reads ahead in a thread of its own: leave num_workers at 0."
+            )
+        return self._begin_epoch(rows, drop_last)
+
+    @abstractmethod
+    def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]: ...
+
+
+class SlotDataset(ClickDataset):
+    """Files of click logs, shared out over the workers by files; see the two classes made of it.
 
     Args:
         files: A file, a folder or a list of files; the same on every worker.
@@ -44,9 +78,6 @@ class SlotDataset(IterableDataset[Batch], ABC):
         source: Who hands out the files; split by rank when omitted.
         seed: Start of every shuffle; the same on every worker.
     """
-
-    decides_batches: ClassVar[bool] = True
-    """Says to `ShardedLoader` that `batches` yields ready batches of this worker's own rows."""
 
     def __init__(
         self,
@@ -65,15 +96,6 @@ class SlotDataset(IterableDataset[Batch], ABC):
         self.files = list_files(files)
         self.source = source or SplitFiles(self.files)
 
-    def __iter__(self) -> Iterator[Batch]:
-        if self.batch_size is None:
-            raise ConfigError(f"{type(self).__name__} has no batch size. Give batch_size=.")
-        return self.batches(self.batch_size, drop_last=self.drop_last)
-
-    @abstractmethod
-    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
-        """Return an iterator over one epoch of this worker's rows in batches of `rows`."""
-
     def set_batch_size(self, rows: int) -> None:
         """Set the rows of a batch, as `batch_size=` does."""
         self.batch_size = rows
@@ -87,14 +109,3 @@ class SlotDataset(IterableDataset[Batch], ABC):
         if name in _REPLACED:
             raise AttributeError(f"'{name}' belongs to an older framework. Write instead: {_REPLACED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-
-def check_rows(dataset: IterableDataset[Batch], rows: int) -> None:
-    """Raise unless batches of `rows` rows can be read here."""
-    if rows < 1:
-        raise ConfigError(f"Asked for batches of {rows} rows. Give at least 1.")
-    if get_worker_info() is not None:
-        raise ConfigError(
-            f"{type(dataset).__name__} was given to a DataLoader with worker processes, each of which would read all "
-            "its files. It reads ahead in a thread of its own: leave num_workers at 0."
-        )

@@ -10,16 +10,14 @@ dense values. `bayes_auc` is what no model exceeds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
 
 from phalanx.data.ranks import place
 from phalanx.data.shards import even_split
 from phalanx.data.shuffle import hash_numbers, mixed_seed
-from phalanx.data.slot_dataset import check_rows
+from phalanx.data.slot_dataset import ClickDataset
 from phalanx.data.slot_rows import Batch, SlotRows
 from phalanx.errors import ConfigError
 
@@ -41,7 +39,7 @@ _RANK, _NORMAL, _ID, _TEACHER, _LABEL, _RENAME = range(6)
 _BLOCK = 8192
 
 
-class SyntheticClicks(IterableDataset[Batch]):
+class SyntheticClicks(ClickDataset):
     """Rows of made-up clicks; iterating, or a loader, gives each worker a range of its own.
 
     Args:
@@ -51,8 +49,6 @@ class SyntheticClicks(IterableDataset[Batch]):
         rows_per_day: Rows until the next day renames 5% of the ids; no drift when None.
         batch_size: Rows of this worker's batches; may be left to the loader.
     """
-
-    decides_batches: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -72,14 +68,7 @@ class SyntheticClicks(IterableDataset[Batch]):
         self.cardinalities = np.array([max(3, round(n * scale)) for n in CARDINALITIES])
         self._power = _zipf_power(int(self.cardinalities.max()))
 
-    def __iter__(self) -> Iterator[Batch]:
-        if self.batch_size is None:
-            raise ConfigError("SyntheticClicks has no batch size. Give batch_size=.")
-        return self.batches(self.batch_size)
-
-    def batches(self, rows: int, *, drop_last: bool = False) -> Iterator[Batch]:
-        """Yield this worker's range of the rows in batches of `rows`."""
-        check_rows(self, rows)
+    def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
         first, count = even_split(self.rows, place()[1], place()[0])
         step = max(_BLOCK // rows, 1) * rows
         for start in range(first, first + count, step):
