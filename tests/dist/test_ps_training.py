@@ -1,5 +1,7 @@
 """Models with tables on real servers: equal to one process where the mode promises it; what cannot work is named."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -175,6 +177,32 @@ def test_uneven_batches_and_accumulation_stay_exact():
     expected = train_with_a_loader()
     for state in found:
         assert_same(state, expected)
+
+
+def clip_in_hybrid_mode(together):
+    said = []
+    logging.getLogger("phalanx.ps").addFilter(lambda record: said.append(record.getMessage()) or True)
+    strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs={"dense": "all_reduce"})
+    fleet.init(strategy=strategy)
+    model = model_of(optimizer=ps.SGD(lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = px.distribute(model, optimizer, strategy=strategy)
+    rows = slice(context_of.current().rank, None, 2)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rows).backward()
+        nn.utils.clip_grad_norm_(model.parameters() if together else model.body.parameters(), 0.01)
+        optimizer.step()
+    fleet.stop_worker()
+    return [line for line in said if "dense parameters must be the same" in line]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_dense_parameters_that_clipping_drives_apart_are_noticed(together):
+    with servers() as made:
+        first, second = run_ranks(clip_in_hybrid_mode, 2, together, env=job(made.endpoints))
+    assert second == []
+    assert [("after step 1 those of workers [1] are not" in line) for line in first] == [True] * together
 
 
 def skip_on_one_worker():

@@ -30,6 +30,7 @@ from phalanx.errors import ClosedError, ConfigError
 from phalanx.plan.value import Push
 from phalanx.ps.claims import Claims
 from phalanx.ps.dense import DenseParameters
+from phalanx.ps.drift import Drift
 from phalanx.ps.handle import Handle, Occurrences
 from phalanx.ps.modes import Mode
 from phalanx.ps.open import open_mode
@@ -69,6 +70,7 @@ class Attachment:
         self._hooks: list[Any] = []
         self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
+        self._drift = Drift(context.rank, context.world_size)
         self._is_finished = False
         self._has_warned = False
         self._opener: nn.Parameter | None = None
@@ -152,9 +154,17 @@ class Attachment:
             self._send(changes)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Read the dense parameters of this optimizer back from the servers."""
+        """Read the dense parameters of this optimizer back from the servers, or see that workers keep them equal."""
         if self._dense.steps(optimizer):
             self._dense.read(self.mode, optimizer)
+        elif self.context.is_distributed:
+            self._drift.look(optimizer, self._is_averaged)
+
+    def _is_averaged(self, param: Tensor) -> bool:
+        """Return whether a Plan keeps a dense parameter on every worker, whole."""
+        # Of a layer that holds one shard on each rank it is True; every other tensor has a method of that name.
+        is_shard = getattr(param, "is_distributed", None) is True
+        return self._places.get(param) is False and param.requires_grad and not is_shard
 
     def _complain(self, wrong: str, *, may_be_early: bool) -> None:
         if not self._hooks:
