@@ -108,7 +108,7 @@ class SyntheticClicks(ClickDataset):
         if self.rows_per_day is None:
             return ids
         day = row[:, None] // np.uint64(self.rows_per_day)
-        for today in range(1, int(day.max()) + 1):
+        for today in range(1, int(day.max(initial=0)) + 1):
             is_renamed = (_unit(hash_numbers(known, mixed_seed(self.seed, _RENAME, today))) < DRIFT) & (day >= today)
             ids = np.where(is_renamed, hash_numbers(known, mixed_seed(self.seed, _ID, today)), ids)
         return ids
