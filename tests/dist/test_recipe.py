@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.gradient_merge import merge_gradients
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.master_weights import KEY, keep_master_weights
 from phalanx.parallel.precision import apply_precision
@@ -129,3 +131,31 @@ def test_pure_precision_stays_equal_on_all_ranks_under_data_parallel() -> None:
     assert weights["0.weight"].dtype == torch.bfloat16
     assert torch.equal(weights["0.weight"], masters[0].bfloat16())
     assert not torch.equal(weights["0.weight"].float(), masters[0])
+
+
+def merged(k_steps: int, global_batch: int):
+    """Train 18 rows; return the weights, and the updates and reductions it took."""
+    px.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    rows = torch.randn(18, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(rows)
+    _, _, loader = px.distribute(net, optimizer, data, global_batch=global_batch, shuffle=False)
+    updates = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    merge_gradients(optimizer, net, k_steps, quiet=partial(px.no_sync, net))
+    for (x,) in loader:
+        net(x).square().sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reducer = applied_to(net).reducer
+    return net.state_dict(), len(updates), None if reducer is None else reducer.steps
+
+
+def test_merged_gradients_are_reduced_once_per_update_and_equal_one_large_batch() -> None:
+    one, other = run_ranks(merged, 2, 2, 5)  # batches of 5, 5, 5 and 3 rows
+    assert one[1:] == other[1:] == (2, 2)
+    expected = merged(1, 10)
+    for weights, *_ in (one, other):
+        torch.testing.assert_close(weights, expected[0], rtol=1e-12, atol=1e-14)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.gradient_merge import is_partial
 from phalanx.parallel.loss_scale import gradient_scale
 from phalanx.parallel.recipe.norms import gradient_of, whole_norms
 from phalanx.parallel.step_hooks import hook_steps
@@ -27,7 +28,8 @@ def clip_grad_norm_(
 
     Collective over the groups over which parameters are spread (DTensors, shards a layer holds itself); a model that
     every rank holds whole needs no communication. `torch.nn.utils.clip_grad_norm_` gives the same for such a model,
-    and a wrong norm, which differs between ranks, for shards that a layer holds.
+    and a wrong norm, which differs between ranks, for shards that a layer holds. Under gradient merging, gradients are
+    clipped once they are complete; before that the norm of what has come so far is returned.
 
     Args:
         parameters: A model, or parameters. Those without a gradient are left out.
@@ -59,6 +61,8 @@ def clip_grad_norm_(
             f"the norm of the gradients is {total.item()}, so they cannot be clipped. Look for the step where the loss "
             "stops being finite, or pass error_if_nonfinite=False."
         )
+    if any(is_partial(param) for param in params):
+        return total
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad, _ in gradients:
         grad.mul_(factor.to(grad.device))

@@ -1,0 +1,167 @@
+"""Add up the gradients of several batches before one update, so that k small batches train as one large one.
+
+The script stays as it is: it calls `backward`, `step` and `zero_grad` for every batch. Between updates `step` and
+`zero_grad` hold back, gradients accumulate on each rank, and the last backward pass of a group reduces their sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import phalanx.comm.context as context_of
+from phalanx.errors import ConfigError
+from phalanx.parallel.step_gate import gate_steps
+
+logger = logging.getLogger("phalanx.parallel")
+
+_merged_by = WeakTensorKeyDictionary()
+"""Parameters whose gradients are merged, by identity: their GradientMerge."""
+
+
+def is_partial(param: Tensor) -> bool:
+    """Return whether the next `optimizer.step()` will only hold this parameter's gradient."""
+    merge = _merged_by.get(param) if _merged_by else None
+    return merge is not None and not merge.is_last
+
+
+class GradientMerge:
+    """The group of batches that one optimizer is adding up; made by `merge_gradients`."""
+
+    def __init__(self, steps: int, avg: bool, quiet: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._steps = steps
+        self._avg = avg
+        self._quiet = quiet
+        self._quiet_now = ExitStack()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.held = 0
+        """Batches whose gradients wait for the update."""
+
+        self._first_rows: int | None = None
+        self._batches = 0.0
+        if self._steps > 1:
+            self._quiet_now.enter_context(self._quiet())
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next step updates."""
+        return self.held == self._steps - 1
+
+    def weight(self, gradient: Tensor) -> Tensor | None:
+        """Give an incoming gradient its share of the mean, by the rows of its batch."""
+        return gradient * (self._relative_rows() / self._steps) if self._avg else None
+
+    def admit(self, optimizer: Optimizer) -> bool:
+        """Hold a step back, or complete the group and let it through."""
+        self._batches += self._relative_rows()
+        if self.is_last:
+            if self._avg and self._batches != self._steps:
+                _multiply(optimizer, self._steps / self._batches)
+            self._begin()
+            return True
+        self.held += 1
+        if self.held == self._steps - 1:
+            self._quiet_now.close()
+        return False
+
+    def _relative_rows(self) -> float:
+        """Return the rows of the current global batch, in those of the group's first."""
+        share = context_of.current().batch
+        if share is None:
+            return 1.0
+        self._first_rows = self._first_rows or share.global_rows
+        return share.global_rows / self._first_rows
+
+
+def merge_gradients(
+    optimizer: Optimizer,
+    model: nn.Module,
+    k_steps: int,
+    *,
+    avg: bool = True,
+    quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> GradientMerge:
+    """Update once every `k_steps` calls of `optimizer.step()`.
+
+    Groups run on over the ends of epochs. Batches left over when training ends are not applied; a warning says how
+    many. A scheduler that is stepped for every batch belongs in `follow_updates`.
+
+    Args:
+        optimizer: Any torch optimizer over parameters of the model; its and the model's `zero_grad` hold back too.
+        model: The model, distributed or not.
+        k_steps: Batches of a group, at least 1.
+        avg: Whether the mean over the rows of the group is applied, or the sum of the batches' gradients.
+        quiet: Makes the block inside which backward passes do not reduce: `partial(no_sync, model)`.
+
+    Returns:
+        The group, for those who ask how many batches wait.
+
+    Raises:
+        ConfigError: If `k_steps` is below 1, or the gradients of the optimizer are merged already.
+    """
+    if k_steps < 1:
+        raise ConfigError(f"gradient_merge needs k_steps of at least 1, found {k_steps}.")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param in _merged_by for param in params):
+        raise ConfigError("the gradients of these parameters are merged already. Call merge_gradients once.")
+    merge = GradientMerge(k_steps, avg, quiet)
+    for param in params:
+        _merged_by[param] = merge
+        if param.requires_grad:
+            param.register_hook(merge.weight)
+    gate_steps(optimizer, merge.admit, first=True)
+    optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
+    model.zero_grad = _ZeroGrad(model, merge)  # type: ignore[method-assign]
+    weakref.finalize(optimizer, _report, merge, k_steps, context_of.current().rank)
+    return merge
+
+
+class _ZeroGrad:
+    """A model's `zero_grad` that holds back; a copy of the model gets the plain one."""
+
+    def __init__(self, model: nn.Module, merge: GradientMerge) -> None:
+        self._model = model
+        self._merge = merge
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if not self._merge.held:
+            type(self._model).zero_grad(self._model, set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (nn.Module.zero_grad, self._model)
+
+
+def _zero_grad(optimizer: weakref.ref[Optimizer], merge: GradientMerge, set_to_none: bool = True) -> None:
+    found = optimizer()
+    if found is not None and not merge.held:
+        type(found).zero_grad(found, set_to_none)
+
+
+@torch.no_grad()
+def _multiply(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+def _report(merge: GradientMerge, k_steps: int, rank: int) -> None:
+    if merge.held and rank == 0:
+        logger.warning(
+            "gradient_merge: training ended with the gradients of %d batches not applied; %d make one update. Train a "
+            "multiple of %d batches to use all.",
+            merge.held,
+            k_steps,
+            k_steps,
+        )

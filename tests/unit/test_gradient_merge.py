@@ -1,0 +1,126 @@
+"""Merged gradients train as one large batch."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.comm.context import BatchShare
+from phalanx.errors import ConfigError
+from phalanx.parallel.gradient_merge import merge_gradients
+from phalanx.parallel.recipe.clip import clip_grad_norm_
+from phalanx.parallel.step_gate import follow_updates
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def made(k_steps: int, avg: bool = True, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    px.init()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    merge_gradients(optimizer, model, k_steps, avg=avg)
+    return model, optimizer
+
+
+def batches(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 5, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor], zero: str = "before") -> None:
+    for x in data:
+        px.current().batch = BatchShare(len(x), len(x))
+        if zero == "before":
+            optimizer.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+        if zero == "model":
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("zero", ["before", "model"])
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (4, 4, 4, 1), (4, 2, 3, 4)])
+def test_k_batches_equal_one_large_one(zero: str, sizes: tuple[int, ...]) -> None:
+    model, optimizer = made(2)
+    train(model, optimizer, batches(*sizes), zero)
+    reference = net()
+    first, second, third, fourth = batches(*sizes)
+    own = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    train(reference, own, [torch.cat([first, second]), torch.cat([third, fourth])])
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+def test_the_sum_is_that_of_the_batches_gradients() -> None:
+    model, optimizer = made(3, avg=False)
+    train(model, optimizer, batches(2, 2, 2))
+    reference = net()
+    own = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for x in batches(2, 2, 2):
+        reference(x).square().sum(1).mean().backward()
+    own.step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_clipping_in_the_loop_acts_on_the_complete_gradient() -> None:
+    model, optimizer = made(2)
+    norms = []
+    for x in batches(4, 4):
+        optimizer.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        norms.append(clip_grad_norm_(model, 0.01))
+        optimizer.step()
+    reference = net()
+    reference(torch.cat(batches(4, 4))).square().sum(1).mean().backward()
+    torch.testing.assert_close(norms[1], clip_grad_norm_(reference, 0.01))
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_a_scheduler_counts_updates() -> None:
+    model, optimizer = made(3, lr=1.0)
+    scheduler = follow_updates(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    for x in batches(*[2] * 7):
+        train(model, optimizer, [x])
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_hooks_run_once_per_update() -> None:
+    model, optimizer = made(2)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    train(model, optimizer, batches(2, 2, 2, 2, 2))
+    assert len(seen) == 2
+
+
+def test_batches_left_over_are_said_when_training_ends(caplog, phalanx_propagates) -> None:
+    model, optimizer = made(4)
+    train(model, optimizer, batches(2, 2, 2, 2, 2, 2, 2))
+    del model, optimizer
+    gc.collect()
+    assert "the gradients of 3 batches not applied; 4 make one update" in caplog.text
+
+
+def test_copies_of_a_model_hold_nothing_back() -> None:
+    model, optimizer = made(2)
+    train(model, optimizer, batches(2))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(batches(2)[0]).sum().backward()
+        twin.zero_grad()
+        assert all(p.grad is None for p in twin.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_wrong_counts_are_errors() -> None:
+    model, optimizer = made(2)
+    with pytest.raises(ConfigError, match="k_steps of at least 1, found 0"):
+        merge_gradients(optimizer, model, 0)
+    with pytest.raises(ConfigError, match="merged already"):
+        merge_gradients(optimizer, model, 2)
