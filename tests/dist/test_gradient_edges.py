@@ -145,16 +145,33 @@ def checkpoints():
         model, _, _ = px.distribute(Checkpointed(use_reentrant))
         model(rows(rank)).square().mean().backward()
         assert_same_gradients(model, expect(Checkpointed(use_reentrant)))
+        reducer = applied_to(model).reducer
+        assert reducer.unused == ()
         if not use_reentrant:
-            reducer = applied_to(model).reducer
-            assert (reducer.steps, reducer.collectives_issued, reducer.unused) == (1, 1, ())
+            assert (reducer.steps, reducer.collectives_issued) == (1, 1)
+        model(rows(rank)).square().mean().backward()
     model, _, _ = px.distribute(CheckpointedTwice())
     model(rows(rank)).square().mean().backward()
     assert_same_gradients(model, expect(CheckpointedTwice()))
 
 
 def test_checkpointed_parts_travel_with_the_rest_and_re_entrant_ones_in_rounds_of_their_own():
-    run_ranks(checkpoints, 2)
+    outcomes = run_ranks(checkpoints, 2, expect_failure=True)
+    assert not [o.message for o in outcomes if o.failed]
+    assert not any("grad=None: net" in o.output for o in outcomes)
+
+
+def one_layer_of_three():
+    rank = px.init().rank
+    model, _, _ = px.distribute(nn.ModuleDict({name: nn.Linear(3, 3, dtype=F64) for name in "abc"}))
+    for used in ("a", "b", "a"):  # two parts in turn, and none of c
+        model[used](rows(rank)).mean().backward()
+        model.zero_grad()
+
+
+def test_what_no_rank_uses_is_named_once_the_first_step_is_over():
+    for outcome in run_ranks(one_layer_of_three, 2, expect_failure=True):
+        assert outcome.output.count("in the first step; they keep grad=None: c.bias, c.weight\n") == 1
 
 
 class MovingAverage(nn.Module):

@@ -66,7 +66,10 @@ class Reducer:
         """All-reduces issued since the start."""
 
         self.unused: tuple[str, ...] = ()
-        """Parameters that no rank used in the first backward pass."""
+        """Parameters that no rank used in the first step."""
+
+        self._is_first_step = True
+        self._touched: set[str] = set()
 
         routed = [(bucket.names, mesh.group(bucket.axes)) for bucket in buckets]
         self._buckets = allocate(model, routed, self._readers.group, sync_buffers)
@@ -188,9 +191,22 @@ class Reducer:
             unused += self._hand_back(bucket)
         self._running = False
         self.steps += 1
-        if self.steps == 1 and unused:
-            self.unused = tuple(unused)
-            names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        if self._is_first_step:
+            self._look_for_unused(unused)
+
+    def _look_for_unused(self, unused: list[str]) -> None:
+        """Name what no rank used in the first step, once a parameter comes round again and shows that it is over.
+
+        Not at the first round: a re-entrant checkpoint has one of its own before the rest of the backward pass.
+        """
+        touched = {g.name for bucket in self._buckets for g in bucket.gradients if g.touched}
+        if self._touched.isdisjoint(touched):
+            self.unused = tuple(name for name in unused if name in self.unused or not self._touched)
+            self._touched |= touched
+            return
+        self._is_first_step = False
+        if self.unused:
+            names = ", ".join(self.unused[:8]) + (f" and {len(self.unused) - 8} more" if len(self.unused) > 8 else "")
             logger.warning("no rank used these parameters in the first step; they keep grad=None: %s", names)
 
     def _wait(self, bucket: Bucket) -> None:
