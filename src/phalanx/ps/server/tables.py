@@ -57,12 +57,6 @@ class Tables:
             return self.tables[name].shrink()
 
     @contextmanager
-    def guarded(self, name: str) -> Iterator[Table]:
-        """Be the only user of a table, where it needs that."""
-        with self._guards[name]:
-            yield self.tables[name]
-
-    @contextmanager
     def held(self) -> Iterator[None]:
         """Keep every call out of every table, to fork; the child calls `release` before it reads."""
         with ExitStack() as stack:
