@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -16,7 +16,7 @@ from phalanx.ps.snapshot.durable import sync_directory, sync_file
 
 MANIFEST = "manifest.json"
 Mode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]
-MODES: tuple[Mode, ...] = ("full", "delta", "serving", "serving_bf16", "serving_int8", "text")
+MODES: tuple[Mode, ...] = get_args(Mode)
 HASH = "mix64 (Stafford 13) of id ^ blake2b-64(table); top 10 bits"
 
 _frozen = ConfigDict(extra="forbid")
