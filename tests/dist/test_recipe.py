@@ -15,6 +15,8 @@ from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.master_weights import KEY, keep_master_weights
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.recipe.clip import clip_grad_norm_
+from phalanx.parallel.recipe.lamb import use_lamb
+from phalanx.parallel.recipe.lars import use_lars
 from phalanx.plan.value import Scaler
 from ranks import run_ranks
 
@@ -88,9 +90,35 @@ def scaled(spread: bool) -> tuple[int, float, dict[str, Tensor]]:
     return scale.skipped, scale.value, net.gathered(dict(net.named_parameters()))
 
 
+def stepped(spread: bool, optimizer_of, use):
+    net = Mixed(spread)
+    optimizer = optimizer_of(net.parameters())
+    use(optimizer, names={param: name for name, param in net.named_parameters()}.get)
+    for step in range(4):
+        net.set_gradients(step)
+        optimizer.step()
+    state = {}
+    for param in net.parameters():
+        for name, value in optimizer.state[param].items():
+            if name != "step":
+                state.setdefault(name, []).append(value)
+    return net.gathered(dict(net.named_parameters())), {
+        name: net.gathered(dict(zip(SHAPES, values, strict=True))) for name, values in state.items()
+    }
+
+
+def lars(spread: bool):
+    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    return stepped(spread, sgd, partial(use_lars, coeff=0.1, weight_decay=0.01, exclude=["held"]))
+
+
+def lamb(spread: bool):
+    return stepped(spread, partial(torch.optim.AdamW, lr=0.05), partial(use_lamb, weight_decay=0.02))
+
+
 def all_recipes(spread: bool):
     px.init()
-    return {recipe.__name__: recipe(spread) for recipe in (clipped, scaled)}
+    return {recipe.__name__: recipe(spread) for recipe in (clipped, scaled, lars, lamb)}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +126,7 @@ def on_two_ranks():
     return run_ranks(all_recipes, 2, True)
 
 
-@pytest.mark.parametrize("recipe", [clipped, scaled])
+@pytest.mark.parametrize("recipe", [clipped, scaled, lars, lamb])
 def test_mixed_placements_equal_one_process(on_two_ranks, recipe) -> None:
     px.init()
     alone = recipe(False)

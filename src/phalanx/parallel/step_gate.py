@@ -1,7 +1,7 @@
-"""Let some calls of `optimizer.step()` pass without an update, and say which did update.
+"""Replace the update rule of one optimizer object, and let some calls of its `step` pass without an update.
 
-Hooks around a step cannot hold it back, so the call itself is replaced on the one optimizer object; its class, hooks
-and schedulers stay. Hooks run only around steps that update.
+Hooks around a step cannot do either, so the call itself is replaced on the one object; its class, hooks and schedulers
+stay. Hooks run only around steps that update.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,15 +23,16 @@ Gate = Callable[[Optimizer], bool]
 
 
 @dataclass(slots=True)
-class _Gated:
-    """What stands before the steps of one optimizer."""
+class _Step:
+    """What `step` of one optimizer does."""
 
+    update: Callable[..., Any]
     gates: list[Gate] = field(default_factory=list)
     has_updated: bool = True
     """Whether the last call updated."""
 
 
-_gated: weakref.WeakKeyDictionary[Optimizer, _Gated] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 
 
 def gate_steps(optimizer: Optimizer, gate: Gate, *, first: bool = False) -> None:
@@ -41,17 +43,34 @@ def gate_steps(optimizer: Optimizer, gate: Gate, *, first: bool = False) -> None
         gate: Called with the optimizer, before its hooks.
         first: Whether it is asked before the gates that are there.
     """
-    gated = _gated.get(optimizer)
-    if gated is None:
-        gated = _gated[optimizer] = _Gated()
-        _stand_before(optimizer, gated)
-    gated.gates.insert(0 if first else len(gated.gates), gate)
+    gates = _step_of(optimizer).gates
+    gates.insert(0 if first else len(gates), gate)
+
+
+def replace_update(optimizer: Optimizer, update: Callable[[Optimizer], None]) -> None:
+    """Let `update` change the parameters instead of torch's own rule; hooks run around it as around torch's.
+
+    Args:
+        optimizer: Any torch optimizer.
+        update: Called without gradients.
+    """
+
+    def step(self: Optimizer, closure: Callable[[], float] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            update(self)
+        return loss
+
+    _step_of(optimizer).update = Optimizer.profile_hook_step(step)
 
 
 def has_updated(optimizer: Optimizer) -> bool:
     """Return whether the last `optimizer.step()` updated; True when nothing holds its steps back."""
-    gated = _gated.get(optimizer)
-    return gated is None or gated.has_updated
+    made = _steps.get(optimizer)
+    return made is None or made.has_updated
 
 
 def follow_updates(scheduler: LRScheduler) -> LRScheduler:
@@ -75,27 +94,34 @@ def follow_updates(scheduler: LRScheduler) -> LRScheduler:
     return scheduler
 
 
-def _stand_before(optimizer: Optimizer, gated: _Gated) -> None:
+def _step_of(optimizer: Optimizer) -> _Step:
+    made = _steps.get(optimizer)
+    if made is not None:
+        return made
     found = optimizer.step
     # Unbound, so that nothing here keeps the optimizer alive; a scheduler's own wrapper is unbound already.
-    inner: Callable[..., Any] = getattr(found, "__func__", None) or _ignoring_self(found)
+    made = _steps[optimizer] = _Step(getattr(found, "__func__", None) or _ignoring_self(found))
 
-    @wraps(inner)  # keeps the mark by which torch's schedulers know their wrapper
+    @wraps(made.update)  # keeps the mark by which torch's schedulers know their wrapper
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> Any:
-        if closure is not None:
+        if closure is not None and made.gates:
             raise ConfigError(
                 "optimizer.step(closure) was called, and a setting (gradient_merge, or amp with float16) may hold its "
                 "update back, which a closure cannot know. Call backward() yourself, then step()."
             )
-        gated.has_updated = all(gate(self) for gate in gated.gates)
-        return inner(self) if gated.has_updated else None
+        made.has_updated = all(gate(self) for gate in made.gates)
+        if not made.has_updated:
+            return None
+        self._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask for
+        return made.update(self, closure)
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    return made
 
 
 def _ignoring_self(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    def step(_: Optimizer) -> Any:
-        return call()
+    def step(_: Optimizer, closure: Callable[[], float] | None) -> Any:
+        return call(closure)
 
     return step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.comm.collectives import all_reduce
 from phalanx.comm.groups import Group
-from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.describe import held_over, is_module_held
 
 if TYPE_CHECKING:  # slow to import, and a job without it has no such tensor
     from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ def shard_groups(tensor: Tensor) -> tuple[Group, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements
         return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
     if is_module_held(tensor) and dist.is_initialized():
-        return (None,)
+        return (held_over(tensor),)
     return ()
 
 
