@@ -17,7 +17,7 @@ from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import Source, read
 from phalanx.ps.snapshot.save import save_local
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table import Table, make_table, read_rows
 
 ADS = TableSpec(name="ads", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)
 USERS = TableSpec(name="users", dim=3, rule=SGD(lr=0.1), entry=CountFilter(2))
@@ -40,9 +40,7 @@ def push(table: Table, ids: np.ndarray[Any, Any], value: float) -> None:
 
 
 def pulled(table: Table, ids: np.ndarray[Any, Any] = ODD_IDS) -> np.ndarray[Any, Any]:
-    out = np.empty((len(ids), table.spec.dim), np.float32)
-    table.pull(np.ascontiguousarray(ids), out)
-    return out
+    return read_rows(table, np.ascontiguousarray(ids))
 
 
 def loaded(directory: Path, spec: TableSpec, servers: int = 1) -> list[Table]:
