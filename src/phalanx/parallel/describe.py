@@ -7,7 +7,9 @@ import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from phalanx.comm.groups import Group
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Table
 
@@ -20,6 +22,20 @@ def is_module_held(tensor: Tensor) -> bool:
     """Return whether a layer holds one shard of this parameter on each rank (`param.is_distributed = True`)."""
     # torch has a method of that name, so only the value True counts.
     return getattr(tensor, "is_distributed", None) is True
+
+
+_held_over = WeakTensorKeyDictionary()
+"""The groups over which layers of ours hold parameters, by identity."""
+
+
+def note_held_over(param: Tensor, group: Group) -> None:
+    """Remember over which ranks a layer holds a parameter that is marked `is_distributed`."""
+    _held_over[param] = group
+
+
+def held_over(param: Tensor) -> Group:
+    """Return the ranks over which a layer holds a parameter; all, unless it was noted."""
+    return _held_over.get(param, None)  # type: ignore[no-any-return]
 
 
 def is_handle(param: Tensor) -> TypeGuard[Handle]:
