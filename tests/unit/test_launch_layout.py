@@ -164,6 +164,13 @@ def test_a_long_value_is_cut_in_the_middle() -> None:
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
+def test_a_table_of_short_values_fits_into_80_columns() -> None:
+    rows = [("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:36399,127.0.0.1:50049"), ("PADDLE_TRAINER_ID", "0")]
+    lines = report.environment_table(rows).splitlines()
+    assert {len(line) for line in lines} == {4 + 2 + 2 + 26 + 31}
+    assert lines[4] == f"    | PADDLE_TRAINER_ID         {'0':>31} |"
+
+
 def test_the_banner_is_framed() -> None:
     lines = report.banner([("gpus", "0,1"), ("ips", "127.0.0.1")]).splitlines()
     assert lines[0] == "----------- Configuration Arguments -----------"

@@ -12,6 +12,7 @@ from phalanx.launch.verdict import Ending
 
 _WIDTH = 88
 _TABLE_WIDTH = 87
+"""Most columns between the table's borders."""
 
 
 def banner(items: Sequence[tuple[str, str]]) -> str:
@@ -24,11 +25,12 @@ def banner(items: Sequence[tuple[str, str]]) -> str:
 
 
 def environment_table(rows: Sequence[tuple[str, str]]) -> str:
-    """Return the table of distributed environment variables; long values are cut in the middle."""
-    names = max([len(name) for name, _ in rows] + [16]) + 2
-    values = _TABLE_WIDTH - names - 2
-    border = f"    +{'=' * _TABLE_WIDTH}+"
-    lines = [border, _row("Distributed Envs", "Value", names, values), f"    +{'-' * _TABLE_WIDTH}+"]
+    """Return the table of distributed environment variables, no wider than it must be; long values are cut."""
+    names = max([len(name) for name, _ in rows] + [len("Distributed Envs")]) + 2
+    widest = max([len(value) for _, value in rows] + [len("Value")])
+    values = min(widest, _TABLE_WIDTH - names - 2)
+    border, rule = (f"    +{line * (names + values + 2)}+" for line in "=-")
+    lines = [border, _row("Distributed Envs", "Value", names, values), rule]
     lines += [_row(name, _cut(value, values), names, values) for name, value in rows]
     return "\n".join([*lines, border]) + "\n"
 
