@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
     from phalanx.parallel.recipe.clip import clip_grad_norm_
+    from phalanx.parallel.recipe.ema import EMA
     from phalanx.parallel.step_gate import follow_updates
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
@@ -30,6 +31,7 @@ _HOMES = {
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
+    "EMA": "phalanx.parallel.recipe.ema",
     "Plan": "phalanx.plan.value",
     "accuracy": "phalanx.train.metrics",
     "apply": "phalanx.parallel.apply",

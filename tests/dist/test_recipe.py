@@ -15,6 +15,7 @@ from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.master_weights import KEY, keep_master_weights
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.recipe.clip import clip_grad_norm_
+from phalanx.parallel.recipe.ema import EMA
 from phalanx.parallel.recipe.lamb import use_lamb
 from phalanx.parallel.recipe.lars import use_lars
 from phalanx.plan.value import Scaler
@@ -116,9 +117,21 @@ def lamb(spread: bool):
     return stepped(spread, partial(torch.optim.AdamW, lr=0.05), partial(use_lamb, weight_decay=0.02))
 
 
+def averaged(spread: bool):
+    net = Mixed(spread)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    ema = EMA(net, 0.7, optimizer=optimizer)
+    for step in range(3):
+        net.set_gradients(step)
+        optimizer.step()
+    with ema.swapped():
+        inside = net.gathered(dict(net.named_parameters()))
+    return inside, net.gathered(ema.state_dict()["shadow"]), net.gathered(dict(net.named_parameters()))
+
+
 def all_recipes(spread: bool):
     px.init()
-    return {recipe.__name__: recipe(spread) for recipe in (clipped, scaled, lars, lamb)}
+    return {recipe.__name__: recipe(spread) for recipe in (clipped, scaled, lars, lamb, averaged)}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +139,7 @@ def on_two_ranks():
     return run_ranks(all_recipes, 2, True)
 
 
-@pytest.mark.parametrize("recipe", [clipped, scaled, lars, lamb])
+@pytest.mark.parametrize("recipe", [clipped, scaled, lars, lamb, averaged])
 def test_mixed_placements_equal_one_process(on_two_ranks, recipe) -> None:
     px.init()
     alone = recipe(False)
