@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
-    from phalanx import comm, data, fleet, ps
+    from phalanx import checkpoint, comm, data, fleet, ps
+    from phalanx.checkpoint.checkpointer import Checkpointer
+    from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
+    from phalanx.checkpoint.loading import load
+    from phalanx.checkpoint.saving import save
     from phalanx.comm.context import Context, current, init, shutdown
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
     from phalanx.parallel.recipe.clip import clip_grad_norm_
     from phalanx.parallel.recipe.ema import EMA
     from phalanx.parallel.step_gate import follow_updates
+    from phalanx.parallel.tensor.mark import shard
+    from phalanx.parallel.tensor.rows import ModelParallelLinear
+    from phalanx.parallel.tensor.vocab import vocab_cross_entropy
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.evaluate import evaluate
@@ -28,9 +35,11 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
+    "ModelParallelLinear": "phalanx.parallel.tensor.rows",
     "EMA": "phalanx.parallel.recipe.ema",
     "Plan": "phalanx.plan.value",
     "accuracy": "phalanx.train.metrics",
@@ -42,14 +51,21 @@ _HOMES = {
     "evaluate": "phalanx.train.evaluate",
     "explain": "phalanx.parallel.apply",
     "follow_updates": "phalanx.parallel.step_gate",
+    "export_onnx": "phalanx.checkpoint.export",
+    "export_program": "phalanx.checkpoint.export",
+    "export_state_dict": "phalanx.checkpoint.export",
     "global_mean": "phalanx.train.metrics",
     "init": "phalanx.comm.context",
+    "load": "phalanx.checkpoint.loading",
     "no_sync": "phalanx.parallel.distribute",
     "report": "phalanx.train.events",
+    "save": "phalanx.checkpoint.saving",
+    "shard": "phalanx.parallel.tensor.mark",
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step",
+    "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
-_MODULES = ("cluster", "comm", "data", "distributed", "fleet", "plan", "ps")
+_MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")
 _TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan"}
 
 __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]

@@ -47,6 +47,10 @@ class JobStore:
         """Return the value of `key`, which must be set."""
         return bytes(self._call("get", key)).decode()
 
+    def delete(self, key: str) -> None:
+        """Forget `key` and its value."""
+        self._call("delete_key", key)
+
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all `keys` are set."""
         return bool(self._call("check", list(keys)))

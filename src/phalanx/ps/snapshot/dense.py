@@ -22,7 +22,7 @@ def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tupl
         ConfigError: If the tree holds something that is neither JSON nor a tensor; names where.
     """
     tensors: dict[str, Any] = {}
-    value = _packed(dict(extra), "extra", tensors)
+    value = packed(dict(extra), "extra", tensors)
     if not tensors:
         return value, None
     from safetensors.torch import save as as_bytes
@@ -52,22 +52,34 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
         if zlib.crc32(data) != manifest.dense.checksum:
             raise DataError(f"{path} is broken: its bytes do not have the checksum of the manifest. Take another copy.")
         tensors = load(data)
-    value: dict[str, Any] = _unpacked(manifest.extra, tensors)
+    value: dict[str, Any] = unpacked(manifest.extra, tensors)
     return value
 
 
-def _packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
+def packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
+    """Return a tree of dicts, lists and tuples as JSON.
+
+    Args:
+        value: The tree.
+        where: Its name, for messages and as the start of its tensors' names.
+        tensors: Takes the tensors, by name.
+
+    Raises:
+        ConfigError: If the tree holds something that is neither JSON nor a tensor; names where.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
+        while where in tensors:  # {"a": {"b": x}, "a.b": y}
+            where += "'"
         tensors[where] = value
         return {_TENSOR: where}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _packed(v, f"{where}.{key}", tensors) for key, v in value.items()}
+            return {key: packed(v, f"{where}.{key}", tensors) for key, v in value.items()}
         # Optimizers number their state: JSON has no such keys.
-        return {_ITEMS: [[_packed(k, where, tensors), _packed(v, f"{where}.{k}", tensors)] for k, v in value.items()]}
+        return {_ITEMS: [[packed(k, where, tensors), packed(v, f"{where}.{k}", tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        parts = [_packed(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
+        parts = [packed(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -76,15 +88,21 @@ def _packed(value: object, where: str, tensors: dict[str, Any]) -> Any:
     )
 
 
-def _unpacked(value: Any, tensors: Mapping[str, Any]) -> Any:
+def unpacked(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the tree that `packed` took.
+
+    Args:
+        value: What `packed` returned.
+        tensors: The tensors, by name.
+    """
     if isinstance(value, list):
-        return [_unpacked(v, tensors) for v in value]
+        return [unpacked(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _ITEMS in value:
-        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in value[_ITEMS]}
+        return {unpacked(k, tensors): unpacked(v, tensors) for k, v in value[_ITEMS]}
     if _TUPLE in value:
-        return tuple(_unpacked(v, tensors) for v in value[_TUPLE])
-    return {key: _unpacked(v, tensors) for key, v in value.items()}
+        return tuple(unpacked(v, tensors) for v in value[_TUPLE])
+    return {key: unpacked(v, tensors) for key, v in value.items()}

@@ -1,0 +1,98 @@
+"""Saves that go on while training does: one at a time, in a thread, from a copy in memory."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+import phalanx.comm.context as context_of
+
+logger = logging.getLogger("phalanx.checkpoint")
+
+_ALIGNMENT = 64
+
+
+class _Saves:
+    """The save that goes on, what went wrong with it, and memory that its copy may use again."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        self.buffer: Tensor | None = None
+        self.is_watching_exit = False
+
+
+_saves = _Saves()
+
+
+def start(write: Callable[[], None]) -> None:
+    """Run the rest of a save in a thread."""
+    if not _saves.is_watching_exit:
+        _saves.is_watching_exit = True
+        atexit.register(_at_exit)
+    _saves.thread = threading.Thread(target=_run, args=(write,), name="phalanx checkpoint")
+    _saves.thread.start()
+
+
+def _run(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except Exception as error:  # noqa: BLE001 -- raised by wait(), in the thread that trains
+        _saves.error = error
+        logger.error("the background save failed: %s", error)
+
+
+def wait() -> None:
+    """Wait until the save that was begun with `background=True` is complete. Returns at once when there is none.
+
+    Raises:
+        PhalanxError: What went wrong with it, as `save` says. Raised once.
+    """
+    thread, _saves.thread = _saves.thread, None
+    if thread is not None:
+        thread.join()
+    error, _saves.error = _saves.error, None
+    if error is not None:
+        raise error
+
+
+def _at_exit() -> None:
+    """End the process with an exit code of 1 if nobody heard that its last save failed.
+
+    Python gives exit handlers no other way to say so.
+    """
+    try:
+        wait()
+    except Exception:
+        logger.exception("the last background save failed, after the script had ended; the exit code is 1")
+        context_of.shutdown()
+        logging.shutdown()
+        os._exit(1)
+
+
+def staged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors on the CPU, in one block of memory that the next save uses again.
+
+    New memory costs more than the copy: the system clears it page by page.
+    """
+    sizes = {key: -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for key, tensor in tensors.items()}
+    total = sum(sizes.values())
+    buffer, _saves.buffer = _saves.buffer, None
+    is_on_card = any(tensor.is_cuda for tensor in tensors.values())
+    if buffer is None or buffer.numel() < total:
+        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_on_card)
+    copies, at = {}, 0
+    for key, tensor in tensors.items():
+        copies[key] = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies[key].copy_(tensor, non_blocking=True)
+        at += sizes[key]
+    if is_on_card:
+        torch.cuda.synchronize()
+    _saves.buffer = buffer
+    return copies

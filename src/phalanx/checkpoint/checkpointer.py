@@ -1,0 +1,120 @@
+"""`px.Checkpointer`: checkpoints of a training loop, one call a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint import background as background_saves
+from phalanx.checkpoint.capture import Training
+from phalanx.checkpoint.loading import Loaded, load_newest
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.saving import save
+from phalanx.checkpoint.stopping import StopEdge
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.checkpoint")
+
+
+class Checkpointer:
+    """Saves every so many steps, goes on from the newest checkpoint, and saves before the job is ended.
+
+        checkpointer = px.Checkpointer("runs/mnist", model, optimizer, loader, every=500)
+        checkpointer.resume()
+        for epoch in range(loader.epoch, 10):
+            for x, y in loader:
+                ...
+                checkpointer.step()
+        checkpointer.close()
+
+    From the moment it is made, SIGTERM (a scheduler that wants the machine back, or someone who stops the launcher)
+    does not end the process: all ranks save at the same step edge and exit with code 0.
+
+    Collective: every rank makes one and calls the same methods at the same steps.
+
+    Args:
+        folder: Folder of checkpoints, as `px.save` takes it.
+        model: The model.
+        optimizer: The optimizer.
+        loader: The loader that `px.distribute` returned.
+        scheduler: A learning-rate scheduler.
+        every: Steps between two saves; only `save()` and SIGTERM save when omitted.
+        keep: How many checkpoints to keep.
+        background: Whether the saves of `step()` write while training goes on.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: Any,
+        optimizer: Any = None,
+        loader: Any = None,
+        *,
+        scheduler: Any = None,
+        every: int | None = None,
+        keep: int | None = 3,
+        background: bool = True,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ConfigError(f"asked to save every {every} steps. Give at least 1.")
+        Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+        self.folder = Path(folder)
+        self.steps = 0
+        """Steps done, over all runs of the job."""
+
+        self.extra: dict[str, Any] = {}
+        """Saved and loaded with the rest; yours to fill."""
+
+        self._objects = (model, optimizer, loader)
+        self._scheduler, self._every, self._keep, self._background = scheduler, every, keep, background
+        self._saved_at: int | None = None
+        ranks = Ranks.meet("px.Checkpointer", {"folder": str(folder), "every": every, "keep": keep})
+        self._stop = StopEdge(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
+        self._stop.listen()
+
+    def resume(self) -> Loaded | None:
+        """Go on from the newest whole checkpoint of the folder; return what was loaded, None where there is none."""
+        found = load_newest(self.folder, *self._objects, scheduler=self._scheduler)
+        if found is not None:
+            self.steps = self._saved_at = found.step
+            self.extra = dict(found.extra or {})
+        return found
+
+    def step(self) -> None:
+        """Count an optimizer step; save when it is time, or save and exit with code 0 when the job is to end.
+
+        Raises:
+            SystemExit: With code 0, on all ranks after the same step, once any of them got SIGTERM.
+        """
+        self.steps += 1
+        if self._stop.is_at(self.steps):
+            started = time.perf_counter()
+            if self._saved_at != self.steps:
+                self.save()
+            background_saves.wait()
+            logger.info("asked to end: saved at step %d in %.1f s", self.steps, time.perf_counter() - started)
+            self.close()
+            raise SystemExit(0)
+        if self._every is not None and self.steps % self._every == 0:
+            self.save(background=self._background)
+
+    def save(self, *, background: bool = False) -> Path:
+        """Save now; see `px.save`."""
+        path = save(
+            self.folder,
+            *self._objects,
+            scheduler=self._scheduler,
+            step=self.steps,
+            extra=self.extra,
+            background=background,
+            keep=self._keep,
+        )
+        self._saved_at = self.steps
+        return path
+
+    def close(self) -> None:
+        """Wait for a background save, and let SIGTERM end the process again."""
+        self._stop.close()
+        background_saves.wait()

@@ -1,0 +1,200 @@
+"""What this rank holds of the tensors of a model and its optimizer, as parts of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import phalanx.comm.context as context_of
+from phalanx.checkpoint.names import inner, without_wrappers
+from phalanx.checkpoint.planning import Part
+from phalanx.checkpoint.tensor_file import dtype_name
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.describe import is_handle, is_module_held
+from phalanx.plan.mesh import Position
+from phalanx.plan.value import Average, OnRanks, Plan, Shard
+
+MODEL, OPTIMIZER, RANKS = "model/", "optimizer/", "ranks/"
+"""First words of the names of tensors in a checkpoint: the model's, its optimizer's, and those of one rank alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a parameter, and optimizer state of its shape, lies on the ranks."""
+
+    slices: tuple[tuple[int, int, int], ...] = ()
+    """Cut by its layer: (dim, which slice this rank holds, how many there are)."""
+
+    is_apart: bool = False
+    """Whether every rank holds a tensor of its own: another one, or a part whose place nobody knows."""
+
+
+WHOLE = Placement()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor as this rank holds it."""
+
+    tensor: Tensor
+    """Its memory: the local part of a sharded one."""
+
+    part: Part
+
+
+class ModelView:
+    """A model's tensors by plain name, and how each lies on the ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = inner(model)
+        applied = applied_to(self.model) or applied_to(model)
+        self._plan: Plan | None = applied.plan if applied else None
+        context = context_of.current()
+        self.rank = context.rank
+        self._position = Position(self._plan.mesh, context.rank) if self._plan else None
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
+        """Extra state of modules: whatever `get_extra_state` returns."""
+
+        self.aliases: dict[str, str] = {}
+        """Further names of tensors that have several."""
+
+        self._read()
+        self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Whether ranks train apart, so that each holds parameters of its own."""
+        return self._plan is not None and any(isinstance(rule.update, Average) for rule in self._plan.params)
+
+    def _read(self) -> None:
+        first: dict[int, str] = {}
+        for key, value in self.model.state_dict(keep_vars=True).items():
+            name = without_wrappers(key)
+            if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
+                self.values[name] = value
+            elif is_handle(value):
+                continue  # its rows are in a table
+            elif id(value) in first:
+                self.aliases[name] = first[id(value)]
+            else:
+                first[id(value)] = name
+                self.tensors[name] = value
+
+    def placement(self, name: str) -> Placement:
+        """Return how a tensor of the model lies on the ranks."""
+        tensor = self.tensors[name]
+        is_param = isinstance(tensor, nn.Parameter)
+        rule = self._plan.rule_for(name) if self._plan and is_param else None
+        if rule is not None and isinstance(rule.update, Average):
+            return Placement(is_apart=True)
+        if not is_module_held(tensor):
+            return WHOLE
+        if rule is None or self._position is None or not isinstance(rule.place, OnRanks):
+            return Placement(is_apart=context_of.current().is_distributed)
+        axes: dict[int, list[str]] = {}
+        for axis, placed in rule.place.layout.items():
+            if isinstance(placed, Shard):
+                axes.setdefault(placed.dim % tensor.ndim, []).append(axis)
+        if not axes:
+            return Placement(is_apart=context_of.current().is_distributed)
+        position = self._position
+        return Placement(tuple((dim, position.index(on), position.count(on)) for dim, on in sorted(axes.items())))
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        """Yield the model's tensors by their names in a checkpoint."""
+        for name, tensor in self.tensors.items():
+            is_param = isinstance(tensor, nn.Parameter)
+            yield self.place(MODEL + name, tensor, self.placement(name), split=is_param)
+
+    def place(self, name: str, tensor: Tensor, placement: Placement, *, split: bool = True) -> tuple[str, Held]:
+        """Return a tensor as this rank holds it, by its name in a checkpoint.
+
+        Args:
+            name: Its name when it is one tensor for all ranks.
+            tensor: What this rank holds.
+            placement: How it lies on the ranks, unless it is a DTensor, which says so itself.
+            split: Whether several ranks may share the writing.
+        """
+        if isinstance(tensor, DTensor):
+            return name, _of_dtensor(name, tensor)
+        if placement.is_apart:
+            name, split = own(self.rank, name), True
+        return name, of_tensor(tensor, placement.slices, split=split)
+
+    def optimizer_held(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[str, Held]]:
+        """Yield tensors of optimizer state by their names in a checkpoint.
+
+        Args:
+            optimizer: The optimizer, for messages.
+            state: By parameter name, by key.
+        """
+        for name, entries in state.items():
+            param = self.tensors[name]
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    yield self.place(f"{OPTIMIZER}{name}/{key}", value, self._placement_of_state(name, param, value))
+
+    def _placement_of_state(self, name: str, param: Tensor, value: Tensor) -> Placement:
+        placement = self.placement(name)
+        is_alike = value.shape == param.shape
+        if placement.slices and not is_alike:
+            # A number for all of the parameter is the same everywhere; factors of a slice are that slice's own.
+            return WHOLE if value.ndim == 0 else Placement(is_apart=True)
+        if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.ndim:
+            return Placement(is_apart=True)
+        return placement
+
+
+def own(rank: int, name: str) -> str:
+    """Return the name of one rank's own tensor."""
+    return f"{RANKS}{rank}/{name}"
+
+
+def of_tensor(tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, split: bool = True) -> Held:
+    """Return a plain tensor as a part: all of it, or a slice that is lined up with those of other ranks.
+
+    Raises:
+        ConfigError: If it has no plain memory.
+    """
+    data = tensor.detach()
+    if data.layout is not torch.strided or data.is_quantized or data.is_meta:
+        raise ConfigError(
+            f"a tensor of shape {list(data.shape)} is {'meta' if data.is_meta else data.layout}, and only dense ones "
+            "can be saved. Make it dense, or register it with persistent=False."
+        )
+    size = tuple(data.shape)
+    whole = () if slices else size
+    part = Part(
+        dtype=dtype_name(data.dtype),
+        item_bytes=data.dtype.itemsize,
+        size=size,
+        shape=None if slices else whole,
+        offset=None if slices else (0,) * len(size),
+        slices=slices,
+        split=split,
+    )
+    return Held(data, part)
+
+
+def _of_dtensor(name: str, tensor: DTensor) -> Held:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ConfigError(f"{name!r} is a sum that is not added up yet ({tensor.placements}). Save after the step.")
+    # What torch's own checkpoint planners ask a tensor: uneven and strided shards included.
+    (chunk,) = tensor.__create_chunk_list__()
+    part = Part(
+        dtype=dtype_name(tensor.dtype),
+        item_bytes=tensor.dtype.itemsize,
+        size=tuple(chunk.sizes),
+        shape=tuple(tensor.shape),
+        offset=tuple(chunk.offsets),
+    )
+    with torch.no_grad():
+        return Held(tensor.to_local(), part)

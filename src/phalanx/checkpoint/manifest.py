@@ -1,0 +1,195 @@
+"""What a checkpoint holds, as JSON: the manifest, and the small marker that is written last.
+
+    <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
+    <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, a digest of every file
+    <folder>/step-200/complete.json               names the manifest and its digest
+
+A folder without a marker is not a checkpoint. Files carry the name of their save, so saving the same step again touches
+none of the files there until the marker is replaced, in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx import __version__
+from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.tensor_file import Slot, Written, digest_of, dtype_of
+from phalanx.errors import DataError
+from phalanx.ps.snapshot.durable import sync_directory
+
+COMPLETE = "complete.json"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The complete-marker of a checkpoint."""
+
+    save: str
+    """Name of the save, part of its files' names."""
+
+    sequence: int
+    """One more than that of the save before it in this folder: the newest is not always that of the highest step."""
+
+    step: int
+    manifest: str
+    sha256: str
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A part of a tensor, and where it is."""
+
+    box: Box
+    rank: int
+    begin: int
+    """Offset in the file of that rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A whole tensor, in pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+
+    def slot(self, piece: SavedPiece) -> Slot:
+        """Return where in its file a piece is."""
+        return Slot(self.dtype, piece.box.size, piece.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint but the numbers in its tensors."""
+
+    folder: Path
+    step: int
+    world_size: int
+    files: tuple[Written, ...]
+    """By rank."""
+
+    tensors: dict[str, SavedTensor]
+    values: list[Any]
+    """What every rank said of itself, by rank; equal ones are one object."""
+
+    tables: str | None
+    """Folder of the snapshot of its tables, beside the files."""
+
+
+def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, Any]) -> Marker:
+    """Write the manifest of a checkpoint, and its marker last; both durable.
+
+    Args:
+        folder: The folder of the checkpoint.
+        marker_terms: `save`, `sequence` and `step` of the marker.
+        body: The manifest, JSON.
+    """
+    text = json.dumps({"version": VERSION, "phalanx": __version__, "torch": torch.__version__, **body}).encode()
+    name = f"manifest-{marker_terms['save']}.json"
+    _write(folder / name, text)
+    marker = Marker(**marker_terms, manifest=name, sha256=hashlib.sha256(text).hexdigest())
+    part = folder / f"{COMPLETE}.{marker.save}"
+    _write(part, json.dumps(asdict(marker), indent=1).encode())
+    # Files must have their names on disk before the marker has its own.
+    sync_directory(folder)
+    part.rename(folder / COMPLETE)
+    sync_directory(folder)
+    sync_directory(folder.parent)
+    return marker
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_marker(folder: Path) -> Marker:
+    """Return the marker of a checkpoint.
+
+    Raises:
+        DataError: If the folder holds no whole checkpoint, or one of another version.
+    """
+    path = folder / COMPLETE
+    try:
+        value = json.loads(path.read_bytes())
+        if value.get("version") != VERSION:
+            raise DataError(
+                f"{path} has version {value.get('version')}; this version of phalanx reads {VERSION}. Load it with the "
+                "version that saved it."
+            )
+        return Marker(**value)
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is broken: {error}. Take another copy.") from None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint, whose files are there in full length.
+
+    Raises:
+        DataError: If the folder holds no whole checkpoint, the manifest's digest is another, or a file is missing or
+            cut; names it.
+    """
+    marker = read_marker(folder)
+    path = folder / marker.manifest
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Take another copy.") from None
+    if hashlib.sha256(text).hexdigest() != marker.sha256:
+        raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
+    value = json.loads(text)
+    files = tuple(Written(f["name"], f["bytes"], f["sha256"], ()) for f in value["files"])
+    for file in files:
+        _require_length(folder / file.name, file.bytes)
+    unique = value["values"]["unique"]
+    return Manifest(
+        folder=folder,
+        step=marker.step,
+        world_size=value["world_size"],
+        files=files,
+        tensors={name: _tensor(said) for name, said in value["tensors"].items()},
+        values=[unique[index] for index in value["values"]["of_rank"]],
+        tables=value["tables"],
+    )
+
+
+def check_file(folder: Path, file: Written) -> None:
+    """Raise unless a file has the digest it was written with. Reads all of it.
+
+    Raises:
+        DataError: If it has another; names it.
+    """
+    if digest_of(folder / file.name) != file.sha256:
+        raise DataError(f"{folder / file.name} is broken: its digest is not that of the manifest. Take another copy.")
+
+
+def _require_length(path: Path, length: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing, which the manifest names. Copy the whole folder.") from None
+    if found != length:
+        raise DataError(f"{path} ends at byte {found}, it was written with {length}. Take another copy.")
+
+
+def _tensor(said: list[Any]) -> SavedTensor:
+    dtype, shape, pieces = said
+    return SavedTensor(
+        dtype_of(dtype),
+        tuple(shape),
+        tuple(SavedPiece(Box(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in pieces),
+    )

@@ -1,0 +1,165 @@
+"""Decisions that all ranks take alike: each says something, rank 0 decides, all hear it, and all fail together.
+
+They go through the job's store and not through the process group, so that a thread may take them while training goes
+on, and a rank that does not come is an error with a name instead of a collective that hangs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+import phalanx.comm.context as context_of
+from phalanx.comm import process_group
+from phalanx.comm.agreement import agree
+from phalanx.comm.store import JobStore
+from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError, PhalanxError
+
+logger = logging.getLogger("phalanx.checkpoint")
+
+_KINDS: dict[str, type[PhalanxError]] = {kind.__name__: kind for kind in (ConfigError, DataError, PeerLostError)}
+_calls = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of this job that came to one call."""
+
+    rank: int
+    world_size: int
+    store: JobStore | None
+    """None with one process."""
+
+    prefix: str
+    """Keeps the keys of this call apart."""
+
+    @classmethod
+    def meet(cls, call: str, terms: Any) -> Ranks:
+        """Wait for all ranks at one call.
+
+        Collective.
+
+        Args:
+            call: What is called, for messages.
+            terms: JSON value that must be the same on all ranks.
+
+        Raises:
+            PeerLostError: If a rank did not come within the rendezvous timeout; names it.
+            ConfigError: If ranks called with different terms, or this worker has no way to the others.
+        """
+        context = context_of.init()
+        if not context.is_distributed:
+            return cls(0, 1, None, "")
+        if not dist.is_initialized():
+            raise ConfigError(
+                f"{call} needs all workers, and worker {context.rank} was started again alone. Save tables with "
+                "fleet.save_persistables, or start the whole job again."
+            )
+        agree(call, terms, timeout_s=process_group.rendezvous_timeout_s())
+        return cls(context.rank, context.world_size, process_group.meeting().store, f"checkpoint/{next(_calls)}")
+
+    def decide(
+        self, topic: str, say: Callable[[], Any], decide: Callable[[list[Any]], Any], *, timeout_s: float | None = None
+    ) -> Any:
+        """Return what rank 0 decided from what the ranks said.
+
+        Collective. If `say` fails on any rank, or `decide` on rank 0, all ranks raise.
+
+        Args:
+            topic: Name of this decision, used once in a call.
+            say: Returns this rank's JSON value.
+            decide: From all values in rank order to the decision, a JSON value. Called on rank 0 only.
+            timeout_s: Seconds to wait for the slowest rank; the rendezvous timeout when omitted.
+
+        Raises:
+            PhalanxError: What failed: as it was on the rank it failed on, elsewhere with that rank named.
+            PeerLostError: If a rank did not come in time.
+        """
+        if self.store is None:
+            try:
+                return decide([say()])
+            except OSError as error:
+                raise _as_ours(error) from error
+        timeout_s = process_group.rendezvous_timeout_s() if timeout_s is None else timeout_s
+        mine: Exception | None = None
+        try:
+            said = {"said": say()}
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must not wait in vain
+            mine, said = error, _failure(self.rank, error)
+        self.store.set(self._key(topic, self.rank), json.dumps(said))
+        if self.rank == 0:
+            decision, mine = self._decide(topic, decide, mine, timeout_s)
+        else:
+            decision = self._hear(topic, timeout_s)
+        if mine is not None:
+            raise _as_ours(mine) from mine.__cause__
+        if "failed" in decision:
+            raise _KINDS.get(decision["kind"], BackendError)(f"on rank {decision['rank']}: {decision['failed']}")
+        return decision["decision"]
+
+    def _decide(
+        self, topic: str, decide: Callable[[list[Any]], Any], mine: Exception | None, timeout_s: float
+    ) -> tuple[dict[str, Any], Exception | None]:
+        assert self.store is not None
+        others = [self._key(topic, rank) for rank in range(self.world_size)]
+        self._await(topic, others, timeout_s)
+        said = [json.loads(self.store.get(key)) for key in others]
+        decision = next((answer for answer in said if "failed" in answer), None)
+        if decision is None:
+            try:
+                decision = {"decision": decide([answer["said"] for answer in said])}
+            except Exception as error:  # noqa: BLE001 -- the other ranks must hear of it
+                mine, decision = error, _failure(0, error)
+        self.store.set(self._key(topic, "decision"), json.dumps(decision))
+        # This process may hold the store, and may end after this: the others must have read the decision by then.
+        heard = [self._key(topic, f"heard/{rank}") for rank in range(1, self.world_size)]
+        self._await(topic, heard, timeout_s)
+        for key in (*others, *heard, self._key(topic, "decision")):
+            self.store.delete(key)
+        return decision, mine
+
+    def _hear(self, topic: str, timeout_s: float) -> dict[str, Any]:
+        assert self.store is not None
+        key = self._key(topic, "decision")
+        if not self.store.wait([key], timeout_s):
+            self._await(topic, [self._key(topic, rank) for rank in range(self.world_size)], 0.0)
+            raise self._absent(topic, [0], timeout_s)
+        decision: dict[str, Any] = json.loads(self.store.get(key))
+        self.store.set(self._key(topic, f"heard/{self.rank}"), "")
+        return decision
+
+    def _await(self, topic: str, keys: Sequence[str], timeout_s: float) -> None:
+        assert self.store is not None
+        if not self.store.wait(keys, timeout_s):
+            absent = [int(key.rpartition("/")[2]) for key in keys if not self.store.has([key])]
+            raise self._absent(topic, absent, timeout_s)
+
+    def _absent(self, topic: str, ranks: Sequence[int], timeout_s: float) -> PeerLostError:
+        who = "; ".join(process_group.describe_rank(rank) for rank in ranks)
+        return PeerLostError(
+            f"rank {self.rank} waited {timeout_s:.0f} s at {topic!r} of a checkpoint for {who}, which did not answer. "
+            "It has ended or hangs: its log says where."
+        )
+
+    def _key(self, topic: str, who: int | str) -> str:
+        return f"{self.prefix}/{topic}/{who}"
+
+
+def _failure(rank: int, error: Exception) -> dict[str, Any]:
+    ours = _as_ours(error)
+    return {"failed": str(ours), "kind": type(ours).__name__, "rank": rank}
+
+
+def _as_ours(error: Exception) -> Exception:
+    """Return an error of the file system as one of ours, and any other as it is."""
+    if not isinstance(error, OSError):
+        return error
+    where = f" {error.filename}" if error.filename else ""
+    ours = BackendError(f"the file system did not take{where}: {error.strerror}. Make room, or name another folder.")
+    return ours

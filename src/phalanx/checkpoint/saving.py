@@ -1,0 +1,260 @@
+"""`px.save`: write a checkpoint, every rank its part, and mark it complete when all of it is on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint import background as background_saves
+from phalanx.checkpoint.background import staged
+from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.capture import Captured, Training, capture
+from phalanx.checkpoint.folder import clean, next_numbers, prune, step_folder, sweep
+from phalanx.checkpoint.manifest import write_manifest
+from phalanx.checkpoint.planning import Entry, Part, deal_out
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.tables import save_tables
+from phalanx.checkpoint.tensor_file import write_tensors
+from phalanx.errors import ConfigError, PeerLostError
+
+logger = logging.getLogger("phalanx.checkpoint")
+
+WRITE_TIMEOUT_S = 1800.0
+"""Seconds to wait for the rank whose disk is slowest."""
+
+
+def save(
+    folder: str | Path,
+    model: Any,
+    optimizer: Any = None,
+    loader: Any = None,
+    *,
+    scheduler: Any = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    background: bool = False,
+    keep: int | None = None,
+) -> Path:
+    """Write a checkpoint `<folder>/step-<step>`, from which `px.load` goes on at any number of ranks.
+
+    Collective: every rank calls it, at the same step. It holds parameters, buffers, optimizer, scheduler and loader
+    state, the random generators of every rank, what techniques keep between steps, and tables of parameter servers. A
+    tensor that several ranks hold is written once, split over them. Until all of it is on disk it is no checkpoint: a
+    save that is killed or fails leaves the ones before it as they are.
+
+    Args:
+        folder: Folder of checkpoints, seen by all ranks; made if missing. One job writes to it at a time.
+        model: The model, wrapped or not. Names are those of the plain model.
+        optimizer: The optimizer over its parameters.
+        loader: The loader that `px.distribute` returned. Inside the loop the batch in hand counts as done.
+        scheduler: A learning-rate scheduler.
+        step: Number of the checkpoint; one more than the highest there when omitted.
+        extra: Anything else, as numbers, text, tensors, lists, tuples, dicts; `px.load(...).extra` returns it.
+        background: Return when the state is copied to memory and write it while training goes on. The next save waits
+            for it and raises what went wrong with it, as `px.checkpoint.wait()` does.
+        keep: How many checkpoints to keep in the folder; all when omitted.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ConfigError: If something cannot be saved, or ranks do not call it alike; on all ranks.
+        BackendError: If a file system does not take the files, on whichever rank; on all ranks.
+        PeerLostError: If a rank did not come; names it.
+    """
+    background_saves.wait()
+    started = time.perf_counter()
+    terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
+    ranks = Ranks.meet("px.save", terms)
+    if keep is not None and keep < 1:
+        raise ConfigError(f"asked to keep {keep} checkpoints. Keep at least 1.")
+    if step is not None and step < 0:
+        raise ConfigError(f"asked to save step {step}. Give 0 or more.")
+    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+    begun = _begin(ranks, Path(folder), step, training, extra)
+    save_tables(ranks, begun.path / f"tables-{begun.name}", model)
+    writing = Writing(ranks, begun, keep, training, started)
+    if background:
+        writing.copy()
+        background_saves.start(writing.run)
+        logger.info("checkpoint %s: copied in %.3f s, writing it now", begun.path, time.perf_counter() - started)
+    else:
+        writing.run()
+    return begun.path
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save that all ranks agreed on."""
+
+    parent: Path
+    path: Path
+    name: str
+    step: int
+    sequence: int
+    layout: dict[str, Entry]
+    captured: Captured
+
+
+class _Known:
+    """What the ranks held at the save before: it seldom changes, so it is seldom told again."""
+
+    def __init__(self) -> None:
+        self.digest = ""
+        self.by_rank: list[dict[str, Part]] = []
+        self.layout: dict[str, Entry] = {}
+
+
+_known = _Known()
+
+
+def _begin(ranks: Ranks, parent: Path, step: int | None, training: Training, extra: Mapping[str, Any] | None) -> Begun:
+    captured: list[Captured] = []
+    digest = ""
+
+    def say() -> list[Any]:
+        nonlocal digest
+        captured.append(capture(training, extra))
+        described = {name: held.part.to_json() for name, held in captured[0].held.items()}
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        return [None if digest == _known.digest else described]
+
+    def decide(said: list[Any]) -> dict[str, Any]:
+        is_new = any(answer[0] is not None for answer in said)
+        if is_new:
+            if len(_known.by_rank) != len(said):
+                _known.by_rank = [{} for _ in said]
+            for rank, (described,) in enumerate(said):
+                if described is not None:
+                    _known.by_rank[rank] = {name: Part.from_json(part) for name, part in described.items()}
+        layout = deal_out(_known.by_rank) if is_new else None
+        parent.mkdir(parents=True, exist_ok=True)
+        sweep(parent)
+        sequence, following = next_numbers(parent)
+        number = following if step is None else step
+        step_folder(parent, number).mkdir(exist_ok=True)
+        return {
+            "layout": None if layout is None else {name: entry.to_json() for name, entry in layout.items()},
+            "step": number,
+            "sequence": sequence,
+            "save": secrets.token_hex(4),
+        }
+
+    try:
+        decision = ranks.decide("begin", say, decide)
+    except BaseException:
+        _known.digest, _known.by_rank = "", []
+        raise
+    if decision["layout"] is not None:
+        _known.layout = {name: Entry.from_json(entry) for name, entry in decision["layout"].items()}
+    _known.digest = digest
+    return Begun(
+        parent,
+        step_folder(parent, decision["step"]),
+        decision["save"],
+        decision["step"],
+        decision["sequence"],
+        _known.layout,
+        captured[0],
+    )
+
+
+class Writing:
+    """The part of a save that may run in a thread: write this rank's file, report, and mark the whole complete."""
+
+    def __init__(self, ranks: Ranks, begun: Begun, keep: int | None, training: Training, started: float) -> None:
+        self._ranks, self._begun, self._keep, self._started = ranks, begun, keep, started
+        self._words = training.words
+        self._path = begun.path / f"rank-{ranks.rank}-{begun.name}.safetensors"
+        pieces = list(_pieces_of(ranks.rank, begun))
+        self._boxes = [(name, box) for name, box, _ in pieces]
+        self._tensors = {_key(name, box, begun.layout[name]): tensor for name, box, tensor in pieces}
+
+    def copy(self) -> None:
+        """Copy what is to be written, so that training may change it."""
+        self._tensors = staged(self._tensors)
+
+    def run(self) -> None:
+        """Write, report, and wait until rank 0 has marked the checkpoint complete.
+
+        Collective.
+        """
+        try:
+            self._ranks.decide("written", self._write, self._commit, timeout_s=WRITE_TIMEOUT_S)
+        except PeerLostError:
+            raise  # whether it is complete is not known here; the next save sweeps up if it is not
+        except Exception:
+            if self._ranks.rank == 0:
+                sweep(self._begun.parent)
+            raise
+        if self._ranks.rank == 0:
+            size = sum(tensor.nbytes for tensor in self._tensors.values())
+            seconds = time.perf_counter() - self._started
+            logger.info("checkpoint %s: complete in %.2f s; rank 0 wrote %d bytes", self._begun.path, seconds, size)
+
+    def _write(self) -> dict[str, Any]:
+        ready = {key: tensor.to("cpu").contiguous() for key, tensor in self._tensors.items()}
+        written = write_tensors(self._path, ready)
+        pieces = [
+            [name, box.offset, box.size, begin] for (name, box), begin in zip(self._boxes, written.begins, strict=True)
+        ]
+        return {
+            "file": {"name": written.name, "bytes": written.bytes, "sha256": written.sha256},
+            "pieces": pieces,
+            "values": self._begun.captured.values,
+        }
+
+    def _commit(self, said: list[Any]) -> None:
+        begun = self._begun
+        pieces: dict[str, list[Any]] = {name: [] for name in begun.layout}
+        for rank, report in enumerate(said):
+            for name, offset, size, begin in report["pieces"]:
+                pieces[name].append([rank, offset, size, begin])
+        unique: list[Any] = []
+        of_rank = []
+        for report in said:
+            if report["values"] not in unique:
+                unique.append(report["values"])
+            of_rank.append(unique.index(report["values"]))
+        tables = f"tables-{begun.name}"
+        write_manifest(
+            begun.path,
+            {"save": begun.name, "sequence": begun.sequence, "step": begun.step},
+            {
+                "world_size": self._ranks.world_size,
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "holds": self._words,
+                "files": [report["file"] for report in said],
+                "tensors": {name: [entry.dtype, entry.shape, pieces[name]] for name, entry in begun.layout.items()},
+                "values": {"unique": unique, "of_rank": of_rank},
+                "tables": tables if (begun.path / tables).exists() else None,
+            },
+        )
+        clean(begun.path, begun.name)
+        if self._keep is not None:
+            prune(begun.parent, self._keep)
+
+
+def _pieces_of(rank: int, begun: Begun) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield what this rank writes: the tensor's name, which part of it, and its memory."""
+    for name, held in begun.captured.held.items():
+        entry = begun.layout[name]
+        for piece in entry.pieces:
+            if piece.rank == rank:
+                yield name, piece.box, held.tensor[piece.box.within(entry.box_of(held.part))]
+
+
+def _key(name: str, box: Box, entry: Entry) -> str:
+    """Return the name of a piece in its file: the tensor's, with its place when it is not all of it."""
+    if box == Box.whole(entry.shape):
+        return name
+    return f"{name}[{', '.join(f'{at}:{at + n}' for at, n in zip(box.offset, box.size, strict=True))}]"

@@ -1,0 +1,95 @@
+"""Who writes which part of a tensor, and which parts a reader needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.checkpoint import planning
+from phalanx.checkpoint.boxes import Box, cover
+from phalanx.checkpoint.planning import Entry, Part, deal_out
+from phalanx.data.shards import even_split
+from phalanx.errors import ConfigError
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+def part(size: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...]) -> Part:
+    return Part("F32", 4, size, shape, offset)
+
+
+def cut(shape: tuple[int, ...], ranks: int, dim: int | None) -> list[Part]:
+    """Every rank's part: all of it, or a run along one dim."""
+    if dim is None or not shape:
+        return [part(shape, shape, (0,) * len(shape))] * ranks
+    dim %= len(shape)
+    runs = [even_split(shape[dim], ranks, rank) for rank in range(ranks)]
+    return [
+        part((*shape[:dim], n, *shape[dim + 1 :]), shape, tuple(at if d == dim else 0 for d in range(len(shape))))
+        for at, n in runs
+    ]
+
+
+def filled(entry: Entry, whole: np.ndarray, box: Box) -> np.ndarray:
+    """What a reader of `box` puts together from the pieces."""
+    found = np.full(box.size, -1.0)
+    for piece in entry.pieces:
+        shared = piece.box.overlap(box)
+        if shared is not None:
+            saved = whole[piece.box.within(Box.whole(entry.shape))]
+            found[shared.within(box)] = saved[shared.within(piece.box)]
+    return found
+
+
+@given(shapes, st.integers(1, 5), st.none() | st.integers(0, 2), st.integers(1, 5), st.none() | st.integers(0, 2))
+def test_any_layout_is_read_from_any_other(
+    shape: tuple[int, ...], saved_ranks: int, saved_dim: int | None, ranks: int, dim: int | None
+) -> None:
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(float)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "PIECE_BYTES", 8)
+        entry = deal_out([{"w": p} for p in cut(shape, saved_ranks, saved_dim)])["w"]
+    assert sum(piece.box.count for piece in entry.pieces) == whole.size  # each element is written once
+    assert Entry.from_json(entry.to_json()) == entry
+    for wanted in cut(shape, ranks, dim):
+        box = entry.box_of(wanted)
+        assert (filled(entry, whole, box) == whole[box.within(Box.whole(shape))]).all()
+
+
+def test_a_large_tensor_of_all_ranks_is_split_over_them_and_small_ones_go_round() -> None:
+    large, small = part((1 << 20,), (1 << 20,), (0,)), part((3,), (3,), (0,))
+    entries = deal_out([{"large": large, **{f"b{i}": small for i in range(60)}}] * 4)
+    assert sorted(piece.rank for piece in entries["large"].pieces) == [0, 1, 2, 3]
+    writers = [entries[f"b{i}"].pieces[0].rank for i in range(60)]
+    assert min(writers.count(rank) for rank in range(4)) > 5
+
+
+def test_what_may_differ_between_ranks_is_written_by_the_first() -> None:
+    buffer = Part("F32", 4, (1 << 20,), (1 << 20,), (0,), split=False)
+    assert [p.rank for p in deal_out([{"b": buffer}] * 4)["b"].pieces] == [0]
+
+
+def test_slices_of_unequal_size_are_lined_up() -> None:
+    sizes = (3, 1, 2)
+    held = [{"w": Part("F32", 4, (2, n), slices=((1, index, 3),))} for index, n in enumerate(sizes)]
+    entry = deal_out(held)["w"]
+    assert entry.shape == (2, 6)
+    assert [entry.box_of(parts["w"]).offset for parts in held] == [(0, 0), (0, 3), (0, 4)]
+
+
+def test_ranks_that_differ_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"shape of 'w' is \(2,\) on rank 0 and \(3,\) on rank 1"):
+        deal_out([{"w": part((2,), (2,), (0,))}, {"w": part((3,), (3,), (0,))}])
+    with pytest.raises(ConfigError, match="hold 2 of the 4 elements of 'w'"):
+        deal_out([{"w": part((2,), (4,), (0,))}])
+    with pytest.raises(ConfigError, match="1 of 3 slices of 'w' are held by no rank"):
+        deal_out([{"w": Part("F32", 4, (2,), slices=((0, index, 3),))} for index in (0, 2)])
+
+
+def test_boxes_of_a_tensor_without_dims_are_all_of_it() -> None:
+    whole = Box.whole(())
+    assert whole.overlap(whole) == whole
+    assert whole.split(4) == [whole]
+    assert cover([whole], ())
