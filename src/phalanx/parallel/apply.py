@@ -1,8 +1,8 @@
 """Make a model and an optimizer train the way a Plan says.
 
 One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast;
-tables; data parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay those of the plain
-model.
+tables; tensor parallel; data parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay
+those of the plain model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape
 from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.tensor.swap import cut_layers
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
 from phalanx.plan.explain import explain as explain_plan
@@ -151,6 +152,8 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         broadcast_from_first_rank(model, level=logging.INFO if averages else logging.DEBUG)
     if plan.tables:
         _attach_tables(plan, model)
+    if context.is_distributed:
+        cut_layers(plan, model, mesh)
     update = sharded_update(plan, shape) if context.is_distributed else None
     if update is not None:
         reducer = _shard(plan, model, mesh, update, context)
@@ -266,7 +269,8 @@ def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, mesh: Mesh, 
         if param.requires_grad and isinstance(rule.update, AllReduce) and not reduced_along(plan, rule):
             # No other rank adds to it: its layer's collectives already bring the gradients of all rows here.
             count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
-            param.register_hook(partial(torch.mul, other=1.0 / count))
+            if count > 1:
+                param.register_hook(partial(torch.mul, other=1.0 / count))
     logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
     return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
 

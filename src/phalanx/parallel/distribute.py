@@ -16,13 +16,14 @@ import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
-from phalanx.errors import ConfigError, RoleError, StrategyError
+from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import applied, applied_to, apply, check_model
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.rebind import rebind
 from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.tensor.mark import is_marked, with_marks
 from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -109,6 +110,9 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         strategy = use_strategy(None)
         agree("strategy", strategy.model_dump(mode="json"))
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
+        plan = with_marks(plan, model)
+    elif is_marked(model):
+        raise PlanError("px.shard was told of this model, and a Plan was given. Leave one out: a Plan has styles too.")
     apply(plan, model)
     for optimizer in assembly.optimizers:
         rebind(optimizer)

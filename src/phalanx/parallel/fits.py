@@ -7,6 +7,7 @@ from torch import nn
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
 from phalanx.parallel.describe import owner_of
+from phalanx.parallel.tensor.swap import check_styles
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import (
@@ -52,6 +53,7 @@ def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context
             f"this version cannot apply {beyond}. It applies all-reduced, sharded, frozen, module-held and pushed "
             "parameters."
         )
+    check_styles(plan, model)
     for name, module in model.named_modules():
         on_ranks = isinstance(plan.rule_for(f"{name}.weight".lstrip(".")).place, OnRanks)
         if on_ranks and getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -89,17 +91,19 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
             if beyond:
                 return beyond
             continue
-        if not isinstance(rule.place, OnRanks) or any(p.kind != "replicate" for p in rule.place.layout.values()):
+        kept = ("replicate", "shard") if rule.managed == "module" else ("replicate",)
+        if not isinstance(rule.place, OnRanks) or any(p.kind not in kept for p in rule.place.layout.values()):
             return f"params[{rule.match}].place = {rule.place.kind}"
         plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
-            bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce
+            bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce, axes=rule.update.axes
         )
         if not plain and not isinstance(rule.update, (Frozen, ReduceScatter)):
             return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
-        if module != ModuleRule(match=module.match, unit=module.unit):
+        known = {"match", "unit", "style", "inputs", "outputs"}
+        if module != ModuleRule(**{name: value for name, value in module if name in known}):
             return f"modules[{module.match}]"
     return _beyond_steps(plan)
 

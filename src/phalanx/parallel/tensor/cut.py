@@ -1,0 +1,64 @@
+"""How a layer's parameters are cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.groups import Group
+from phalanx.data.shards import even_split
+from phalanx.parallel.describe import note_held_over
+
+
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of an even cut, the larger slices first."""
+    return tuple(even_split(length, parts, index)[1] for index in range(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Slices of one dim over the ranks of a group, as one of them sees it."""
+
+    group: Group
+    index: int
+    """This rank's place in the group."""
+
+    sizes: tuple[int, ...]
+    """Size of every rank's slice, in rank order."""
+
+    @property
+    def start(self) -> int:
+        """Where this rank's slice begins."""
+        return sum(self.sizes[: self.index])
+
+    @property
+    def mine(self) -> int:
+        """Size of this rank's slice."""
+        return self.sizes[self.index]
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice of a whole tensor, sharing its memory."""
+        return x.narrow(dim, self.start, self.mine)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Cut:
+        return self  # A copied layer is of the same group, and groups cannot be copied.
+
+
+@torch.no_grad()
+def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
+    """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
+
+    Args:
+        param: A whole parameter, equal on all ranks of the group. Marked `is_distributed` afterwards.
+        dim: Dim to cut.
+        cut: How.
+    """
+    grad, param.grad = param.grad, None
+    param.data = cut.part(param.data, dim).clone(memory_format=torch.contiguous_format)
+    if grad is not None:
+        param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
+    param.is_distributed = True  # type: ignore[assignment, method-assign]  # the users' own word for it
+    note_held_over(param, cut.group)

@@ -1,0 +1,123 @@
+"""Linear layers of which each rank holds a slice, for ranks that read the same rows."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.comm import collectives
+from phalanx.errors import ConfigError
+from phalanx.parallel.tensor.cut import Cut
+from phalanx.parallel.tensor.mappings import copy_to, gather_from, reduce_from, scatter_to
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer of which each rank computes some of the output features.
+
+    Collective over the group, forward and backward. `weight` is (this rank's features, in_features), `bias` likewise;
+    `in_features` and `out_features` stay those of the whole layer.
+
+    Input: (*, in_features), the same on every rank; or cut along `inputs`, and gathered first. Output: (*,
+    out_features), the same on every rank; or this rank's features only when `outputs` is -1.
+    """
+
+    cut: Cut
+    inputs: int | None
+    """Dim along which inputs arrive cut: -1 features, another the sequence; whole when None."""
+
+    outputs: int | None
+    """-1 when outputs stay cut; whole when None."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output."""
+        whole = entered(input, self.in_features, self.inputs, self.cut)
+        part = F.linear(whole, self.weight, self.bias)
+        return part if self.outputs is not None else gather_from(part, part.dim() - 1, self.cut)
+
+    def extra_repr(self) -> str:
+        """Say what nn.Linear says, and which part is here."""
+        return f"{super().extra_repr()}, column {self.cut.index} of {len(self.cut.sizes)}"
+
+
+class RowLinear(nn.Linear):
+    """A linear layer of which each rank computes a term of every output, from some of the input features.
+
+    Collective over the group, forward and backward. `weight` is (out_features, this rank's features); `bias` is whole
+    and added once.
+
+    Input: (*, in_features), the same on every rank; or this rank's features only when `inputs` is -1. Output: (*,
+    out_features), the same on every rank; or this rank's part of the sequence, cut along `outputs`.
+    """
+
+    cut: Cut
+    inputs: int | None
+    """-1 when inputs arrive cut by features; whole when None."""
+
+    outputs: int | None
+    """Dim along which outputs leave cut, the sequence; whole when None."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output."""
+        width = self.in_features if self.inputs is None else self.cut.mine
+        require_width(self, input, width)
+        part = scatter_to(input, input.dim() - 1, self.cut) if self.inputs is None else input
+        total = left(F.linear(part, self.weight), self.outputs, self.cut)
+        return total if self.bias is None else total + self.bias
+
+    def extra_repr(self) -> str:
+        """Say what nn.Linear says, and which part is here."""
+        return f"{super().extra_repr()}, row part {self.cut.index} of {len(self.cut.sizes)}"
+
+
+def entered(x: Tensor, features: int, inputs: int | None, cut: Cut) -> Tensor:
+    """Return the whole input of a layer that is cut by outputs.
+
+    Args:
+        x: The input as it arrives.
+        features: Size of the last dim of the whole input.
+        inputs: Dim along which it arrives cut; None when it is whole.
+        cut: Names the group.
+
+    Raises:
+        ConfigError: If the last dim of the whole input is another.
+    """
+    if inputs is None:
+        whole = copy_to(x, cut.group)
+    else:
+        whole = collectives.all_gather(x, inputs, same_shapes=inputs != -1, group=cut.group)
+    if whole.shape[-1] != features:
+        raise ConfigError(
+            f"a column-parallel layer of {features} inputs got {whole.shape[-1]} of them. Where the layer before "
+            'leaves its output cut, say so: inputs={axis: Shard(dim=-1)} in the rule of this one, or style "row".'
+        )
+    return whole
+
+
+def left(term: Tensor, outputs: int | None, cut: Cut) -> Tensor:
+    """Return the sum of the ranks' terms, whole or cut along `outputs`.
+
+    Raises:
+        ConfigError: If that dim cannot be cut evenly.
+    """
+    if outputs is None:
+        return reduce_from(term, cut.group)
+    parts = len(cut.sizes)
+    if term.shape[outputs] % parts:
+        raise ConfigError(
+            f"a sequence of {term.shape[outputs]} (dim {outputs} of {tuple(term.shape)}) cannot be cut evenly over "
+            f"{parts} ranks. Pad it to a multiple of {parts}, or leave style sequence out."
+        )
+    return collectives.reduce_scatter(term, outputs, group=cut.group)
+
+
+def require_width(layer: nn.Linear, x: Tensor, width: int) -> None:
+    """Raise unless the last dim of an input has this size.
+
+    Raises:
+        ConfigError: If it has not; says what the layer takes.
+    """
+    if x.shape[-1] != width:
+        raise ConfigError(
+            f"a {type(layer).__name__} of {layer.in_features} inputs takes {width} of them on this rank, found "
+            f"{x.shape[-1]}. Correct whether its inputs arrive cut (`inputs` of its rule), or the layer before."
+        )

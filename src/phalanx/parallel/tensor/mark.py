@@ -1,0 +1,200 @@
+"""`px.shard`: say which layers of a model are to be cut, before it is distributed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import nn
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.tensor.rows import ModelParallelLinear
+from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
+from phalanx.plan.tensor_rules import STYLES, Style, Styled, with_cut_layers
+from phalanx.plan.value import OnRanks, Plan, Shard, matches
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_ELEMENTWISE = (
+    nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+"""Modules that compute the same of a slice as of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    styled: tuple[Styled, ...]
+    axis: str | None
+    size: int | None
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, list[_Asked]] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: ModelT,
+    styles: Mapping[str, Style],
+    *,
+    axis: str | None = None,
+    size: int | None = None,
+    sequence_dim: int = -2,
+) -> ModelT:
+    """Mark layers to be cut over ranks when the model is distributed.
+
+    Not collective; every rank says the same. Nothing changes until `distribute` or `distributed_model`, which cut the
+    layers in place: class and parameters' shapes change, names, keys and Parameter objects stay.
+
+    Args:
+        model: A plain module.
+        styles: From a module's name, or a glob over names, to how it is cut; a later match wins.
+            `column`: an `nn.Linear` by output features. `row`: an `nn.Linear` by input features.
+            `vocab`: an `nn.Embedding` by rows, or the `nn.Linear` that makes logits, which stay cut
+            (`vocab_cross_entropy` takes them).
+            `sequence`: anything that works on each token alone (a norm, a dropout), on this rank's part of the
+            sequence.
+        axis: Mesh axis whose ranks hold the slices. `data`, or another along which ranks read rows of their own: each
+            layer gathers the rows of all. `model`: ranks read the same rows. When None, the mesh's `model` axis if the
+            strategy made one, else `data`.
+        size: Ranks along an axis that the strategy does not make; all ranks when None.
+        sequence_dim: Dim of activations along which `sequence` cuts them.
+
+    Returns:
+        The same module.
+
+    Columns followed by a row in the same parent leave their outputs cut for it; in an `nn.Sequential`, only the last
+    column does, over elementwise modules. Other outputs are put together.
+
+    Raises:
+        ConfigError: If a pattern matches no module that can have the style, or the model is distributed already.
+    """
+    if applied_to(model) is not None:
+        raise ConfigError("this model is distributed already. Call px.shard before distribute or distributed_model.")
+    chosen: dict[str, Style] = {}
+    for pattern, style in styles.items():
+        chosen.update(dict.fromkeys(_fitting(model, pattern, style), style))
+    sequence = sequence_dim if "sequence" in chosen.values() else None
+    first = {id(param): name for name, param in model.named_parameters()}
+    cut = _flows(model, chosen, sequence)
+    styled = tuple(_styled(model.get_submodule(name), one, first) for name, one in cut.items())
+    _asked.setdefault(model, []).append(_Asked(styled, axis, size))
+    return model
+
+
+def with_marks(plan: Plan, model: nn.Module) -> Plan:
+    """Return a strategy's Plan with what `shard` was told of this model, and with layers that were made cut.
+
+    Raises:
+        PlanError: If it does not fit the mesh.
+    """
+    for asked in _asked.get(model, ()):
+        has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
+        axis = asked.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
+        plan = with_cut_layers(plan, asked.styled, axis, asked.size)
+    return _with_layers_made_cut(plan, model)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Return whether `shard` was told of this model."""
+    return model in _asked
+
+
+def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
+    """Say of each `ModelParallelLinear` over all ranks how it is cut, for checkpoints and explanations."""
+    if len(plan.step.batch_axes) != 1:
+        return plan
+    layout = OnRanks(layout={plan.step.batch_axes[0]: Shard(dim=0)})
+    held = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, ModelParallelLinear) and m.cut.group is None and len(m.cut.sizes) == plan.world_size
+        for p in m.parameters(recurse=False)
+    }
+    rules = (
+        plan.rule_for(name).model_copy(update={"match": name, "place": layout, "managed": "module"})
+        for name, param in model.named_parameters()
+        if id(param) in held and is_module_held(param)
+    )
+    return plan.model_copy(update={"params": (*plan.params, *rules)})
+
+
+def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
+    """Yield the names of the modules that a pattern gives a style."""
+    if style not in STYLES:
+        raise ConfigError(f"px.shard knows the styles {', '.join(STYLES)}, found {style!r} for {pattern!r}.")
+    names = [name for name, _ in model.named_modules() if matches(pattern, name)]
+    fitting = [name for name in names if _can_be(model.get_submodule(name), style, is_named=name == pattern)]
+    if not fitting:
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
+        found = f"matches only {', '.join(kinds)}" if names else "matches no module"
+        hint = "" if names else did_you_mean(pattern, [name for name, _ in model.named_modules()])
+        raise ConfigError(
+            f"px.shard({pattern!r}: {style!r}) {found}.{hint} Styles column and row are for nn.Linear itself, vocab "
+            "for nn.Embedding and nn.Linear; subclasses may compute something else."
+        )
+    yield from fitting
+
+
+def _can_be(module: nn.Module, style: Style, *, is_named: bool) -> bool:
+    if style == "sequence":
+        return type(module) is nn.Dropout or next(module.parameters(), None) is not None
+    if style == "column" and type(module) is nn.Dropout:
+        return is_named  # a glob over a whole block says nothing of a dropout between layers
+    return type(module) is nn.Linear or (style == "vocab" and type(module) is nn.Embedding)
+
+
+def _flows(model: nn.Module, chosen: Mapping[str, Style], sequence: int | None) -> dict[str, Styled]:
+    """Return how each chosen module's inputs arrive and its outputs leave."""
+    plain = {name: _alone(name, style, model.get_submodule(name), sequence) for name, style in chosen.items()}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in chosen):
+        module = model.get_submodule(parent)
+        children = [f"{parent}.{child}".lstrip(".") for child, _ in module.named_children()]
+        is_chain = type(module) is nn.Sequential
+        for row, columns, between in _pairs(model, children, chosen, is_chain):
+            plain[row] = replace(plain[row], inputs=-1)
+            plain |= {name: replace(plain[name], outputs=-1) for name in columns}
+            plain |= {name: Styled(module=name, style="column", inputs=-1) for name in between}
+    return plain
+
+
+def _alone(name: str, style: Style, module: nn.Module, sequence: int | None) -> Styled:
+    if style == "sequence":
+        return Styled(module=name, style=style, inputs=sequence, outputs=sequence)
+    if isinstance(module, nn.Dropout):
+        return Styled(module=name, style=style, inputs=-1, outputs=-1)
+    if style == "row" or isinstance(module, nn.Embedding):
+        return Styled(module=name, style=style, outputs=sequence)
+    return Styled(module=name, style=style, inputs=sequence, outputs=-1 if style == "vocab" else None)
+
+
+def _pairs(
+    model: nn.Module, children: list[str], chosen: Mapping[str, Style], is_chain: bool
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each row with the columns before it whose outputs it takes cut, and the dropouts between them."""
+    columns: list[str] = []
+    between: list[str] = []
+    for name in children:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear) and chosen.get(name) == "column":
+            columns = [name] if is_chain else [*columns, name]
+            between = []
+        elif isinstance(module, nn.Linear) and chosen.get(name) == "row":
+            if columns:
+                yield name, columns, between
+            columns, between = [], []
+        elif is_chain and type(module) is nn.Dropout:
+            between.append(name)
+        elif is_chain and not isinstance(module, _ELEMENTWISE):
+            columns, between = [], []
+
+
+def _styled(module: nn.Module, one: Styled, first: Mapping[int, str]) -> Styled:
+    """Return it with the plain names of the module's parameters."""
+    if one.style == "sequence":
+        return replace(one, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
+    own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
+    return replace(one, weight=own.get("weight"), bias=own.get("bias"))

@@ -1,0 +1,81 @@
+"""Layers cut over ranks train as one process does: losses, gradients and parameters compared, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from tensor_models import (
+    BLOCK,
+    SEQUENCE,
+    Case,
+    Transformer,
+    cut_loss,
+    difference,
+    features,
+    mlp,
+    tokens,
+    trained,
+    trained_alone,
+)
+
+pytestmark = pytest.mark.dist
+
+CHAIN = {"[02]": "column", "5": "row"}
+MODEL2 = {"axis": "model", "size": 2}
+
+CASES = {
+    # The ranks that read five rows weigh more than those that read four.
+    "hybrid": Case(mlp, CHAIN, {}, (features, 9)),
+    "model": Case(mlp, CHAIN, MODEL2, (features, 9)),
+    "columns alone": Case(mlp, {"*": "column"}, MODEL2, (features, 9)),
+    "row alone": Case(mlp, {"2": "row"}, MODEL2, (features, 9)),
+    "block": Case(Transformer, BLOCK | {"head": "column"}, MODEL2, (tokens, 5)),
+    "vocabulary": Case(Transformer, BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss),
+    "tied": Case(
+        partial(Transformer, tied=True), BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
+    ),
+    "sequence": Case(
+        Transformer, BLOCK | SEQUENCE | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
+    ),
+}
+
+
+def trained_all(names: list[str]) -> dict[str, Any]:
+    cases = {name: CASES[name] for name in names}
+    cases |= {f"{name} in fp32": replace(case, dtype=torch.float32) for name, case in cases.items()}
+    return {name: trained(case) for name, case in cases.items()}
+
+
+def check(ranks: list[dict[str, Any]], names: list[str]) -> None:
+    for name in names:
+        for suffix, dtype, most in (("", torch.float64, 1e-12), (" in fp32", torch.float32, 1e-5)):
+            expected = trained_alone(replace(CASES[name], dtype=dtype))
+            for found in ranks:
+                assert difference(found[name + suffix], expected) <= most, name + suffix
+
+
+def test_two_ranks_train_as_one():
+    ranks = run_ranks(trained_all, 2, list(CASES))
+    check(ranks, list(CASES))
+    hybrid, chain = ranks[0]["hybrid"]["sizes"], ranks[1]["model"]["sizes"]
+    assert (hybrid["0.weight"], hybrid["2.bias"], hybrid["5.weight"], hybrid["5.bias"]) == ([4, 6], [5], [5, 5], [5])
+    assert (chain["0.weight"], chain["2.bias"], chain["5.weight"], chain["5.bias"]) == ([3, 6], [4], [5, 4], [5])
+    assert (
+        "(2): ModelParallelLinear(in_features=7, out_features=9, bias=True, column 0 of 2" in ranks[0]["hybrid"]["repr"]
+    )
+
+
+def test_four_ranks_in_a_mesh_of_two_by_two_train_as_one():
+    names = ["model", "vocabulary", "sequence"]
+    check(run_ranks(trained_all, 4, names), names)
+
+
+def test_four_ranks_along_one_axis_train_as_one():
+    names = ["hybrid"]
+    check(run_ranks(trained_all, 4, names), names)
