@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.gradient_merge import merge_gradients
-from phalanx.parallel.loss_scale import LossScale
+from phalanx.parallel.loss_scale import LossScale, gradient_scale
 from phalanx.parallel.master_weights import KEY, keep_master_weights
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.recipe.clip import clip_grad_norm_
 from phalanx.parallel.recipe.ema import EMA
 from phalanx.parallel.recipe.lamb import use_lamb
 from phalanx.parallel.recipe.lars import use_lars
-from phalanx.plan.value import Scaler
+from phalanx.parallel.recompute import apply_recompute
+from phalanx.plan.value import ModuleRule, Scaler
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -85,6 +87,8 @@ def scaled(spread: bool) -> tuple[int, float, dict[str, Tensor]]:
     for step in range(4):
         optimizer.scale(net.held.sum()).backward()
         net.set_gradients(step)
+        for param in net.parameters():  # as a backward pass would leave it
+            param.grad *= gradient_scale(param)
         if step == 1 and px.current().rank == px.current().world_size - 1:
             net.held.grad[-1, -1] = math.nan
         optimizer.step()
@@ -200,3 +204,53 @@ def test_merged_gradients_are_reduced_once_per_update_and_equal_one_large_batch(
     expected = merged(1, 10)
     for weights, *_ in (one, other):
         torch.testing.assert_close(weights, expected[0], rtol=1e-12, atol=1e-14)
+
+
+def everything(shard: bool):
+    """Recompute, loss scaling, merged gradients, clipping, LAMB and an average, together on one model."""
+    context = px.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 3, bias=False)).double()
+    apply_recompute([ModuleRule(match="0", recompute="full")], net)
+    quiet = nullcontext
+    if shard:
+        with warnings.catch_warnings():  # torch's own, on import
+            warnings.simplefilter("ignore")
+            from torch.distributed.fsdp import fully_shard
+        fully_shard(net[0])
+        fully_shard(net)
+        quiet = partial(held_sync, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    use_lamb(optimizer, names={param: name for name, param in net.named_parameters()}.get, exclude=["bias"])
+    merge_gradients(optimizer, net, 2, quiet=quiet)
+    scale = LossScale(Scaler(initial=1024.0, growth_every=1))
+    scale.bind(optimizer)
+    ema = EMA(net, 0.5, optimizer=optimizer)
+    rows = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    norms = []
+    for batch in rows:
+        optimizer.zero_grad()
+        x = batch.chunk(context.world_size)[context.rank]
+        optimizer.scale(net(x).square().sum(1).mean()).backward()
+        norms.append(px.clip_grad_norm_(net, 0.3))
+        optimizer.step()
+    with ema.swapped():
+        averages = {name: whole(t) for name, t in net.state_dict().items()}
+    return {name: whole(t) for name, t in net.state_dict().items()}, averages, norms[1::2], scale.value
+
+
+@contextmanager
+def held_sync(net):
+    net.set_requires_gradient_sync(False)
+    yield
+    net.set_requires_gradient_sync(True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def test_techniques_together_on_a_sharded_model_equal_one_process() -> None:
+    expected = everything(False)
+    for found in run_ranks(everything, 2, True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -136,12 +136,13 @@ def test_pure_float16_keeps_small_gradients_and_clips_by_the_true_norm(clips: st
     apply_precision(model, "float16", pure=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
     px.init()
-    LossScale(Scaler(initial=2.0**20)).bind(optimizer)
     keep_master_weights(optimizer)
+    LossScale(Scaler(initial=2.0**20, growth_every=1)).bind(optimizer)
     if clips == "step":
         clip_steps(optimizer, max_norm=1e-8)
     x = torch.ones(1, 4)
     optimizer.scale(model(x).sum() * 1e-8).backward()  # below the least float16
+    assert model.weight.grad.min() > 1e-3
     assert gradient_scale(model.weight) == 2.0**20
     (reference(x).sum() * 1e-8).backward()
     expected = clip_grad_norm_(reference, 1e-8)
@@ -151,3 +152,14 @@ def test_pure_float16_keeps_small_gradients_and_clips_by_the_true_norm(clips: st
     optimizer.step()
     moved = before - optimizer.state_dict()["state"][0]["master_weight"]
     assert moved.norm().item() == pytest.approx(1e6 * reference.weight.grad.norm().item(), rel=0.02)
+
+
+def test_float16_parameters_without_copies_are_updated_by_true_gradients() -> None:
+    px.init()
+    model = nn.Linear(4, 2, bias=False).half()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    LossScale(Scaler(initial=1024.0, growth_every=1)).bind(optimizer)
+    optimizer.scale(model(torch.ones(1, 4).half()).float().sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 1)

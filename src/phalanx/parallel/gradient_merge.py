@@ -7,6 +7,7 @@ The script stays as it is: it calls `backward`, `step` and `zero_grad` for every
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
@@ -120,11 +122,27 @@ def merge_gradients(
         _merged_by[param] = merge
         if param.requires_grad:
             param.register_hook(merge.weight)
+    if _is_sharded(model):
+        # Its parameters' hooks see only what comes from outside its forward pass.
+        model.register_forward_hook(partial(_weigh_outputs, merge))
     gate_steps(optimizer, merge.admit, first=True)
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
     model.zero_grad = _ZeroGrad(model, merge)  # type: ignore[method-assign]
     weakref.finalize(optimizer, _report, merge, k_steps, context_of.current().rank)
     return merge
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    made_by = sys.modules.get("torch.distributed.fsdp")
+    return made_by is not None and isinstance(model, made_by.FSDPModule)
+
+
+def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> None:
+    def weigh(output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(merge.weight)
+
+    tree_map_only(Tensor, weigh, outputs)
 
 
 class _ZeroGrad:

@@ -19,22 +19,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.errors import ConfigError
-from phalanx.parallel.recipe.norms import gradient_of, whole_norms
+from phalanx.parallel.recipe.norms import gradient_of, is_dtensor, whole_norms
 from phalanx.parallel.step_gate import gate_steps
+from phalanx.parallel.step_hooks import hook_steps
 from phalanx.plan.value import Scaler
 
 logger = logging.getLogger("phalanx.parallel")
 
-_scaled_by = WeakTensorKeyDictionary()
-"""Float16 parameters whose gradients stay scaled until the step, by identity: their LossScale."""
+_factors = WeakTensorKeyDictionary()
+"""By how much gradients are too large now, by the identity of their parameters; only those that stay scaled."""
 
 
 def gradient_scale(param: Tensor) -> float:
-    """Return by how much a parameter's gradient is too large; 1 for all but float16 parameters."""
-    if not _scaled_by or param.grad is None or param.grad.dtype != torch.float16:
-        return 1.0
-    scale = _scaled_by.get(param)
-    return 1.0 if scale is None else scale.value
+    """Return by how much a parameter's gradient is too large now; 1 for nearly all."""
+    return float(_factors.get(param, 1.0)) if _factors else 1.0
+
+
+def take_scale(param: Tensor) -> float:
+    """Return the same, to one who divides the gradient by it now."""
+    return float(_factors.pop(param, 1.0)) if _factors else 1.0
 
 
 class LossScale:
@@ -55,18 +58,25 @@ class LossScale:
         self._good = self._bad = 0
         self._losses = 0
         self._losses_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._hooked = WeakTensorKeyDictionary()
+        self._watched = WeakTensorKeyDictionary()
+        self._staying = WeakTensorKeyDictionary()
+        self._applied = self.value
+        """The factor of the last loss; `value` may have moved since."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale; call `backward` on that. Parameters get their true gradients."""
         self._losses += 1
+        self._applied = self.value
+        for param in self._staying:
+            _factors[param] = self.value
         return loss * self.value
 
     def bind(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of an optimizer's parameters, and skip its steps when one is not finite.
 
         Every step is collective over all ranks: one flag says whether any of them found such a gradient. Gradients of
-        float16 parameters stay scaled, as they would underflow; whoever updates them divides by `gradient_scale`.
+        float16 parameters, which would underflow, and of sharded ones stay scaled until the update; copies of weights
+        (`keep_master_weights`) come before this call.
 
         Args:
             optimizer: Any torch optimizer. `optimizer.scale(loss)` is there afterwards.
@@ -74,6 +84,7 @@ class LossScale:
         for param in _params_of(optimizer):
             self._watch(param)
         gate_steps(optimizer, self._admit)
+        hook_steps(optimizer, before=_unscale)
         optimizer.scale = self.scale  # type: ignore[attr-defined]
 
     def update(self, *, overflowed: bool) -> None:
@@ -97,13 +108,14 @@ class LossScale:
         self.value, self._good, self._bad, self.skipped = (state[k] for k in ("value", "good", "bad", "skipped"))
 
     def _watch(self, param: Tensor) -> None:
-        if param in self._hooked or not param.requires_grad:
+        if param in self._watched or not param.requires_grad:
             return
-        self._hooked[param] = True
-        if param.dtype == torch.float16:
-            _scaled_by[param] = self
+        self._watched[param] = True
+        # torch runs no hook of a gradient that it puts together from all ranks' parts itself.
+        if param.dtype == torch.float16 or is_dtensor(param):
+            self._staying[param] = True
         else:
-            param.register_hook(lambda gradient: gradient / self.value)
+            param.register_hook(lambda gradient: gradient / self._applied)
 
     def _admit(self, optimizer: Optimizer) -> bool:
         params = [param for param in _params_of(optimizer) if param.grad is not None]
@@ -112,7 +124,7 @@ class LossScale:
                 "float16 gradients underflow without loss scaling, and the loss of this step was not scaled. Write "
                 "optimizer.scale(loss).backward(), or use phalanx.train_step."
             )
-        late = [param for param in params if param not in self._hooked]
+        late = [param for param in params if param not in self._watched]
         if late:
             raise ConfigError(
                 f"a parameter of shape {tuple(late[0].shape)} was frozen, or not in the optimizer, when the optimizer "
@@ -130,6 +142,14 @@ class LossScale:
                     self.value,
                 )
         return not overflowed
+
+
+@torch.no_grad()
+def _unscale(optimizer: Optimizer) -> None:
+    for param in _params_of(optimizer):
+        factor = take_scale(param)
+        if factor != 1.0 and param.grad is not None:
+            param.grad.div_(factor)
 
 
 @torch.no_grad()

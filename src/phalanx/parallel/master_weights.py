@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from phalanx.parallel.loss_scale import gradient_scale
+from phalanx.errors import ConfigError
+from phalanx.parallel.loss_scale import take_scale
+from phalanx.parallel.recipe.norms import is_dtensor
 from phalanx.parallel.step_hooks import hook_steps
 
 LOW = (torch.bfloat16, torch.float16)
@@ -59,7 +61,7 @@ class MasterWeights:
             gradient = param.grad
             if gradient is None:
                 continue
-            master, factor = self._of(param).value, gradient_scale(param)
+            master, factor = self._of(param).value, take_scale(param)
             self._away.append(_Away(param, param.data, gradient))
             param.grad = None
             param.data = master
@@ -122,7 +124,15 @@ def keep_master_weights(optimizer: Optimizer) -> MasterWeights:
 
     Args:
         optimizer: Any torch optimizer, before its first step; hooks given later see float32 gradients.
+
+    Raises:
+        ConfigError: If such a parameter is a DTensor.
     """
+    if any(is_dtensor(param) for param in _low(optimizer)):
+        raise ConfigError(
+            "pure precision was asked for parameters that are sharded over ranks, which this version does not do. "
+            "Leave them float32 (amp without use_pure_bf16 and use_pure_fp16)."
+        )
     return MasterWeights(optimizer)
 
 
