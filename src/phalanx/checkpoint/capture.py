@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,7 +217,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].clone())
 
 
-def combine(states: list[Any], elsewhere: str, world_size: int) -> Any:
+def combine(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:
     """Return one rank's share of what all ranks had kept, for another number of ranks.
 
     Args:

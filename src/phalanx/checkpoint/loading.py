@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.capture import Training, combine, load_optimizer, load_scheduler, param_names, set_random_state
 from phalanx.checkpoint.find import newest_good, none_there
-from phalanx.checkpoint.held import MODEL, OPTIMIZER, Held, ModelView
+from phalanx.checkpoint.held import MODEL, OPTIMIZER, RANKS, Held, ModelView, own
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.names import require_same
 from phalanx.checkpoint.planning import Entry, Part, deal_out
@@ -129,8 +129,10 @@ class _Loading:
         self.view = ModelView(training.model)
         self.held = dict(self.view.held())
         self.local_names = {_common(name): name for name in self.held}
-        same = ranks.world_size == self.manifest.world_size
-        self.twin = ranks.rank if same else 0
+        self._is_same_size = ranks.world_size == self.manifest.world_size
+        # Ranks that train apart share the mean of their parameters.
+        self._averages = bool(reader.values(0, "averages"))
+        self.twin = ranks.rank if self._is_same_size else 0
         """The saved rank whose values this one takes."""
 
         self.aliases: dict[str, str] = self._merged("aliases")
@@ -147,17 +149,44 @@ class _Loading:
 
     def _require_fit(self, layout: dict[str, Entry]) -> None:
         folder = self.manifest.folder
-        wanted = {_common(name).removeprefix(MODEL): entry.shape for name, entry in layout.items()}
+        wanted = {_common(name).removeprefix(MODEL) for name in layout}
         saved = saved_names(self.manifest.tensors, MODEL) - self.view.aliases.keys()
         require_same("parameters and buffers", (self.aliases.get(name, name) for name in wanted), saved, folder)
         require_same("modules with extra state", self.view.values, self._merged("model"), folder)
-        for name, shape in wanted.items():
-            found = self.reader.saved_shape(MODEL + self.aliases.get(name, name))
-            if found != shape:
+        for name, entry in layout.items():
+            plain = _common(name).removeprefix(MODEL)
+            found = self._saved_shape(name, MODEL + self.aliases.get(plain, plain))
+            if found != entry.shape:
                 raise ConfigError(
-                    f"{folder} does not fit: {name!r} has shape {list(found or ())} there and {list(shape)} in this "
+                    f"{folder} does not fit: {plain!r} has shape {list(found)} there and {list(entry.shape)} in this "
                     "model. Build the model that was saved."
                 )
+
+    def _saved_shape(self, name: str, saved: str) -> tuple[int, ...]:
+        """Return the shape of what a tensor is to be read from.
+
+        Args:
+            name: The tensor, as a rank holds it.
+            saved: Its name in the checkpoint, where it is one for all ranks.
+
+        Raises:
+            ConfigError: If every saved rank had one of its own, which cannot be joined.
+        """
+        tensors = self.manifest.tensors
+        if saved in tensors:
+            return tensors[saved].shape
+        self._require_joinable(saved)
+        asking = int(name.split("/")[1]) if name.startswith(RANKS) else 0
+        return tensors[own(asking if self._is_same_size else 0, saved)].shape
+
+    def _require_joinable(self, name: str) -> None:
+        if not self._is_same_size and not self._averages:
+            before, now = self.manifest.world_size, self.ranks.world_size
+            raise ConfigError(
+                f"{self.manifest.folder}: {name!r} was saved as {before} parts whose place in the whole is not known, "
+                f"one of each rank, and cannot be cut anew for {now} ranks. Load it with {before} ranks, or save it "
+                'under a Plan whose rule for it says managed = "module" and its layout.'
+            )
 
     def _optimizer_names(self) -> list[str] | None:
         optimizer = self.training.optimizer
@@ -174,7 +203,10 @@ class _Loading:
             wanted = {name for names in said for name in names or ()}
             saved = {name for group in self._groups() for name in group["params"]}
             require_same("parameters of the optimizer", wanted, saved, folder)
-        if self.ranks.world_size != self.manifest.world_size:
+            for name in saved_names(self.manifest.tensors, OPTIMIZER):
+                if OPTIMIZER + name not in self.manifest.tensors:
+                    self._require_joinable(OPTIMIZER + name)
+        if not self._is_same_size:
             self._require_common_values()
 
     def _require_common_values(self) -> None:
@@ -215,9 +247,12 @@ class _Loading:
             held.tensor.copy_(found)
 
     def _of_all_ranks(self, name: str) -> Tensor:
-        # Ranks that train apart share the mean of their parameters.
-        averaged = bool(self.reader.values(0, "averages"))
-        return self.reader.of_all_ranks(name, self.ranks.rank, self.ranks.world_size, averaged=averaged)
+        """Return this rank's tensor of those that every saved rank had of its own, or their mean."""
+        if self._is_same_size:
+            return self.reader.whole(own(self.ranks.rank, name))
+        saved = [self.reader.whole(own(rank, name)) for rank in range(self.manifest.world_size)]
+        mean: Tensor = combine(saved, "mean", self.ranks.world_size)
+        return mean
 
     def _has(self, word: str) -> bool:
         return word in self.manifest.values[0]
@@ -299,7 +334,7 @@ class _Loading:
 
     def _load_one_kept(self, name: str, keeper: Any, saved: dict[str, Any]) -> None:
         world, before = self.ranks.world_size, self.manifest.world_size
-        if world == before:
+        if self._is_same_size:
             keeper.load_state_dict(saved["state"])
         elif saved["elsewhere"] == "drop":
             logger.warning("state %r of %d ranks means nothing to %d: it is dropped", name, before, world)
@@ -322,4 +357,4 @@ def _agree_on_layout(ranks: Ranks, held: Mapping[str, Held], check: Any) -> dict
 
 def _common(name: str) -> str:
     """Return a tensor's name without the rank that holds its own."""
-    return name.split("/", 2)[2] if name.startswith("ranks/") else name
+    return name.split("/", 2)[2] if name.startswith(RANKS) else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.held import own
+from phalanx.checkpoint.held import RANKS, own
 from phalanx.checkpoint.manifest import Manifest, SavedTensor
 from phalanx.checkpoint.tensor_file import TensorFile
-from phalanx.errors import ConfigError, InternalError
+from phalanx.errors import InternalError
 from phalanx.ps.snapshot.dense import unpacked
-
-logger = logging.getLogger("phalanx.checkpoint")
 
 
 class Reader:
@@ -25,11 +22,6 @@ class Reader:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
-
-    def saved_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor that is one for all ranks, or that rank 0 had of its own; None without any."""
-        found = self.manifest.tensors.get(name) or self.manifest.tensors.get(own(0, name))
-        return None if found is None else found.shape
 
     @torch.no_grad()
     def read(self, name: str, into: Tensor, box: Box) -> None:
@@ -62,33 +54,6 @@ class Reader:
         """Return one part of what a saved rank said of itself, its tensors among it."""
         return unpacked(self.manifest.values[rank][word], _Own(self, rank))
 
-    def of_all_ranks(self, name: str, rank: int, world_size: int, *, averaged: bool) -> Tensor:
-        """Return a tensor of which every saved rank had one of its own, for a rank now.
-
-        Args:
-            name: The tensor.
-            rank: The rank that asks.
-            world_size: Number of ranks now.
-            averaged: Whether the mean over the saved ranks will do for another number of ranks.
-
-        Raises:
-            ConfigError: If it will not.
-        """
-        saved = self.manifest.world_size
-        if saved == world_size:
-            return self.whole(own(rank, name))
-        if not averaged:
-            raise ConfigError(
-                f"{name!r} was saved as {saved} parts whose place in the whole is not known, one of each rank, and "
-                f"cannot be cut anew for {world_size} ranks. Load it with {saved} ranks, or save it under a Plan whose "
-                'rule for it says managed = "module" and its layout.'
-            )
-        tensors = [self.whole(own(r, name)) for r in range(saved)]
-        if not tensors[0].is_floating_point():
-            return tensors[0]
-        mean = torch.stack([tensor.double() for tensor in tensors]).mean(0)
-        return mean.to(tensors[0].dtype)
-
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._files:
             self._files[rank] = TensorFile(self.manifest.folder / self.manifest.files[rank].name)
@@ -114,5 +79,5 @@ class _Own(Mapping[str, Tensor]):
 def saved_names(tensors: Mapping[str, SavedTensor], kind: str) -> set[str]:
     """Return the names of tensors of one kind (`model/`, `optimizer/`), without it, whether of all ranks or of one."""
     plain = {name.removeprefix(kind) for name in tensors if name.startswith(kind)}
-    apart = (name.split("/", 2)[2] for name in tensors if name.startswith("ranks/"))
+    apart = (name.split("/", 2)[2] for name in tensors if name.startswith(RANKS))
     return plain | {name.removeprefix(kind) for name in apart if name.startswith(kind)}

@@ -126,7 +126,10 @@ class Job:
         if outcome.stopped_by:
             name = signal.Signals(outcome.stopped_by).name
             self._console.write(messages.text("stopped", signal=name) + "\n")
-            return 128 + outcome.stopped_by
+            workers = [e.code for e in outcome.endings if e.role == "worker"]
+            # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
+            ended_well = outcome.stopped_by == signal.SIGTERM and workers and not any(workers)
+            return 0 if ended_well else 128 + outcome.stopped_by
         if not outcome.failed:
             return 0
         first = first_failure(outcome.endings)
