@@ -12,7 +12,7 @@ from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.apply import applied_to
 from phalanx.plan import Plan
-from phalanx.plan.value import Axis, ParamRule, ReduceScatter, Step
+from phalanx.plan.value import Axis, Step
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -225,11 +225,7 @@ def plans_that_do_not_fit():
     for plan in (
         Plan(mesh=(Axis(name="data", size=4),), step=Step(batch_axes=("data",))),
         Plan(model_digest="0" * 16, mesh=(Axis(name="data", size=2),), step=Step(batch_axes=("data",))),
-        Plan(
-            mesh=(Axis(name="data", size=2),),
-            step=Step(batch_axes=("data",)),
-            params=(ParamRule(match="*", update=ReduceScatter(zero=1)),),
-        ),
+        Plan(mesh=(Axis(name="data", size=2),), step=Step(batch_axes=("data",), sink=4)),
         Plan(mesh=(Axis(name="data", size=2),)),
     ):
         with pytest.raises(PlanError) as error:
@@ -244,7 +240,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_wrapped():
     for messages in run_ranks(plans_that_do_not_fit, 2):
         assert "needs 4 ranks, but 2 were launched" in messages[0]
         assert "made for another model" in messages[1]
-        assert "cannot apply params[*].update" in messages[2]
+        assert "cannot apply plan.step.sink" in messages[2]
         assert "plan.step.batch_axes = (): every rank would compute the same" in messages[3]
 
 

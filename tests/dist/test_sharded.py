@@ -156,7 +156,7 @@ def follow_the_parameters() -> list[str]:
 def test_state_follows_and_an_optimizer_that_was_left_behind_is_named() -> None:
     for unbound, several in run_ranks(follow_the_parameters, 2):
         assert "this SGD holds parameter '0.0.weight' as it was before the model was sharded" in unbound
-        assert "keeps the parameters of one model in several ways (all_reduce, zero=3)" in several
+        assert "updates the parameters of one model in several ways (all_reduce, zero=3)" in several
 
 
 def accumulate() -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, owner_of, shape_of
 from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
+from phalanx.parallel.measure import layer_kinds
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.swap import cut_layers
 from phalanx.plan.buckets import all_reduce_buckets
@@ -36,7 +38,10 @@ from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Plan, Push, ReduceScatter, Server
+from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
+
+if TYPE_CHECKING:  # only jobs that need it wait for it
+    from phalanx.parallel.updates import Updater
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -52,6 +57,9 @@ class Applied:
 
     is_sharded: bool = False
     """Whether ranks hold a part of its parameters each."""
+
+    updaters: tuple[Updater, ...] = ()
+    """What acts around the steps of its optimizers."""
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -92,13 +100,15 @@ def name_of(param: Tensor) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
-def explain(model: nn.Module) -> Explanation:
+def explain(model: nn.Module, *inputs: Any) -> Explanation:
     """Say what the Plan applied to a model does to it: what lives where, what travels, and why.
 
-    Not collective. `print` shows a table; `to_json()` gives the same for programs.
+    `print` shows a table; `to_json()` gives the same for programs. Not collective, unless inputs are given.
 
     Args:
         model: A distributed model.
+        *inputs: Arguments of its forward pass. When given, one pass measures which kinds of layers hold the parameters
+            and which compute; every rank must call it, if layers are cut over ranks.
 
     Raises:
         ConfigError: If the model is not distributed.
@@ -109,7 +119,7 @@ def explain(model: nn.Module) -> Explanation:
             f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
             "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
         )
-    return explain_plan(made.plan, made.shape)
+    return explain_plan(made.plan, made.shape, layer_kinds(model, inputs) if inputs else ())
 
 
 def apply(plan: Plan, model: nn.Module) -> nn.Module:
@@ -146,7 +156,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         _set_readers(mesh, context)
     name_axes(mesh.axes())
     # A worker that was started again alone reads what it needs from the servers.
-    averages = any(isinstance(plan.rule_for(p.name).update, (AllReduce, ReduceScatter)) for p in shape.trainable)
+    averages = any(not isinstance(plan.rule_for(p.name).update, Push) for p in shape.trainable)
     if dist.is_initialized() and context.is_distributed and plan.step.broadcast:
         # On servers the first values are told again when an optimizer takes the parameters.
         broadcast_from_first_rank(model, level=logging.INFO if averages else logging.DEBUG)
@@ -154,15 +164,16 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         _attach_tables(plan, model)
     if context.is_distributed:
         cut_layers(plan, model, mesh)
+    _prepare_modules(plan, model, context)
     update = sharded_update(plan, shape) if context.is_distributed else None
     if update is not None:
         reducer = _shard(plan, model, mesh, update, context)
-    elif context.is_distributed and averages:
-        reducer = _data_parallel(plan, model, shape, mesh, context)
-    if plan.step.compiled:
-        # In place, so that the module and its state_dict keys stay as they were.
-        model.compile()
-    _applied[model] = Applied(plan, shape, reducer, update is not None)
+    elif context.is_distributed and all_reduce_buckets(plan, shape_of(model)):
+        reducer = _data_parallel(plan, model, mesh, context)
+    elif context.is_distributed:
+        scale_module_held(plan, model, mesh)
+    updaters = _updaters(plan, model, mesh, context, reducer) if context.is_distributed else ()
+    _applied[model] = Applied(plan, shape, reducer, update is not None, updaters)
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model
@@ -255,24 +266,59 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
             attachment.place(param, on_servers=isinstance(place, Server))
 
 
-def _data_parallel(plan: Plan, model: nn.Module, shape: ModelShape, mesh: Mesh, context: Context) -> Reducer:
+def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
     if not dist.is_initialized():
         raise PlanError(
             f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
             "needs all workers. Keep dense parameters on the servers, a_sync_configs = "
             '{"dense": "server"}, where workers are to be started again.'
         )
-    buckets = all_reduce_buckets(plan, shape)
+    scale_module_held(plan, model, mesh)
+    buckets = all_reduce_buckets(plan, shape_of(model))
     gradients = sum(len(bucket.params) for bucket in buckets)
+    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
+    return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
+
+
+def scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Divide the gradients to which no other rank adds: their layers' collectives bring those of all rows here."""
     for name, param in model.named_parameters():
         rule = plan.rule_for(name)
         if param.requires_grad and isinstance(rule.update, AllReduce) and not reduced_along(plan, rule):
-            # No other rank adds to it: its layer's collectives already bring the gradients of all rows here.
             count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
             if count > 1:
                 param.register_hook(partial(torch.mul, other=1.0 / count))
-    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
-    return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
+
+
+def _prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
+    """Change how modules compute, in place; what is not asked for is not imported."""
+    if plan.step.sync_bn and context.readers.count > 1:
+        from phalanx.parallel.sync_batch_norm import synchronise
+
+        synchronise(model, context, context.readers.group)
+    if any(rule.recompute != "none" or rule.offload for rule in plan.modules):
+        from phalanx.parallel.recompute import apply_recompute
+
+        apply_recompute(plan.modules, model)
+    whole = next((rule for rule in plan.modules if rule.match == "" and rule.dtype is not None), None)
+    if whole is not None and whole.dtype is not None:
+        from phalanx.parallel.precision import apply_precision
+
+        keep = [rule.match for rule in plan.modules if rule.match and rule.dtype == "float32"]
+        apply_precision(model, whole.dtype, pure=whole.pure, keep=keep)
+    if plan.step.compiled:
+        # In place, so that the module and its state_dict keys stay as they were.
+        model.compile()
+
+
+def _updaters(
+    plan: Plan, model: nn.Module, mesh: Mesh, context: Context, reducer: Reducer | None
+) -> tuple[Updater, ...]:
+    if not any(isinstance(rule.update, (Average, TopK)) for rule in plan.params):
+        return ()
+    from phalanx.parallel.updates import make_updaters
+
+    return make_updaters(plan, model, mesh, context, reducer)
 
 
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
@@ -280,5 +326,5 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
 
     sharded.shard(plan, model, mesh, update)
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
-    sharded.weigh_outputs(model, mesh, reducer, context)
+    sharded.weigh_outputs(model, reducer, context)
     return reducer

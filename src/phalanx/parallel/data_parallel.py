@@ -24,13 +24,14 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.row_weights import weigher
+from phalanx.parallel.wires import Plain, wire_for
 from phalanx.plan.buckets import GradientBucket
 
 logger = logging.getLogger("phalanx.parallel")
@@ -68,16 +69,19 @@ class Reducer:
         self.unused: tuple[str, ...] = ()
         """Parameters that no rank used in the first step."""
 
+        self.is_resting = False
+        """Whether ranks train apart: nothing is reduced until this is False again."""
+
         self._is_first_step = True
         self._touched: set[str] = set()
 
-        routed = [(bucket.names, mesh.group(bucket.axes)) for bucket in buckets]
-        self._buckets = allocate(model, routed, self._readers.group, sync_buffers)
+        routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
+        self._buckets = allocate(model, routed, Plain(self._readers.group), sync_buffers)
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         for index, bucket in enumerate(self._buckets):
             for gradient in bucket.gradients:
                 gain = float(self._readers.count) if gradient.name in sums else 1.0
-                gradient.param.register_hook(partial(self._weight_rows, gain))
+                gradient.param.register_hook(weigher(context, self._readers, gain))
                 gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
 
     @property
@@ -94,16 +98,8 @@ class Reducer:
         finally:
             self._syncing = before
 
-    def _weight_rows(self, gain: float, gradient: Tensor) -> Tensor | None:
-        # Applied to every incoming gradient, before accumulation, so uneven batches stay exact under accumulation too.
-        share = self._context.batch
-        factor = gain if share is None else gain * share.weight * self._readers.count
-        if factor == 1.0:
-            return None
-        return gradient * factor if factor else torch.zeros_like(gradient)
-
     def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
-        if not self._syncing:
+        if not self._syncing or self.is_resting:
             return
         self.begin()
         if gradient.touched:
@@ -121,7 +117,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
-        if self._running or not self._syncing:
+        if self._running or not self._syncing or self.is_resting:
             return
         self._running = True
         self._next = 0
@@ -164,7 +160,7 @@ class Reducer:
             bucket.flags.fill_(1)
         self._load_buffers(bucket.carried)
         try:
-            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            bucket.work = bucket.wire.send(bucket.flat)
         except RuntimeError as error:
             raise self._lost(error) from error
         self.collectives_issued += 1

@@ -18,10 +18,10 @@ from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
-from phalanx.parallel.apply import applied, applied_to, apply, check_model
+from phalanx.parallel.apply import applied, applied_to, apply, check_model, distributed_models
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
-from phalanx.parallel.rebind import rebind
+from phalanx.parallel.pairing import pair
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.parallel.tensor.mark import is_marked, with_marks
 from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
@@ -115,7 +115,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         raise PlanError("px.shard was told of this model, and a Plan was given. Leave one out: a Plan has styles too.")
     apply(plan, model)
     for optimizer in assembly.optimizers:
-        rebind(optimizer)
+        _pair(optimizer, model)
     if expects_optimizer:
         assembly.incomplete.add(model)
     model.register_forward_hook(ForwardWatch(), with_kwargs=True)
@@ -132,7 +132,6 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if optimizer in assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = _join("distributed_optimizer"), assembly.loader
-    rebind(optimizer)
     hook_steps(optimizer, before=StepWatch())
     factor = factor_for(
         use_strategy(None),
@@ -151,9 +150,17 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         # After the factor, so that pushes carry the rate of this step.
         hook_steps(optimizer, before=tables.before_step, after=tables.after_step)
     assembly.optimizers.add(optimizer)
+    for model in distributed_models():
+        _pair(optimizer, model)
     for word in ("minimize", "clear_grad", "clear_gradients"):
         setattr(optimizer, word, partial(_refuse_word, word))
     return optimizer
+
+
+def _pair(optimizer: Optimizer, model: nn.Module) -> None:
+    made = applied_to(model)
+    assert made is not None
+    pair(optimizer, model, made, use_strategy(None), partial(no_sync, model))
 
 
 @contextmanager

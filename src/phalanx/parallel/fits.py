@@ -10,18 +10,7 @@ from phalanx.parallel.describe import owner_of
 from phalanx.parallel.tensor.swap import check_styles
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import (
-    AllReduce,
-    Frozen,
-    ModuleRule,
-    OnRanks,
-    ParamRule,
-    Plan,
-    Push,
-    ReduceScatter,
-    Schedule,
-    Server,
-)
+from phalanx.plan.value import Average, OnRanks, ParamRule, Plan, Push, ReduceScatter, Schedule, Server, TopK
 
 
 def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> None:
@@ -49,10 +38,7 @@ def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context
         )
     beyond = _first_beyond_this_version(plan, shape, model)
     if beyond:
-        raise PlanError(
-            f"this version cannot apply {beyond}. It applies all-reduced, sharded, frozen, module-held and pushed "
-            "parameters."
-        )
+        raise PlanError(f"this version cannot apply {beyond}.")
     check_styles(plan, model)
     for name, module in model.named_modules():
         on_ranks = isinstance(plan.rule_for(f"{name}.weight".lstrip(".")).place, OnRanks)
@@ -67,17 +53,17 @@ def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
     """Return how a Plan shards a model; None if it shards nothing.
 
     Raises:
-        PlanError: If it shards it in several ways, or some parameters and not others.
+        PlanError: If it updates its parameters in ways that do not go together.
     """
     found = {plan.rule_for(param.name).update for param in shape.trainable}
-    cut = [update for update in found if isinstance(update, ReduceScatter)]
-    if cut and len(found) > 1:
+    alone = [update for update in found if isinstance(update, (ReduceScatter, Average, TopK))]
+    if alone and len(found) > 1:
         ways = sorted(f"zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in found)
         raise PlanError(
-            f"this Plan keeps the parameters of one model in several ways ({', '.join(ways)}). Shard all of a model in "
-            "one way, or none of it."
+            f"this Plan updates the parameters of one model in several ways ({', '.join(ways)}). Sharding, local steps "
+            "and compressed gradients are for all of a model, or none of it."
         )
-    return cut[0] if cut else None
+    return next((update for update in alone if isinstance(update, ReduceScatter)), None)
 
 
 def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
@@ -94,17 +80,15 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
         kept = ("replicate", "shard") if rule.managed == "module" else ("replicate",)
         if not isinstance(rule.place, OnRanks) or any(p.kind not in kept for p in rule.place.layout.values()):
             return f"params[{rule.match}].place = {rule.place.kind}"
-        plain = isinstance(rule.update, AllReduce) and rule.update == AllReduce(
-            bucket_bytes=rule.update.bucket_bytes, reduce=rule.update.reduce, axes=rule.update.axes
-        )
-        if not plain and not isinstance(rule.update, (Frozen, ReduceScatter)):
-            return f"params[{rule.match}].update = {rule.update.model_dump(exclude_defaults=True)}"
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
-        known = {"match", "unit", "style", "inputs", "outputs"}
-        if module != ModuleRule(**{name: value for name, value in module if name in known}):
+        if module.stage is not None or module.compiled is not None:
             return f"modules[{module.match}]"
+        if module.dtype not in (None, "float32") and module.match:
+            return (
+                f"modules[{module.match}].dtype = {module.dtype}: a whole model computes in it, or modules in float32"
+            )
     return _beyond_steps(plan)
 
 
@@ -117,10 +101,7 @@ def _beyond_steps(plan: Plan) -> str | None:
     asked = {
         "ops": bool(plan.ops),
         "schedule": plan.schedule != Schedule(),
-        "step.accumulate": step.accumulate != 1,
         "step.sink": step.sink != 1,
-        "step.scaler": step.scaler is not None,
-        "step.sync_bn": step.sync_bn,
     }
     return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
 

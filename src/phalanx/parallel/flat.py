@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
+from phalanx.parallel.wires import Sent, Wire
 
 
 @dataclass(slots=True)
@@ -64,36 +63,36 @@ class Bucket:
 
     gradients: list[Gradient]
     carried: list[Carried]
-    group: Group
-    """Ranks over which it is reduced."""
+    wire: Wire
+    """How it is added up over the ranks."""
 
     pending: int = 0
     """Gradients this backward pass has not produced yet."""
 
-    work: dist.Work | None = None
+    work: Sent | None = None
 
 
 def allocate(
-    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Group]], readers: Group, sync_buffers: bool
+    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Wire]], readers: Wire, sync_buffers: bool
 ) -> list[Bucket]:
     """Make the buckets of a model; its buffers ride in the last bucket of their dtype, or in one of their own.
 
     Args:
         model: The module, on its device.
-        buckets: Parameter names of each bucket, one dtype each, and the ranks over which it is reduced, in the order of
-            issue.
-        readers: Ranks that read rows of their own, over which buffers are combined.
+        buckets: Parameter names of each bucket, one dtype each, and how it travels, in the order of issue.
+        readers: Leads to the ranks that read rows of their own, over which buffers are combined; they ride in buckets
+            that travel like this.
         sync_buffers: Whether floating-point buffers ride along.
     """
     params = dict(model.named_parameters())
-    riders = list(_synced_buffers(model)) if sync_buffers else []
-    last_of = {params[names[0]].dtype: index for index, (names, group) in enumerate(buckets) if group is readers}
+    riders = list(synced_buffers(model)) if sync_buffers else []
+    last_of = {params[names[0]].dtype: index for index, (names, wire) in enumerate(buckets) if wire == readers}
     made = []
-    for index, (names, group) in enumerate(buckets):
+    for index, (names, wire) in enumerate(buckets):
         members = [params[name] for name in names]
         dtype = members[0].dtype
         riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of.get(dtype) == index else []
-        made.append(_allocate_one(names, members, riding, group))
+        made.append(_allocate_one(names, members, riding, wire))
     homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
     return made + [
         _allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype], readers) for dtype in homeless
@@ -130,7 +129,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _allocate_one(
-    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], group: Group
+    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire
 ) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
     sizes = [p.numel() for p in members] + [len(members)] + [_tensor(r).numel() for r in riding]
@@ -144,7 +143,7 @@ def _allocate_one(
         Carried(weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase))
         for (module, name), piece in zip(riding, pieces[len(members) + 1 :], strict=True)
     ]
-    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried, group=group)
+    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried, wire=wire)
 
 
 def _view_like(piece: Tensor, param: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-def _synced_buffers(model: nn.Module) -> Iterator[_Rider]:
+def synced_buffers(model: nn.Module) -> Iterator[_Rider]:
     """Yield each floating-point buffer that `state_dict` holds, once.
 
     Others are caches computed from what a rank sees (rotary tables grow with its sequences), not state.

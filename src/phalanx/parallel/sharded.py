@@ -25,6 +25,7 @@ from phalanx.errors import PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
+from phalanx.parallel.row_weights import weigher
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
 
@@ -56,24 +57,19 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
     replaced.note(before, dict(model.named_parameters()))
 
 
-def weigh_outputs(model: nn.Module, mesh: Mesh, reducer: Reducer, context: Context) -> None:
+def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
     """Weight the gradients that enter a model at its outputs by this rank's rows, and wake the reducer of its buffers.
 
     Args:
         model: The sharded model.
-        mesh: Tells how many ranks read other rows.
         reducer: Keeps the buffers equal.
         context: Tells the weight of the current batch.
     """
-    shares = mesh.size(mesh.batch_axes)
+    weigh_rows = weigher(context, context.readers)
 
     def weigh(gradient: Tensor) -> Tensor:
         reducer.begin()
-        share = context.batch
-        factor = 1.0 if share is None else share.weight * shares
-        if factor == 1.0:
-            return gradient
-        return gradient * factor if factor else torch.zeros_like(gradient)
+        return weigh_rows(gradient)
 
     def watch(output: Tensor) -> Tensor:
         if output.requires_grad:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Plan
+from phalanx.plan.value import AllReduce, Average, Plan, Update
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small so that communication starts early in the backward pass (the same figure as torch
@@ -70,11 +70,18 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     alike: dict[tuple[AllReduce, tuple[str, ...]], list[ParamShape]] = {}
     for param in shape.trainable:
         rule = plan.rule_for(param.name)
-        axes = reduced_along(plan, rule)
-        if isinstance(rule.update, AllReduce) and axes:
-            alike.setdefault((rule.update, axes), []).append(param)
+        axes, update = reduced_along(plan, rule), _averaged(rule.update)
+        if update is not None and axes:
+            alike.setdefault((update, axes), []).append(param)
     return [
         GradientBucket(tuple(params[i] for i in bucket), axes, update)
         for (update, axes), params in alike.items()
         for bucket in cut_buckets(params, update.bucket_bytes)
     ]
+
+
+def _averaged(update: Update) -> AllReduce | None:
+    """Return how gradients are averaged; ranks that train apart later average them at first."""
+    if isinstance(update, Average) and update.begin_step > 1:
+        return AllReduce(reduce=update.reduce)
+    return update if isinstance(update, AllReduce) else None

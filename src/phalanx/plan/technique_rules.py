@@ -63,6 +63,7 @@ def update_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]) 
         bucket_bytes=int(strategy.fuse_grad_size_in_MB * 2**20) if strategy.fuse_all_reduce_ops else 1,
         wire_dtype="float16" if strategy.fp16_allreduce else None,
         route="hierarchical" if strategy.use_hierarchical_allreduce else "flat",
+        host_ranks=strategy.hierarchical_allreduce_inter_nranks if _says_host_ranks(strategy) else None,
         reduce=reduce,
     )
 
@@ -117,6 +118,10 @@ def scaler_from_strategy(strategy: DistributedStrategy) -> Scaler | None:
         backoff_after=configs.get("decr_every_n_nan_or_inf", 2),
         dynamic=configs.get("use_dynamic_loss_scaling", True),
     )
+
+
+def _says_host_ranks(strategy: DistributedStrategy) -> bool:
+    return strategy.use_hierarchical_allreduce and strategy.hierarchical_allreduce_inter_nranks > 1
 
 
 def _precision(strategy: DistributedStrategy) -> tuple[ModuleRule, ...]:

@@ -101,6 +101,8 @@ class AllReduce(_Reduced):
     """Dtype on the wire; the gradient's own when None."""
 
     route: Literal["flat", "hierarchical"] = "flat"
+    host_ranks: PositiveInt | None = None
+    """Ranks of one host, for the hierarchical route; what the job says when None."""
 
 
 class ReduceScatter(_Reduced):
@@ -134,8 +136,12 @@ class TopK(_Reduced):
 
     kind: Literal["top_k"] = "top_k"
     sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...]
+    """Share of the entries that stay behind, over `rampup_steps` from the first to the last."""
+
     rampup_begin_step: int = Field(default=0, ge=0)
     rampup_steps: PositiveInt = 1
+    dense_below: PositiveInt = 16384
+    """Parameters with fewer elements travel whole, as in Fleet."""
 
 
 class Push(_Reduced):

@@ -132,7 +132,7 @@ class LocalSgdConfigs(TypedDict, total=False):
     """1. Steps between two averages."""
 
     begin_step: Count
-    """1. Up to this step gradients are averaged as usual."""
+    """1. First step in which ranks train apart; before it, gradients are averaged as usual."""
 
 
 class AdaptiveLocalSgdConfigs(TypedDict, total=False):
@@ -144,7 +144,7 @@ class AdaptiveLocalSgdConfigs(TypedDict, total=False):
     """1. Steps between the first two averages."""
 
     begin_step: Count
-    """1. Up to this step gradients are averaged as usual."""
+    """1. First step in which ranks train apart; before it, gradients are averaged as usual."""
 
 
 class DgcConfigs(TypedDict, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from typing import Any, TextIO
 
@@ -50,6 +51,13 @@ class EventStream:
 _stream: EventStream | None = None
 
 
+def tell_loss(loss: torch.Tensor) -> None:
+    """Let updates that follow the loss know this step's, before the optimizer's step."""
+    updates = sys.modules.get("phalanx.parallel.updates")  # there if a model needs it
+    if updates is not None:
+        updates.observe_loss(loss)
+
+
 def report(step: int | None = None, **values: float | int | str | torch.Tensor) -> bool:
     """Tell whoever watches this run (`phalanx ps`, the console) where it is.
 
@@ -66,6 +74,8 @@ def report(step: int | None = None, **values: float | int | str | torch.Tensor) 
     Raises:
         ConfigError: If a value is neither.
     """
+    if "loss" in values:
+        tell_loss(torch.as_tensor(values["loss"]))
     global _stream
     if _stream is None:
         _stream = EventStream(os.environ.get(EVENTS_VARIABLE))

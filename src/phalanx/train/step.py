@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
-from phalanx.train.events import report
+from phalanx.train.events import report, tell_loss
 
 logger = logging.getLogger("phalanx.train")
 
@@ -119,7 +119,8 @@ class TrainStep:
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
         self._optimizer.zero_grad(set_to_none=True)
         loss, fetched = self._forward(inputs, target)
-        loss.backward()
+        self._scaled(loss).backward()
+        tell_loss(loss)
         if self.compiled:
             self._keep_rates_variable()
         self._update()
@@ -140,6 +141,11 @@ class TrainStep:
         with torch.no_grad():
             fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
         return self._loss_fn(output, target), fetched
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss as float16 training needs it."""
+        scale = getattr(self._optimizer, "scale", None)
+        return loss if scale is None else scale(loss)
 
     def _keep_rates_variable(self) -> None:
         """Hold learning rates as tensors: a float would be a constant of the graph, each new value a recompilation.

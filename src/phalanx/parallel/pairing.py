@@ -1,0 +1,109 @@
+"""What an optimizer and a model need once both are there: the Plan's part of a step, then the recipe's.
+
+One stated order around an update: gradients of several batches are merged; losses are unscaled; the Plan's updates
+exchange what they exchange; gradients are clipped; LARS or LAMB replaces the rule; a running mean follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.parallel.apply import Applied
+from phalanx.parallel.kept_state import keep_state
+from phalanx.parallel.rebind import rebind
+from phalanx.parallel.step_hooks import hook_steps
+from phalanx.strategy import DistributedStrategy
+
+logger = logging.getLogger("phalanx.parallel")
+
+_paired: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def pair(
+    optimizer: Optimizer,
+    model: nn.Module,
+    made: Applied,
+    strategy: DistributedStrategy,
+    quiet: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Prepare an optimizer for a distributed model whose parameters it trains; others it leaves alone.
+
+    Args:
+        optimizer: Any torch optimizer; stays the same object.
+        model: The model.
+        made: What was made of it.
+        strategy: Says the recipe.
+        quiet: Makes a block in which the model's backward passes do not reduce.
+    """
+    rebind(optimizer)
+    known = _paired.setdefault(optimizer, weakref.WeakSet())
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if model in known or not any(id(param) in params for param in model.parameters()):
+        return
+    is_first = not known
+    known.add(model)
+    _follow_plan(optimizer, model, made, quiet)
+    if is_first:
+        _follow_recipe(optimizer, model, strategy)
+
+
+def _follow_plan(
+    optimizer: Optimizer, model: nn.Module, made: Applied, quiet: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    step = made.plan.step
+    if step.accumulate > 1:
+        from phalanx.parallel.gradient_merge import merge_gradients
+
+        merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
+    if any(rule.pure for rule in made.plan.modules):
+        from phalanx.parallel.master_weights import keep_master_weights
+
+        keep_master_weights(optimizer)
+    if step.scaler is not None:
+        from phalanx.parallel.loss_scale import LossScale
+
+        scale = LossScale(step.scaler)
+        scale.bind(optimizer)
+        keep_state(optimizer, "loss_scale", scale, elsewhere="first")
+    for updater in made.updaters:
+        updater.bind(optimizer)
+        hook_steps(optimizer, before=updater.before_step, after=updater.after_step)
+
+
+def _follow_recipe(optimizer: Optimizer, model: nn.Module, strategy: DistributedStrategy) -> None:
+    if strategy.amp:
+        from phalanx.parallel.precision import accept_amp_init
+
+        accept_amp_init(optimizer)
+    if strategy.clip:
+        from phalanx.parallel.recipe.clip import clip_steps
+
+        limits = strategy.clip_configs
+        clip_steps(optimizer, max_norm=limits.get("norm"), max_value=limits.get("value"))
+    if strategy.lars:
+        from phalanx.parallel.recipe.lars import use_lars
+
+        lars = strategy.lars_configs
+        use_lars(
+            optimizer,
+            coeff=lars.get("lars_coeff", 0.001),
+            weight_decay=lars.get("lars_weight_decay", 0.0005),
+            epsilon=lars.get("epsilon", 0.0),
+            exclude=lars.get("exclude_from_weight_decay", ()),
+        )
+    if strategy.lamb:
+        from phalanx.parallel.recipe.lamb import use_lamb
+
+        lamb = strategy.lamb_configs
+        use_lamb(
+            optimizer,
+            weight_decay=lamb.get("lamb_weight_decay", 0.01),
+            exclude=lamb.get("exclude_from_weight_decay", ()),
+        )

@@ -1,0 +1,129 @@
+"""Batch normalisation over the rows of all ranks, equal to one process that normalises the whole global batch.
+
+Mean and variance are taken in two passes, so that a large mean does not eat the variance's digits. Gradients flow
+through both over all ranks. Rows of a batch that does not count (`Context.batch.rows` is 0) are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.comm.collectives import all_reduce
+from phalanx.comm.context import Context
+from phalanx.comm.groups import Group
+from phalanx.errors import ConfigError
+from phalanx.parallel.row_weights import row_weight
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A batch normalisation layer that shares its statistics with the same layer of other ranks.
+
+    Every forward pass in training is collective over the group.
+    """
+
+    _context: Context
+    _group: Group
+
+    @classmethod
+    def of(cls, layer: _BatchNorm, context: Context, group: Group) -> SyncBatchNorm:
+        """Return a layer with the same parameters and buffers, the same objects."""
+        made = cls(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
+        )
+        made._parameters, made._buffers = layer._parameters, layer._buffers
+        made._context, made._group = context, group
+        made.train(layer.training)
+        return made
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of 2 dims or more, found {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; in training over the rows of all ranks.
+
+        Args:
+            input: Shape (rows, features, ...).
+        """
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        dims = [d for d in range(input.dim()) if d != 1]
+        mean, variance, count = self._moments(input, dims)
+        if self.running_mean is not None and self.running_var is not None:
+            self._track(mean.detach(), variance.detach(), count)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        out = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    def _moments(self, input: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        share = self._context.batch
+        counts = 1.0 if share is None or share.rows else 0.0
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        rows = wide.new_tensor([counts * input.numel() / input.shape[1]])
+        total = self._summed(torch.cat([wide.sum(dims) * counts, rows]))
+        count = total[-1].detach()
+        if count <= 1:
+            raise ConfigError(
+                f"batch normalisation in training needs more than 1 value per feature, found {int(count)}."
+            )
+        mean = total[:-1] / count
+        apart = wide - mean.view([1, -1] + [1] * (input.dim() - 2))
+        return mean, self._summed((apart * apart).sum(dims) * counts) / count, count
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
+        weight = row_weight(self._context, self._context.readers)
+        before = _weigh(x, 1.0 / weight if weight else 0.0)
+        return _weigh(all_reduce(before, group=self._group), weight)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+def synchronise(model: nn.Module, context: Context, group: Group) -> int:
+    """Put synchronised layers in the place of a model's batch normalisations; names and tensors stay.
+
+    Returns:
+        How many were replaced.
+    """
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
+                setattr(parent, name, SyncBatchNorm.of(child, context, group))
+                replaced += 1
+    return replaced
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
+def _weigh(x: Tensor, factor: float) -> Tensor:
+    """Return `x`, whose gradient is multiplied by a factor."""
+    if factor == 1.0:
+        return x
+    weighed: Tensor = _Weigh.apply(x, factor)  # type: ignore[no-untyped-call]
+    return weighed

@@ -1,0 +1,189 @@
+"""Deep gradient compression: only the largest entries of each gradient travel, the rest waits on its rank.
+
+Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887), algorithm 4: momentum is applied before the
+choice (momentum correction, equation 4), entries that were sent lose their momentum (factor masking, equation 6), and
+the sparsity rises over the first steps (warm-up). The optimizer then updates without momentum.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from phalanx.comm.groups import Group
+from phalanx.comm.transfers import peers_named
+from phalanx.errors import ConfigError
+from phalanx.plan.value import TopK
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+class Compressor:
+    """Exchanges the largest entries of gradients just before an optimizer's step.
+
+    Args:
+        params: Parameters by plain name, the same on every rank.
+        update: How much stays behind, and from which step on.
+        group: Ranks whose gradients are added.
+        shares: By how much sums are divided for a mean; 1 for a sum.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], update: TopK, group: Group, shares: int) -> None:
+        self._names = {id(param): name for name, param in params.items()}
+        self._update = update
+        self._group = group
+        self._scale = 1.0 / shares
+        self._velocity: dict[str, Tensor] = {}
+        self._residual: dict[str, Tensor] = {}
+        self._held: list[tuple[dict[str, Any], float, float]] = []
+        self.steps = 0
+        """Optimizer steps so far."""
+
+        self.sent = 0
+        """Entries this rank sent in the last step."""
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer can be corrected.
+
+        Raises:
+            ConfigError: If it is not SGD, or damps its momentum.
+        """
+        if not isinstance(optimizer, SGD) or any(group["dampening"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found "
+                f"{type(optimizer).__name__}. Use that, or turn dgc off."
+            )
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Put the exchanged gradients in the place of this rank's own. Collective."""
+        self.steps += 1
+        sparsity = self._sparsity()
+        members = [(p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        used = self._used_anywhere([param for param, _ in members])
+        whole: list[tuple[Tensor, Tensor]] = []
+        chosen: list[tuple[Tensor, Tensor]] = []
+        for (param, group), is_used in zip(members, used, strict=True):
+            if not is_used:
+                continue
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            if sparsity is None:
+                whole.append((param, gradient))
+            elif param.numel() < self._update.dense_below:
+                whole.append((param, self._with_momentum(param, gradient, group, optimizer)))
+            else:
+                chosen.append((param, self._with_momentum(param, gradient, group, optimizer)))
+        self._exchange_whole(whole)
+        if sparsity is not None:
+            self._exchange_chosen(chosen, sparsity)
+            for group in {id(group): group for _, group in members}.values():
+                self._held.append((group, group["momentum"], group["weight_decay"]))
+                group["momentum"] = group["weight_decay"] = 0.0
+
+    def after_step(self, _optimizer: Optimizer) -> None:
+        """Give the optimizer its momentum back."""
+        for group, momentum, decay in self._held:
+            group["momentum"], group["weight_decay"] = momentum, decay
+        self._held.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps, and what waits on this rank."""
+        return {"steps": self.steps, "velocity": dict(self._velocity), "residual": dict(self._residual)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.steps = state["steps"]
+        self._velocity, self._residual = dict(state["velocity"]), dict(state["residual"])
+
+    def _sparsity(self) -> float | None:
+        """Return the share of entries that stay behind in this step; None while gradients travel whole."""
+        since = self.steps - 1 - self._update.rampup_begin_step
+        if since < 0:
+            return None
+        ramp = self._update.sparsity
+        return ramp[min(since * len(ramp) // self._update.rampup_steps, len(ramp) - 1)]
+
+    def _used_anywhere(self, params: Sequence[Tensor]) -> list[bool]:
+        """Return which parameters have a gradient, or something that waits, on any rank."""
+        if not params:
+            return []
+        mine = [param.grad is not None or self._names[id(param)] in self._residual for param in params]
+        flags = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
+        with peers_named("the exchange of gradients", self._group):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _with_momentum(self, param: Tensor, gradient: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Tensor:
+        """Return what this rank adds to a parameter's update: its gradient with decay, and its own velocity."""
+        if group["weight_decay"]:
+            gradient = gradient + group["weight_decay"] * param
+        momentum = group["momentum"]
+        if not momentum:
+            return gradient
+        name = self._names[id(param)]
+        velocity = self._velocity.get(name)
+        if velocity is None:
+            velocity = self._velocity[name] = self._inherited(param, optimizer)
+        velocity.mul_(momentum).add_(gradient)
+        return gradient + momentum * velocity if group["nesterov"] else velocity.clone()
+
+    def _inherited(self, param: Tensor, optimizer: Optimizer) -> Tensor:
+        """Return this rank's part of the velocity that the optimizer has gathered while gradients travelled whole."""
+        gathered = optimizer.state.get(param, {}).get("momentum_buffer")
+        if gathered is None:
+            return torch.zeros_like(param)
+        part: Tensor = gathered / (self._scale * dist.get_world_size(self._group))
+        return part
+
+    def _exchange_whole(self, moved: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for dtype in {param.dtype for param, _ in moved}:
+            alike = [(param, value) for param, value in moved if param.dtype == dtype]
+            flat = torch.cat([value.reshape(-1) for _, value in alike])
+            with peers_named("the exchange of gradients", self._group):
+                dist.all_reduce(flat, group=self._group)
+            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+
+    def _exchange_chosen(self, moved: Sequence[tuple[Tensor, Tensor]], sparsity: float) -> None:
+        self.sent = 0
+        for dtype in {param.dtype for param, _ in moved}:
+            alike = [(param, value) for param, value in moved if param.dtype == dtype]
+            places, values = self._choose(alike, sparsity)
+            flat = values.new_zeros(sum(param.numel() for param, _ in alike))
+            for where, what in zip(self._gathered(places), self._gathered(values), strict=True):
+                # In rank order, so that the sum is the same to the bit on every rank.
+                flat.index_add_(0, where, what)
+            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+
+    def _choose(self, moved: Sequence[tuple[Tensor, Tensor]], sparsity: float) -> tuple[Tensor, Tensor]:
+        """Take the largest entries of what waits, and let them go; places count through all of `moved`."""
+        places, values, start = [], [], 0
+        for param, value in moved:
+            name = self._names[id(param)]
+            waiting = self._residual.setdefault(name, torch.zeros_like(param)).add_(value).view(-1)
+            count = max(1, round(param.numel() * (1.0 - sparsity)))
+            place = waiting.abs().topk(count, sorted=False).indices
+            places.append(place + start)
+            values.append(waiting[place])
+            waiting[place] = 0.0
+            if name in self._velocity:
+                self._velocity[name].view(-1)[place] = 0.0
+            start += param.numel()
+        self.sent += sum(map(len, places))
+        return torch.cat(places), torch.cat(values)
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        with peers_named("the exchange of gradients", self._group):
+            dist.all_gather(everyone, mine, group=self._group)
+        return everyone
+
+
+def _hand_back(params: Sequence[Tensor], flat: Tensor) -> None:
+    for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = piece.view(param.shape)

@@ -1,0 +1,131 @@
+"""How a bucket of gradients travels: as it is, in a smaller dtype, or within each host first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.context import Context
+from phalanx.comm.groups import Group, group_of
+from phalanx.errors import PlanError
+from phalanx.parallel.mesh import Mesh
+from phalanx.plan.mesh import partition
+from phalanx.plan.value import AllReduce
+
+
+class Sent(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> object:
+        """Return when the bucket holds the sum."""
+        ...
+
+
+class Wire(Protocol):
+    """Adds up a bucket over ranks."""
+
+    def send(self, flat: Tensor) -> Sent:
+        """Begin to add up a one-dimensional tensor over the ranks, in place. Collective, in one order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """One all-reduce."""
+
+    group: Group
+
+    def send(self, flat: Tensor) -> Sent:
+        """Begin the all-reduce."""
+        work: Sent = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """In a smaller dtype; sums are rounded to it."""
+
+    dtype: torch.dtype
+    through: Wire
+
+    def send(self, flat: Tensor) -> Sent:
+        """Begin to send a rounded copy."""
+        small = flat.to(self.dtype)
+        return _Rounded(flat, small, self.through.send(small))
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical:
+    """Within each host first; then every rank adds up its slice with the same slice of the other hosts.
+
+    Between hosts each rank sends 1 / ranks-per-host of the bytes, and all of a host's ranks send at once.
+    """
+
+    inside: Group
+    across: Group
+    index: int
+    """This rank's place within its host."""
+
+    ranks: int
+    """Ranks of a host."""
+
+    def send(self, flat: Tensor) -> Sent:
+        """Begin to add up within the host."""
+        work = dist.all_reduce(flat, group=self.inside, async_op=True)
+        assert work is not None
+        return _Inside(self, flat, work)
+
+
+@dataclass(slots=True)
+class _Rounded:
+    flat: Tensor
+    small: Tensor
+    work: Sent
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.flat.copy_(self.small)
+
+
+@dataclass(slots=True)
+class _Inside:
+    wire: Hierarchical
+    flat: Tensor
+    work: dist.Work
+
+    def wait(self) -> None:
+        self.work.wait()
+        slices = list(self.flat.tensor_split(self.wire.ranks))
+        dist.all_reduce(slices[self.wire.index], group=self.wire.across)
+        for owner, piece in enumerate(slices):
+            dist.broadcast(piece, group=self.wire.inside, group_src=owner)
+
+
+def wire_for(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> Wire:
+    """Return how the buckets of an update travel along mesh axes. Collective over all ranks of the job.
+
+    Raises:
+        PlanError: If the ranks cannot be cut into hosts of equal size.
+    """
+    wire: Wire = (
+        _hierarchical(update, axes, mesh, context) if update.route == "hierarchical" else Plain(mesh.group(axes))
+    )
+    return wire if update.wire_dtype is None else Cast(getattr(torch, update.wire_dtype), wire)
+
+
+def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> Wire:
+    size = update.host_ranks or context.role.local_world_size
+    parts = partition(mesh.position.axes, axes)
+    if size < 2 or len(parts[0]) % size:
+        raise PlanError(
+            f"use_hierarchical_allreduce needs hosts of equal size, of 2 ranks or more: found {len(parts[0])} ranks, "
+            f"{size} on this host. Set hierarchical_allreduce_inter_nranks to a number that divides, or turn it off."
+        )
+    hosts = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
+    columns = [part[place::size] for part in parts for place in range(size)]
+    inside, across = group_of(hosts), group_of(columns)
+    return Hierarchical(inside, across, dist.get_rank(inside), size)
