@@ -35,9 +35,9 @@ class Recording(LocalStore):
         self.asked.append(("pull", [want.keys.tolist() for want in wants]))
         return super().pull(wants, step=step)
 
-    def push(self, changes, *, step=0, weight=1.0):
+    def push(self, changes, *, step=0, weight=1.0, then=()):
         self.asked.append(("push", step))
-        super().push(changes, step=step, weight=weight)
+        return super().push(changes, step=step, weight=weight, then=then)
 
 
 def made(make):

@@ -32,9 +32,9 @@ class CountingStore(LocalStore):
         self.pulls.append([len(want.keys) for want in wants])
         return super().pull(wants, step=step)
 
-    def push(self, changes, *, step=0, weight=1.0):
+    def push(self, changes, *, step=0, weight=1.0, then=()):
         self.pushes.append((step, [change.kind for change in changes]))
-        super().push(changes, step=step, weight=weight)
+        return super().push(changes, step=step, weight=weight, then=then)
 
     def leave(self):
         self.left += 1

@@ -229,3 +229,41 @@ def test_connections_that_came_are_closed_when_another_does_not():
         with pytest.raises(ConfigError, match="refused"):
             remote([Service(0, 2), Service(1, 2)])
     assert [c.asked for c in opened] == [[("close", {}, 0)]]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_rows_come_with_the_answer_to_a_push(servers):
+    services, store = made(servers)
+    store.declare([dataclasses.replace(sim.SPEC, name="dense", dense=40)])
+    few = KEYS[::5].copy()
+    pulled = store.push([Change("ids", KEYS, VALUES)], then=[Want("dense", few), Want("ids", few)])
+    dense, rows = pulled.rows()
+    np.testing.assert_array_equal(dense, np.full((8, 3), sim.START, np.float32))
+    np.testing.assert_allclose(rows, sim.START - sim.LR * VALUES[::5], rtol=1e-6)
+    assert asked(store, "pull") == [[]] * servers
+    assert store.push([], step=1).rows() == []
+    with pytest.raises(ConfigError, match=r"no table 'idz'.*Did you mean 'ids'\?"):
+        store.push([Change("ids", KEYS, VALUES)], step=2, then=[Want("idz", few)])
+    assert [service.state.clocks.steps for service in services] == [[2]] * servers
+
+
+def test_rows_come_with_a_push_that_is_sent_again(monkeypatch):
+    (service,), store = made()
+    store.pull([Want("ids", KEYS)]).rows()
+    for client in service.state.clients._clients.values():
+        client.kept.clear()
+    pulled = store.push([Change("ids", KEYS, VALUES)], then=[Want("ids", KEYS[:2])])
+    np.testing.assert_allclose(pulled.rows()[0], sim.START - sim.LR * VALUES[:2], rtol=1e-6)
+    assert [meta["changes"][0]["pull"] is None for meta in asked(store, "push")[0]] == [False, True]
+    accept = service._accept
+
+    def full(entry):
+        monkeypatch.setattr(service, "_accept", accept)
+        raise BackendError("the disk is full")
+
+    monkeypatch.setattr(service, "_accept", full)
+    pulled = store.push([Change("ids", KEYS, VALUES)], step=1, then=[Want("ids", KEYS[:2])])
+    with pytest.raises(BackendError, match="full"):
+        pulled.rows()
+    np.testing.assert_allclose(pulled.rows()[0], sim.START - 2 * sim.LR * VALUES[:2], rtol=1e-6)
+    assert service.state.clocks.steps == [2]

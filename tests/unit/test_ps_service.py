@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.ps.rules import SGD, Adagrad, TableSpec
+from phalanx.ps.server.changes import pack
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import watch
 from phalanx.ps.server.service import Service
+from phalanx.ps.wire.message import Reply
 from ps_requests import SPEC, FakeWorker, gradient, keys
 
 
@@ -101,6 +104,28 @@ def test_sync_pull_is_answered_when_the_step_is_complete() -> None:
     two.push(step=0)
     thread.join(10)
     assert got == [-0.5]
+
+
+def test_sync_rows_asked_with_a_push_come_when_the_step_is_complete() -> None:
+    one, two = started("sync", 2)
+    described, arrays = pack([gradient((1,), 1.0)])
+    got: list[float] = []
+
+    def push_and_read(meta: dict[str, Any]) -> Reply:
+        return one.call("push", meta, [*arrays, keys(1, 2)], seq=2)
+
+    meta = {"step": 0, "weight": 1.0, "changes": described, "then": [["items", 2]]}
+    thread = threading.Thread(target=lambda: got.extend(push_and_read(meta).arrays[0][:, 0]))
+    thread.start()
+    two.push(gradient((2,), 1.0), step=0)
+    thread.join(10)
+    assert got == [-0.5, -0.5]
+    again = push_and_read(meta)
+    assert (dict(again.meta), again.arrays[0][:, 0].tolist()) == ({"dropped": 0}, got)
+    assert one.service.state.known_clocks().steps == [1, 1]
+    with pytest.raises(ConfigError, match="nothing"):
+        one.call("push", {**meta, "step": 1, "then": [["nothing", 2]]}, [*arrays, keys(1, 2)])
+    assert one.service.state.known_clocks().steps == [1, 1]
 
 
 def test_sync_does_not_depend_on_the_order_of_arrival() -> None:

@@ -35,7 +35,7 @@ from phalanx.ps.handle import Handle, Occurrences
 from phalanx.ps.modes import Mode
 from phalanx.ps.open import open_mode
 from phalanx.ps.snapshot.manifest import read_manifest
-from phalanx.ps.store import Change, Keys, Rows, Want
+from phalanx.ps.store import Change, Keys, Pulled, Rows, Want
 
 logger = logging.getLogger("phalanx.ps")
 
@@ -71,6 +71,9 @@ class Attachment:
         self._dense = DenseParameters()
         self._places = WeakTensorKeyDictionary()
         self._drift = Drift(context.rank, context.world_size)
+        self._arriving: Pulled | None = None
+        """The dense parameters that come with the answer to the last push."""
+
         self._is_finished = False
         self._has_warned = False
         self._opener: nn.Parameter | None = None
@@ -151,12 +154,13 @@ class Attachment:
         handles = self.claims.held_by(optimizer)
         changes = [*self.claims.changes_of(handles), *self._dense.hand_out(optimizer)]
         if changes or self._dense.steps(optimizer) or any(self.claims.holder_of(handle) for handle in handles):
-            self._send(changes)
+            self._arriving = self._send(changes, self._dense.wants(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Read the dense parameters of this optimizer back from the servers, or see that workers keep them equal."""
-        if self._dense.steps(optimizer):
-            self._dense.read(self.mode, optimizer)
+        """Take the dense parameters as the servers have them after the push, or see that workers keep them equal."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and self._dense.steps(optimizer):
+            self._dense.take(optimizer, arriving)
         elif self.context.is_distributed:
             self._drift.look(optimizer, self._is_averaged)
 
@@ -174,15 +178,16 @@ class Attachment:
             self._has_warned = True
             logger.warning("so far %s", wrong)
 
-    def _send(self, changes: Sequence[Change]) -> None:
+    def _send(self, changes: Sequence[Change], then: Sequence[Want]) -> Pulled:
         if self._is_finished:
             raise ClosedError("an optimizer stepped after stop_worker(). Stop after the last step.")
         if all(_is_finite(change) for change in changes):
-            self.mode.push(changes)
+            pulled = self.mode.push(changes, then=then)
         else:
-            self._skip("a gradient is not finite")
+            pulled = self._skip("a gradient is not finite", then)
         if self._opener is not None and self._opener.grad is None:
             self._opener = None
+        return pulled
 
     def _open_step(self, param: nn.Parameter) -> None:
         self._end_dropped_step()
@@ -195,11 +200,11 @@ class Attachment:
             self._opener = None
             self._skip("its gradients were dropped before the optimizer stepped")
 
-    def _skip(self, why: str) -> None:
+    def _skip(self, why: str, then: Sequence[Want] = ()) -> Pulled:
         self.skipped += 1
         if self.skipped & (self.skipped - 1) == 0:
             logger.warning("step %d sent nothing to the tables: %s (%d so far)", self.mode.step, why, self.skipped)
-        self.mode.push([], weight=0.0)
+        return self.mode.push([], weight=0.0, then=then)
 
     # --- optimizers and dense parameters ----------------------------------------------------------------------------
 

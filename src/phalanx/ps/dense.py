@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan.server_rules import DENSE, DENSE_WIDTH
 from phalanx.ps.modes import Mode
 from phalanx.ps.rules import Constant, Rule, TableSpec
-from phalanx.ps.store import Change, Keys, Rows, Want
+from phalanx.ps.store import Change, Keys, Pulled, Rows, Want
 from phalanx.ps.translate import rule_of
 
 
@@ -63,9 +63,10 @@ class DenseTable:
     @torch.no_grad()
     def read(self, rows: Rows) -> None:
         """Copy pulled rows into the parameters."""
-        flat = torch.from_numpy(rows)
-        for param, (begin, end) in zip(self.params, self._places, strict=True):
-            param.copy_(flat[begin:end].view(-1)[: param.numel()].view(param.shape))
+        flat = torch.from_numpy(rows).view(-1)
+        for param, (row, _) in zip(self.params, self._places, strict=True):
+            begin = row * DENSE_WIDTH
+            param.copy_(flat[begin : begin + param.numel()].view(param.shape))
 
     def values(self) -> Change:
         """Return the parameters' values as an assignment."""
@@ -90,15 +91,14 @@ def _rows_of(param: Tensor) -> int:
 
 def _as_rows(tensors: Sequence[Tensor]) -> Rows:
     """Return tensors cut into rows, each from a new row on; what is left over is zero."""
-    out = torch.empty(sum(map(_rows_of, tensors)), DENSE_WIDTH)
-    begin = 0
+    rows = np.empty((sum(map(_rows_of, tensors)), DENSE_WIDTH), np.float32)
+    flat, begin = rows.reshape(-1), 0
+    memory = torch.from_numpy(flat)
     for tensor in tensors:
-        end = begin + _rows_of(tensor)
-        flat = out[begin:end].view(-1)
-        flat[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        flat[tensor.numel() :].zero_()
+        rest, end = begin + tensor.numel(), begin + _rows_of(tensor) * DENSE_WIDTH
+        memory[begin:rest].view(tensor.shape).copy_(tensor)
+        flat[rest:end] = 0.0
         begin = end
-    rows: Rows = out.numpy()
     return rows
 
 
@@ -155,7 +155,7 @@ class DenseParameters:
             held = mode.store.report() if is_first else {}
             mode.assign([g.table.values() for g in groups if is_first and not held[g.table.name].rows])
             agree("dense tables", [len(group.table.params) for group in groups])
-        self.read(mode, optimizer)
+        self.take(optimizer, mode.pull(self.wants(optimizer)))
 
     def give(self, mode: Mode, saved: Mapping[str, TableSpec], *, is_first: bool) -> None:
         """Give the servers the parameters' values where a snapshot that they loaded has no table of theirs.
@@ -178,16 +178,19 @@ class DenseParameters:
         groups = self._of.get(optimizer, [])
         return [change for group in groups if (change := group.table.hand_out(group.lr))]
 
-    @torch.no_grad()
-    def read(self, mode: Mode, optimizer: Optimizer | None = None) -> None:
-        """Read the parameters that an optimizer steps from the servers; those of all when None."""
-        optimizers = list(self._of) if optimizer is None else [optimizer]
-        groups = [group for each in optimizers for group in self._of.get(each, [])]
-        if not groups:
-            return
-        arrays = mode.pull([group.table.want() for group in groups]).rows()
-        for group, rows in zip(groups, arrays, strict=True):
+    def wants(self, optimizer: Optimizer) -> list[Want]:
+        """Return what to pull to have every parameter that an optimizer steps."""
+        return [group.table.want() for group in self._of.get(optimizer, [])]
+
+    def take(self, optimizer: Optimizer, pulled: Pulled) -> None:
+        """Copy the rows of `wants` into the parameters."""
+        for group, rows in zip(self._of[optimizer], pulled.rows(), strict=True):
             group.table.read(rows)
+
+    def read(self, mode: Mode) -> None:
+        """Read all parameters from the servers."""
+        for optimizer in self._of:
+            self.take(optimizer, mode.pull(self.wants(optimizer)))
 
     def __contains__(self, param: object) -> bool:
         return any(param is p for groups in self._of.values() for group in groups for p in group.table.params)

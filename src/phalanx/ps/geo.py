@@ -53,7 +53,7 @@ class Geo(Mode):
         self._read(wants)
         return Ready([self._replicas[want.table].rows(want.keys) for want in wants])
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
         """End an optimizer step on the replica; every `steps`-th sends the difference. See `Mode.push`."""
         self.step += 1
         self._in_window += 1
@@ -62,6 +62,7 @@ class Geo(Mode):
             self._replicas[change.table].train(change)
         if self._in_window >= self._steps:
             self._end_window()
+        return self.pull(then)
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Give rows their first values. See `Mode.assign`."""

@@ -37,12 +37,15 @@ class LocalStore:
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Read rows. See `Store.pull`."""
-        return Ready([read_rows(named(self._tables, want.table), want.keys) for want in wants])
+        return self._read(wants)
 
-    def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
+    def push(
+        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
+    ) -> Pulled:
         """Apply changes. See `Store.push`."""
         for change in changes:
             apply(named(self._tables, change.table), change)
+        return self._read(then)
 
     def flush(self) -> None:
         """Do nothing: a push is applied when it returns."""
@@ -86,6 +89,9 @@ class LocalStore:
     def close(self) -> None:
         """Let go of the tables."""
         self._tables.clear()
+
+    def _read(self, wants: Sequence[Want]) -> Ready:
+        return Ready([read_rows(named(self._tables, want.table), want.keys) for want in wants])
 
     def _fill(self, table: Table) -> None:
         """Put the rows of the loaded snapshot into a table that it holds."""

@@ -52,15 +52,21 @@ class Mode:
     def ahead(self, wants: Sequence[Want]) -> None:
         """Say which rows a later step will pull. Only async mode asks for them now: the others promise newer rows."""
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
         """End an optimizer step. Every step must end, with an empty list where there is nothing to send.
 
         Args:
             changes: Gradients, at most one entry per table.
             weight: Rows of the batch that the gradients are the mean of; sync mode averages by it.
+            then: Rows to read as a pull of the next step would find them, without a request for it where that is
+                possible.
+
+        Returns:
+            The rows of `then`.
         """
-        self._send(changes, weight)
+        pulled = self._send(changes, weight, then)
         self.step += 1
+        return pulled
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Give rows their first values; returns once they are in place.
@@ -94,9 +100,10 @@ class Mode:
     def _forget(self) -> None:
         """Drop rows and changes that this worker holds."""
 
-    def _send(self, changes: Sequence[Change], weight: float = 1.0) -> None:
-        self.store.push(changes, step=self.pushes, weight=weight)
+    def _send(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
+        pulled = self.store.push(changes, step=self.pushes, weight=weight, then=then)
         self.pushes += 1
+        return pulled
 
 
 class Async(Mode):
@@ -168,12 +175,13 @@ class HalfAsync(Mode):
         self._steps = steps
         self._held: list[Sequence[Change]] = []
 
-    def push(self, changes: Sequence[Change], weight: float = 1.0) -> None:
+    def push(self, changes: Sequence[Change], weight: float = 1.0, then: Sequence[Want] = ()) -> Pulled:
         """End an optimizer step; every `steps`-th sends the sum. See `Mode.push`."""
         self.step += 1
         self._held.append(changes)
         if len(self._held) >= self._steps:
             self.flush()
+        return self.pull(then)
 
     def flush(self) -> None:
         """Send the steps held back, if any, and wait until they are applied."""

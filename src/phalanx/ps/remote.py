@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.ps.deal import Deal
-from phalanx.ps.exchange import NamedPull, PullRequest, PushRequest, dealt, header
+from phalanx.ps.exchange import NamedPull, PulledAfter, PullRequest, PushRequest, Shares, dealt, header
 from phalanx.ps.placement import table_salt
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.read import read
@@ -95,22 +95,26 @@ class RemoteStore:
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Send one request to every server that owns any of the keys. See `Store.pull`."""
-        deals = [self._deal(want.table, want.keys) for want in wants]
-        pull = PullRequest(wants, deals, [named(self._tables, want.table).dim for want in wants], self.flush)
+        pull = PullRequest(wants, self._shares(wants), self.flush)
         pull.send(self._connections, self._number(step))
-        self._kept.append(pull.named)
+        if wants:
+            self._kept.append(pull.named)
         return pull
 
-    def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
+    def push(
+        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
+    ) -> Pulled:
         """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
         self.flush()
         pulls = [self._take_pull(change) for change in changes]
         about, headers = {"step": self._number(step), "weight": weight}, [header(change) for change in changes]
         parts = [dealt(change, self._deal(change.table, change.keys)) for change in changes]
+        shares = self._shares(then)
         for rank, connection in enumerate(self._connections):
-            push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts])
+            push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts], shares.of(rank))
             push.send([ids.get(rank) for ids in pulls])
             self._unanswered.append(push)
+        return PulledAfter(list(self._unanswered), shares, self.flush)
 
     def flush(self) -> None:
         """Wait until the pushes on their way are acknowledged. See `Store.flush`.
@@ -179,6 +183,10 @@ class RemoteStore:
     def _number(self, step: int) -> int:
         """Return what the servers call this push of ours."""
         return step + (self._first_step or 0)
+
+    def _shares(self, wants: Sequence[Want]) -> Shares:
+        dims = [named(self._tables, want.table).dim for want in wants]
+        return Shares(wants, [self._deal(want.table, want.keys) for want in wants], dims)
 
     def _deal(self, name: str, keys: Keys) -> Deal:
         table = named(self._tables, name)

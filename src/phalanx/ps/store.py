@@ -106,13 +106,19 @@ class Store(Protocol):
         """
         ...
 
-    def push(self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0) -> None:
+    def push(
+        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
+    ) -> Pulled:
         """Send one step's changes; returns once they are on their way, `flush` waits for the acknowledgement.
 
         Args:
             changes: Any number of tables; an empty list still ends the step in sync mode.
             step: The number of this push, from 0.
             weight: Rows of the batch the gradients are the mean of; sync mode averages by it.
+            then: Rows to read with the answer, as a pull of the next step would find them.
+
+        Returns:
+            The rows of `then`.
         """
         ...
 

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.state import State
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.store import named
+from phalanx.ps.store import Keys, Rows, named
 from phalanx.ps.wire.message import Reply, Request
 
 logger = logging.getLogger("phalanx.ps")
@@ -114,16 +115,20 @@ class Service:
             return Reply({"need_push": clocks.next_step(client.worker)})
         clocks.wait(step, request.still)
         names = [name for name, _ in request.meta["tables"]]
-        rows = []
-        for name, keys in zip(names, request.arrays, strict=True):
-            spec = named(self.state.tables.specs, name)
-            rows.append(request.room.empty((len(keys), spec.dim), np.float32))
-            self.state.tables.pull(name, keys, rows[-1])
+        rows = self._rows(request, names, request.arrays)
         if not request.meta.get("keep") or len(set(names)) < len(names):
             return Reply({}, rows)
         number = self.state.clients.next_pull()
         client.keep(number, {name: keys.copy() for name, keys in zip(names, request.arrays, strict=True)})
         return Reply({"pull_id": number}, rows)
+
+    def _rows(self, request: Request, names: Sequence[str], keys: Sequence[Keys]) -> list[Rows]:
+        """Return the rows of the keys of each table, in the client's memory if that has room."""
+        specs, found = self.state.tables.specs, []
+        for name, of_table in zip(names, keys, strict=True):
+            found.append(request.room.empty((len(of_table), named(specs, name).dim), np.float32))
+            self.state.tables.pull(name, of_table, found[-1])
+        return found
 
     def _report(self, request: Request) -> Reply:
         clocks = self.state.clocks
@@ -140,6 +145,18 @@ class Service:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def _push(self, request: Request) -> Reply:
+        """Take a push, and read what is asked with it as a pull of the next step would."""
+        names = [name for name, _ in request.meta.get("then", ())]
+        for name in names:
+            named(self.state.tables.specs, name)
+        pushed = len(request.arrays) - len(names)
+        reply = self._take(replace(request, arrays=request.arrays[:pushed]))
+        if not names or "need_keys" in reply.meta:
+            return reply
+        self.state.known_clocks().wait(request.meta["step"] + 1, request.still)
+        return Reply(reply.meta, self._rows(request, names, request.arrays[pushed:]))
+
+    def _take(self, request: Request) -> Reply:
         client, clocks = self._client(request)
         step = request.meta["step"]
         clocks.check()
@@ -153,11 +170,11 @@ class Service:
             if reply is None and step < due:
                 reply = {"again": True}
             if reply is None:
-                reply = self._take_push(request, client, due)
+                reply = self._take_new(request, client, due)
             position = self.log.position if self.log else 0
         return self._durable(reply, position)
 
-    def _take_push(self, request: Request, client: Client, due: int) -> dict[str, Any]:
+    def _take_new(self, request: Request, client: Client, due: int) -> dict[str, Any]:
         meta = request.meta
         if meta["step"] > due and not client.owes_keys:
             raise ConfigError(
