@@ -229,7 +229,7 @@ def _load_sharded(folder: Path) -> tuple[Any, ...]:
     columns, columns_optimizer = _make_columns(sizes, 2)
     px.load(folder / "columns", columns, columns_optimizer)
     unknown, _ = _make_columns(sizes, 2, says_layout=False)
-    with pytest.raises(ConfigError, match="'model/weight' was saved as 2 parts .* cannot be cut anew for"):
+    with pytest.raises(ConfigError, match=r"'model/weight' was saved as 2 parts .* cannot be cut anew for"):
         px.load(folder / "unknown", unknown)
     return state, _gathered(columns, columns_optimizer, sizes)
 
@@ -292,23 +292,26 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert "did not come to 'px.save'" in first[3]
 
 
-def _leave(folder: Path) -> tuple[int, int, list[str]]:
+def _train_until_asked(folder: Path, checkpoints: list[px.Checkpointer]) -> None:
     rank = px.init().rank
     model, optimizer, loader = _make_dp(0)
-    checkpointer = px.Checkpointer(folder, model, optimizer, loader)
-    code = None
+    checkpoints.append(px.Checkpointer(folder, model, optimizer, loader))
+    for _ in itertools.count():
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1 and checkpoints[0].steps == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpoints[0].step()
+
+
+def _leave(folder: Path) -> tuple[Any, int, list[str]]:
+    checkpoints: list[px.Checkpointer] = []
     with pytest.raises(SystemExit) as stop:
-        for _ in itertools.count():
-            for x, y in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if rank == 1 and checkpointer.steps == 3:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                checkpointer.step()
-    code = stop.value.code
+        _train_until_asked(folder, checkpoints)
     dist.barrier()  # nobody is left in a collective
-    return code, checkpointer.steps, sorted(path.name for path in folder.iterdir())
+    return stop.value.code, checkpoints[0].steps, sorted(path.name for path in folder.iterdir())
 
 
 def test_all_ranks_leave_at_one_step_when_one_is_asked_to(tmp_path: Path) -> None:
