@@ -1,0 +1,287 @@
+#include "shm_group.h"
+
+#include <immintrin.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr double kSpinS = 30e-6;   // a core of its own for each rank: others are about to come
+constexpr double kYieldS = 1e-3;   // after that a wake-up costs little beside what was waited
+constexpr int kSleepMs = 50;       // until a sleeper looks around again
+constexpr auto kLookEvery = 200ms;
+
+double spin_time(int ranks) {
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
+  return CPU_COUNT(&cores) >= ranks ? kSpinS : 0;
+}
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+std::chrono::steady_clock::duration seconds(double s) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(s));
+}
+
+const char* verb_of(Kind kind) {
+  constexpr const char* kNames[] = {"all_reduce", "reduce",    "reduce_scatter", "all_gather", "gather", "scatter",
+                                    "broadcast",  "all_to_all", "barrier",        "send",       "recv"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+// `all_reduce sum of 12 float32`
+std::string described(const Said& said) {
+  const auto kind = static_cast<Kind>(said.kind);
+  std::string text = verb_of(kind);
+  if (kind == Kind::kBarrier) return text;
+  if (kind <= Kind::kReduceScatter) text += std::string(" ") + name_of(static_cast<Reduce>(said.reduce));
+  if (kind != Kind::kAllToAll) text += " of " + std::to_string(said.count);
+  text += std::string(" ") + name_of(static_cast<Type>(said.type));
+  if (kind == Kind::kReduce || kind == Kind::kGather) text += " to rank " + std::to_string(said.root);
+  if (kind == Kind::kBroadcast || kind == Kind::kScatter) text += " from rank " + std::to_string(said.root);
+  return text;
+}
+
+}  // namespace
+
+Group::Group(int fd, int rank, int size, const std::string& name, double timeout_s)
+    : region_(fd, rank, size, name),
+      mail_(region_),
+      pid_(::getpid()),
+      spin_s_(spin_time(size)),
+      timeout_s_(timeout_s) {}
+
+Group::~Group() {
+  if (::getpid() == pid_) close();
+}
+
+void Group::close() {
+  {
+    const std::lock_guard held(lock_);
+    if (!broken_) fail_all(std::make_exception_ptr(std::runtime_error("the process group was ended before this was done")));
+  }
+  region_.ring(region_.rank());
+  region_.me().has_left_group.store(1, std::memory_order_release);
+  region_.ring_others();
+}
+
+Until Group::writable() {
+  ++round_;
+  return {&region_, &Member::left, round_ - 2};
+}
+
+void Group::enter(const Said& said, bool has_more) {
+  Member& me = region_.me();
+  me.rounds[round_ & 1].said = said;
+  me.rounds[round_ & 1].has_more = has_more;
+  me.entered.store(round_, std::memory_order_release);
+  region_.ring_others();
+}
+
+Until Group::everyone_entered() const { return {&region_, &Member::entered, round_}; }
+
+void Group::leave_round() {
+  region_.me().left.store(round_, std::memory_order_release);
+  region_.ring_others();
+}
+
+void Group::compare(const Said& said) const {
+  for (int r = 0; r < region_.size(); ++r) {
+    const Said& other = region_.member(r).rounds[round_ & 1].said;
+    if (other == said) continue;
+    throw Disagreement("In call " + std::to_string(said.sequence) + " of the group " +
+                       region_.name_of(region_.rank()) + " made " + phalanx::described(said) + ", and " +
+                       region_.name_of(r) + " made " + phalanx::described(other) +
+                       ". All ranks of a group must make the same calls in the same order.");
+  }
+}
+
+Said Group::said(Kind kind, Type type, std::size_t count, Reduce how, int root) {
+  return {static_cast<std::uint32_t>(kind), static_cast<std::uint32_t>(type), static_cast<std::uint32_t>(how), root,
+          count, 0};
+}
+
+void Group::require_own_process() const {
+  if (::getpid() != pid_)
+    throw std::logic_error("a forked process cannot use the process group of its parent: only the parent is a rank");
+}
+
+Group::Clock::time_point Group::deadline() const { return Clock::now() + seconds(timeout_s_); }
+
+Group::Op Group::post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag) {
+  require_own_process();
+  auto op = std::make_shared<Operation>();
+  op->kind = kind;
+  op->memory = memory;
+  op->bytes = bytes;
+  op->peer = peer;
+  op->tag = tag;
+  op->deadline = deadline();
+  const std::lock_guard held(lock_);
+  op->number = ++messages_made_;
+  if (broken_) {
+    finish(op, broken_);
+    return op;
+  }
+  try {
+    mail_.add(op);
+  } catch (const Disagreement& error) {
+    region_.fail(Failure::kDisagreement, error.what());
+    finish(op, std::current_exception());
+    fail_all(std::current_exception());
+  }
+  advance();
+  return op;
+}
+
+Group::Op Group::send(std::byte* memory, std::size_t bytes, int to, int tag) {
+  return post(Kind::kSend, memory, bytes, to, tag);
+}
+
+Group::Op Group::receive(std::byte* memory, std::size_t bytes, int from, int tag) {
+  return post(Kind::kReceive, memory, bytes, from, tag);
+}
+
+void Group::finish(const Op& op, std::exception_ptr error) {
+  op->error = error;
+  op->is_done.store(true, std::memory_order_release);
+}
+
+void Group::fail_all(std::exception_ptr error) {
+  broken_ = error;
+  for (const Op& op : calls_) finish(op, error);
+  for (const Op& op : mail_.pending()) finish(op, error);
+  calls_.clear();
+  mail_.clear();
+}
+
+void Group::advance() {
+  bool has_ended = false;
+  try {
+    while (!calls_.empty() && calls_.front()->steps.advance()) {
+      finish(calls_.front(), nullptr);
+      calls_.pop_front();
+      has_ended = true;
+    }
+    has_ended |= mail_.advance();
+  } catch (const Disagreement& error) {
+    region_.fail(Failure::kDisagreement, error.what());
+    fail_all(std::current_exception());
+    has_ended = true;
+  }
+  if (has_ended) region_.ring(region_.rank());  // another thread of this rank may sleep on what has ended
+}
+
+std::string Group::described(const Op& op) const {
+  std::string text = verb_of(op->kind);
+  if (op->kind == Kind::kSend) return text + " number " + std::to_string(op->number);
+  if (op->kind == Kind::kReceive) return text + " number " + std::to_string(op->number);
+  return text + ", call " + std::to_string(op->number) + " of the group,";
+}
+
+void Group::look_at(const Op& op, Clock::time_point now) {
+  const bool is_message = op->kind >= Kind::kSend;
+  for (int r = 0; r < region_.size(); ++r) {
+    if (r == region_.rank()) continue;
+    if (is_message ? op->peer != kAnyRank && op->peer != r : op->steps.until().holds_for(r)) continue;
+    const bool is_late = now >= op->deadline;
+    const std::string loss = region_.loss_of(r);
+    if (loss.empty() && !is_late) continue;
+    advance();  // It may have done its part before it was lost.
+    if (op->is_done.load(std::memory_order_acquire) || (!is_message && op->steps.until().holds_for(r))) return;
+    const std::string what = described(op) + " on " + region_.name_of(region_.rank());
+    if (!loss.empty()) throw PeerLost(what + " lost " + region_.name_of(r) + ": " + loss + ". Its log says why.");
+    throw PeerLost(what + " timed out waiting for " + region_.name_of(r) +
+                   ", which lives. See what it is doing, or give the group a longer timeout.");
+  }
+}
+
+void Group::look_for_trouble(Clock::time_point now) {
+  looked_ = now;
+  try {
+    const std::string text = region_.failure_text();
+    if (region_.failure() == Failure::kDisagreement) throw Disagreement(text);
+    if (region_.failure() == Failure::kLost) throw PeerLost(text);
+    if (!calls_.empty()) look_at(Op(calls_.front()), now);
+    for (const Op& op : mail_.pending()) look_at(op, now);
+  } catch (const PeerLost& error) {
+    region_.fail(Failure::kLost, error.what());
+    fail_all(std::current_exception());
+  } catch (const Disagreement&) {
+    fail_all(std::current_exception());
+  }
+}
+
+bool Group::is_done_after_advance(const Op& op) {
+  if (op->is_done.load(std::memory_order_acquire)) return true;
+  const std::lock_guard held(lock_);
+  advance();
+  return op->is_done.load(std::memory_order_acquire);
+}
+
+void Group::sleep_on(const Op& op) {
+  Member& me = region_.me();
+  const std::uint32_t seen = me.bell.load(std::memory_order_acquire);
+  me.sleeping.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  bool is_done = is_done_after_advance(op);
+  if (!is_done) {
+    const Clock::time_point now = Clock::now();
+    const std::lock_guard held(lock_);
+    if (now - looked_ > kLookEvery || now >= op->deadline || region_.failure() != Failure::kNone) look_for_trouble(now);
+    is_done = op->is_done.load(std::memory_order_acquire);
+  }
+  if (!is_done) region_.sleep(seen, kSleepMs);
+  me.sleeping.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Group::wait(const Op& op, double timeout_s) {
+  if (!op->is_done.load(std::memory_order_acquire)) {
+    const Clock::time_point start = Clock::now();
+    {
+      const std::lock_guard held(way_lock_);
+      ++waiters_;
+    }
+    if (timeout_s > 0) {
+      const std::lock_guard held(lock_);
+      op->deadline = std::min(op->deadline, start + seconds(timeout_s));
+    }
+    for (int turn = 1; !is_done_after_advance(op); ++turn) {
+      const std::chrono::duration<double> waited = Clock::now() - start;
+      if (waited.count() < spin_s_) {
+        for (int i = 0; i < 8; ++i) pause();
+      } else if (waited.count() < kYieldS) {
+        ::sched_yield();
+      } else {
+        sleep_on(op);
+      }
+    }
+    const std::lock_guard held(way_lock_);
+    if (--waiters_ == 0) way_is_free_.notify_all();
+  }
+  if (op->error) std::rethrow_exception(op->error);
+}
+
+void Group::tend(const Op& op) {
+  while (!op->is_done.load(std::memory_order_acquire)) {
+    {
+      std::unique_lock held(way_lock_);
+      way_is_free_.wait(held, [&] { return waiters_ == 0; });
+    }
+    sleep_on(op);
+  }
+}
+
+}  // namespace phalanx

@@ -1,0 +1,123 @@
+// Collectives and messages of the ranks of one group on one host, over a Region.
+//
+// Every call returns an Operation at once, moved as far as it goes without waiting; `wait` or `tend` bring it to its
+// end. Collectives are carried out in the order of the calls. A collective is made of rounds: every rank writes its
+// slot and says so (entered), waits until all have, reads what it wants, and says that too (left); slots are used in
+// turn, so a slot is written again only when all have left the round before the last. The first round of a collective
+// carries what each rank called, and they compare.
+//
+// Ownership: buffers belong to the caller and stay until the operation is done. Thread-safety: all methods may be
+// called from any thread; one lock is held while bytes move, never while waiting.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "shm_mail.h"
+#include "shm_operation.h"
+#include "shm_reduce.h"
+#include "shm_region.h"
+#include "shm_steps.h"
+
+namespace phalanx {
+
+class Group {
+ public:
+  using Op = std::shared_ptr<Operation>;
+  using Buffers = std::vector<std::byte*>;
+  using Sizes = std::vector<std::size_t>;
+
+  // REQUIRES: fd as in Region. `name` is how errors call this rank; `timeout_s` is of one operation.
+  Group(int fd, int rank, int size, const std::string& name, double timeout_s);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Counts are of elements, and lists have one entry for each rank. Outputs may be the inputs.
+  Op all_reduce(std::byte* data, std::size_t count, Type type, Reduce how);
+  Op reduce_to(std::byte* data, std::size_t count, Type type, Reduce how, int root);
+  Op reduce_scatter(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how);
+  Op all_gather(std::byte* in, Buffers out, Sizes counts, Type type);
+  Op gather(std::byte* in, Buffers out, std::size_t count, Type type, int root);   // `out` at the root only
+  Op scatter(Buffers in, std::byte* out, std::size_t count, Type type, int root);  // `in` at the root only
+  Op broadcast(std::byte* data, std::size_t count, Type type, int root);
+  Op all_to_all(Buffers in, Sizes in_counts, Buffers out, Sizes out_counts, Type type);
+  Op barrier();
+  Op send(std::byte* memory, std::size_t bytes, int to, int tag);
+  Op receive(std::byte* memory, std::size_t bytes, int from, int tag);  // from kAnyRank: whoever sends
+
+  // Waits for the end, at most as long as the group's timeout from the call, or `timeout_s` from now when positive.
+  // Throws PeerLost or Disagreement; then every operation of the group fails, on every rank.
+  void wait(const Op& op, double timeout_s);
+  // The same for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
+  void tend(const Op& op);
+  // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error.
+  void close();
+  void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  Steps all_reduce_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
+  Steps reduce_at_once_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
+  Steps reduce_to_steps(std::byte* data, std::size_t count, Type type, Reduce how, Said said);
+  Steps reduce_scatter_steps(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how, Said said);
+  Steps all_gather_steps(std::byte* in, Buffers out, Sizes bytes, Said said);
+  Steps gather_steps(std::byte* in, Buffers out, std::size_t bytes, Said said);
+  Steps scatter_steps(Buffers in, std::byte* out, std::size_t bytes, Said said);
+  Steps broadcast_steps(std::byte* data, std::size_t bytes, Said said);
+  Steps all_to_all_steps(Buffers in, Sizes in_bytes, Buffers out, Sizes out_bytes, Said said);
+  Steps barrier_steps(Said said);
+
+  // The parts of a round, in this order.
+  Until writable();                       // co_await: this rank's slot of the next round is free
+  void enter(const Said& said, bool has_more = false);
+  Until everyone_entered() const;         // co_await
+  void compare(const Said& said) const;   // throws Disagreement
+  void leave_round();
+  std::byte* slot(int rank) const { return region_.slot(rank, round_); }
+
+  Said said(Kind kind, Type type, std::size_t count, Reduce how = Reduce::kSum, int root = 0);
+  template <class Make>
+  Op call(Said said, Make steps_of);
+  Op post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag);
+  void require_own_process() const;
+  Clock::time_point deadline() const;
+
+  // REQUIRES of these: the lock is held.
+  void advance();
+  void finish(const Op& op, std::exception_ptr error);
+  void fail_all(std::exception_ptr error);
+  void look_for_trouble(Clock::time_point now);
+  void look_at(const Op& op, Clock::time_point now);
+  std::string described(const Op& op) const;
+
+  bool is_done_after_advance(const Op& op);
+  void sleep_on(const Op& op);
+
+  Region region_;
+  Mail mail_;
+  const int pid_;
+  const double spin_s_;
+  std::atomic<double> timeout_s_;
+
+  std::mutex lock_;
+  std::deque<Op> calls_;  // collectives not at their end, in order
+  std::uint64_t calls_made_ = 0, messages_made_ = 0;
+  std::uint32_t round_ = 0;
+  std::exception_ptr broken_;
+  Clock::time_point looked_;
+
+  std::mutex way_lock_;
+  std::condition_variable way_is_free_;
+  int waiters_ = 0;
+};
+
+}  // namespace phalanx

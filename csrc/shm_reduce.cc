@@ -1,0 +1,197 @@
+#include "shm_reduce.h"
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
+namespace phalanx {
+namespace {
+
+constexpr std::size_t kBlock = 512;  // elements whose running result stays in the first-level cache
+
+// How a type is kept in memory, and in which type it is added up.
+template <class T>
+struct Plain {
+  using Kept = T;
+  using Sum = T;
+  static Sum widened(Kept value) { return value; }
+  static Kept narrowed(Sum value) { return value; }
+};
+
+struct Bfloat16 {
+  using Kept = std::uint16_t;
+  using Sum = float;
+  static float widened(Kept bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+  static Kept narrowed(float value) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return static_cast<Kept>(value != value ? 0x7FC0 : nearest);
+  }
+};
+
+// Branch-free, so that the compiler makes vector loops of it; subnormals go through the multiplication.
+struct Float16 {
+  using Kept = std::uint16_t;
+  using Sum = float;
+  static float widened(Kept bits) {
+    const std::uint32_t magnitude = std::uint32_t{bits & 0x7FFFu} << 13;
+    const auto scaled = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
+    const std::uint32_t special = magnitude | 0x7F800000;  // infinity and NaN keep the fraction
+    const std::uint32_t value = magnitude >= 0x0F800000 ? special : scaled;
+    return std::bit_cast<float>(value | std::uint32_t{bits & 0x8000u} << 16);
+  }
+  static Kept narrowed(float value) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+    // Adding 0.5 lines a small number's bits up with those of a half-precision subnormal, rounding on the way.
+    const std::uint32_t small = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3F000000;
+    const std::uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    const std::uint32_t special = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
+    const std::uint32_t half = magnitude >= 0x477FF000 ? special : magnitude < 0x38800000 ? small : normal;
+    return static_cast<Kept>(half | (bits >> 16 & 0x8000));
+  }
+};
+
+// Whole numbers wrap around, also where C++ leaves a signed overflow open.
+template <class T, class F>
+T wrapped(T a, T b, F combine) {
+  if constexpr (std::is_integral_v<T>) {
+    using Wide = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
+    return static_cast<T>(combine(static_cast<Wide>(a), static_cast<Wide>(b)));
+  } else {
+    return combine(a, b);
+  }
+}
+
+struct Add {
+  template <class T>
+  T operator()(T a, T b) const { return wrapped(a, b, [](auto x, auto y) { return x + y; }); }
+};
+struct Multiply {
+  template <class T>
+  T operator()(T a, T b) const { return wrapped(a, b, [](auto x, auto y) { return x * y; }); }
+};
+struct Least {
+  template <class T>
+  T operator()(T a, T b) const { return b < a ? b : a; }
+};
+struct Greatest {
+  template <class T>
+  T operator()(T a, T b) const { return a < b ? b : a; }
+};
+struct And {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a & b); }
+};
+struct Or {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a | b); }
+};
+struct Xor {
+  template <class T>
+  T operator()(T a, T b) const { return static_cast<T>(a ^ b); }
+};
+
+// The result of a block lies in `sums` between the parts; the first two parts and the last one are taken in one pass each
+// with what comes before and after them.
+template <class Number, class Combine, bool kMean>
+void run(std::byte* out, std::span<const std::byte* const> parts, std::size_t count) {
+  using Kept = typename Number::Kept;
+  using Sum = typename Number::Sum;
+  const Combine combine;
+  const Sum divisor = static_cast<Sum>(parts.size());
+  const auto finished = [=](Sum sum) {
+    if constexpr (kMean) sum /= divisor;
+    return Number::narrowed(sum);
+  };
+  const auto at = [&](std::size_t part, std::size_t begin) {
+    return reinterpret_cast<const Kept*>(parts[part]) + begin;
+  };
+  alignas(64) Sum sums[kBlock];
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    const std::size_t n = std::min(kBlock, count - begin), last = parts.size() - 1;
+    Kept* const into = reinterpret_cast<Kept*>(out) + begin;
+    const Kept* const first = at(0, begin);
+    const Kept* const second = at(std::min<std::size_t>(1, last), begin);
+    if (last == 0) {
+      for (std::size_t i = 0; i < n; ++i) into[i] = finished(Number::widened(first[i]));
+    } else if (last == 1) {
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < n; ++i)
+        into[i] = finished(combine(Number::widened(first[i]), Number::widened(second[i])));
+    } else {
+      for (std::size_t i = 0; i < n; ++i) sums[i] = combine(Number::widened(first[i]), Number::widened(second[i]));
+      for (std::size_t part = 2; part < last; ++part) {
+        const Kept* const next = at(part, begin);
+        for (std::size_t i = 0; i < n; ++i) sums[i] = combine(sums[i], Number::widened(next[i]));
+      }
+      const Kept* const final = at(last, begin);
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < n; ++i) into[i] = finished(combine(sums[i], Number::widened(final[i])));
+    }
+  }
+}
+
+template <class Number>
+void run_any(Reduce reduce, std::byte* out, std::span<const std::byte* const> parts, std::size_t count) {
+  switch (reduce) {
+    case Reduce::kSum: return run<Number, Add, false>(out, parts, count);
+    case Reduce::kMean: return run<Number, Add, std::is_floating_point_v<typename Number::Sum>>(out, parts, count);
+    case Reduce::kProduct: return run<Number, Multiply, false>(out, parts, count);
+    case Reduce::kMin: return run<Number, Least, false>(out, parts, count);
+    case Reduce::kMax: return run<Number, Greatest, false>(out, parts, count);
+    default: break;
+  }
+  if constexpr (std::is_integral_v<typename Number::Sum>) {
+    switch (reduce) {
+      case Reduce::kAnd: return run<Number, And, false>(out, parts, count);
+      case Reduce::kOr: return run<Number, Or, false>(out, parts, count);
+      case Reduce::kXor: return run<Number, Xor, false>(out, parts, count);
+      default: break;
+    }
+  }
+}
+
+// Truth values: a sum is true where any is, a product where all are.
+Reduce of_truths(Reduce reduce) {
+  switch (reduce) {
+    case Reduce::kSum: case Reduce::kMax: return Reduce::kOr;
+    case Reduce::kProduct: case Reduce::kMin: return Reduce::kAnd;
+    default: return reduce;
+  }
+}
+
+}  // namespace
+
+std::size_t width_of(Type type) {
+  constexpr std::size_t kWidths[] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
+  return kWidths[static_cast<std::size_t>(type)];
+}
+
+const char* name_of(Type type) {
+  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16", "uint8",
+                                    "int8",    "int16",   "int32",    "int64",   "bool"};
+  return kNames[static_cast<std::size_t>(type)];
+}
+
+const char* name_of(Reduce reduce) {
+  constexpr const char* kNames[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
+  return kNames[static_cast<std::size_t>(reduce)];
+}
+
+void reduce(Type type, Reduce reduce, std::byte* out, std::span<const std::byte* const> parts, std::size_t count) {
+  switch (type) {
+    case Type::kFloat32: return run_any<Plain<float>>(reduce, out, parts, count);
+    case Type::kFloat64: return run_any<Plain<double>>(reduce, out, parts, count);
+    case Type::kBfloat16: return run_any<Bfloat16>(reduce, out, parts, count);
+    case Type::kFloat16: return run_any<Float16>(reduce, out, parts, count);
+    case Type::kUint8: return run_any<Plain<std::uint8_t>>(reduce, out, parts, count);
+    case Type::kInt8: return run_any<Plain<std::int8_t>>(reduce, out, parts, count);
+    case Type::kInt16: return run_any<Plain<std::int16_t>>(reduce, out, parts, count);
+    case Type::kInt32: return run_any<Plain<std::int32_t>>(reduce, out, parts, count);
+    case Type::kInt64: return run_any<Plain<std::int64_t>>(reduce, out, parts, count);
+    case Type::kBool: return run_any<Plain<std::uint8_t>>(of_truths(reduce), out, parts, count);
+  }
+}
+
+}  // namespace phalanx

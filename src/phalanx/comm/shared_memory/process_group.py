@@ -1,0 +1,365 @@
+"""`SharedMemoryGroup`: a torch process group whose ranks share memory where they share a host.
+
+What moves bytes is `csrc/shm_group.h`; here torch's calls become its calls. Tensors of other devices, sparse tensors
+and everything between hosts but `all_reduce` go to the backends that know them.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# Other backends' works come back as they are, and torch's bindings are untyped.
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+from phalanx.comm.shared_memory import hosts
+from phalanx.comm.shared_memory.buffers import (
+    Landing,
+    Numbers,
+    even,
+    reduction,
+    require_fit,
+    shares,
+    to_move,
+    to_reduce,
+)
+from phalanx.comm.shared_memory.torch_group import NamedGroup
+from phalanx.comm.shared_memory.work import Keeper, SharedWork
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.comm")
+
+
+class SharedMemoryGroup(NamedGroup):
+    """One group of ranks; torch makes it for the backend `shm`.
+
+    Args:
+        options: What torch says of the group: store, ranks, timeout.
+    """
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._coalesced: list[SharedWork] | None = None
+        self._keeper = Keeper(f"phalanx shm {options.group_id}")
+        ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        me = f"rank {ranks[self._rank]} (host {socket.gethostname()}, pid {os.getpid()})"
+        met = hosts.meet(self._store, self._rank, self._size, me, self._timeout)
+        self._core = met.core
+        self._between = met.between
+        self._carrier: Any = met.core or met.between
+        self.carrier = met.carrier
+        """What carries the tensors of the CPU, in words."""
+
+        if met.refusal:
+            logger.warning("this group of ranks uses gloo instead of shared memory: %s", met.refusal)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may take from now on."""
+        self._timeout = timeout
+        if self._core is not None:
+            self._core.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Leave the group. Operations under way fail."""
+        if self._core is not None:
+            self._core.close()
+        if self._between is not None:
+            self._between.close()
+        self._keeper.stop()
+        for other in self._others.values():
+            other.shutdown()
+
+    abort = shutdown
+
+    # Collectives. Their lists are torch's: tensors of one call for each device of a rank, here always one.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Combine tensors over the ranks, in place."""
+        opts = opts or dist.AllreduceOptions()
+        if (work := self._errands(tensors, opts)) is not None:
+            return work
+        if (other := self._other(tensors[0])) is not None:
+            return other.allreduce(tensors, opts)
+        return self._reduced(tensors, opts, "all_reduce", lambda n, how: self._core.all_reduce(*n, how))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Combine several tensors over the ranks, in place."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        if (work := self._errands(tensors, opts)) is not None:
+            return work
+        if (other := self._other(tensors[0])) is not None:
+            return other.allreduce_coalesced(tensors, opts)
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """Combine tensors over the ranks, in place at the root."""
+        if (other := self._other(tensors[0])) is not None:
+            return other.reduce(tensors, opts)
+        return self._reduced(tensors, opts, "reduce", lambda n, how: self._core.reduce(*n, how, opts.rootRank))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """Give every rank the root's tensors."""
+        if (other := self._other(tensors[0])) is not None:
+            return other.broadcast(tensors, opts)
+        landing = Landing(tensors, keep_values=True)
+        operations = [self._core.broadcast(*to_move(t), opts.rootRank) for t in landing.memory]
+        return self._issued(operations, tensors, landing, opts, landing.then)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Give every rank all ranks' tensors, which may differ in length."""
+        if (other := self._other(inputs[0])) is not None:
+            return other.allgather(outputs, inputs, opts or AllgatherOptions())
+        works = [self._gathered(outs, x, opts) for outs, x in zip(outputs, inputs, strict=True)]
+        return works[0] if len(works) == 1 else self._joined(works)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Give every rank all ranks' tensors; `outputs` has one list for each rank."""
+        return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Give every rank all ranks' tensors, one behind the other."""
+        if (other := self._other(input)) is not None:
+            return other._allgather_base(output, input, opts or AllgatherOptions())
+        landing, x = Landing([output]), input.contiguous()
+        address, count, code = to_move(x)
+        places = even(landing.memory[0], x, self._size, "all_gather")
+        operation = self._core.all_gather(address, places, [count] * self._size, code)
+        return self._issued([operation], [output], (landing, x), opts, landing.then)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """`all_gather_single` of several tensors."""
+        if (other := self._other(inputs[0])) is not None:
+            return other.allgather_into_tensor_coalesced(outputs, inputs, opts or AllgatherOptions())
+        return self._joined([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """Combine one tensor for each rank over the ranks; each keeps its own, which may differ in length."""
+        opts = opts or dist.ReduceScatterOptions()
+        if (other := self._other(outputs[0])) is not None:
+            return other.reduce_scatter(outputs, inputs, opts)
+        works = [self._scattered_sum(out, parts, opts) for out, parts in zip(outputs, inputs, strict=True)]
+        return works[0] if len(works) == 1 else self._joined(works)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Combine a tensor over the ranks; each keeps its run of it."""
+        opts = opts or dist.ReduceScatterOptions()
+        if (other := self._other(input)) is not None:
+            return other._reduce_scatter_base(output, input, opts)
+        landing, x = Landing([output]), input.contiguous()
+        places = even(x, landing.memory[0], self._size, "reduce_scatter")
+        address, count, code = to_reduce(landing.memory[0], "reduce_scatter")
+        how = reduction(opts.reduceOp, output, "reduce_scatter")
+        operation = self._core.reduce_scatter(places, address, [count] * self._size, code, how)
+        return self._issued([operation], [output], (landing, x), opts, landing.then)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """`reduce_scatter_single` of several tensors."""
+        if (other := self._other(inputs[0])) is not None:
+            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self._joined([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        """Send a run of rows to every rank, and put what arrives one behind the other."""
+        if (other := self._other(input)) is not None:
+            return other.alltoall_base(output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
+        landing, x = Landing([output]), input.contiguous()
+        to = shares(landing.memory[0], output_splits or self._even_rows(output), "all_to_all_single output")
+        given = shares(x, input_splits or self._even_rows(input), "all_to_all_single input")
+        return self._issued([self._exchange(given, to)], [output], (landing, x), opts, landing.then)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send a tensor to every rank."""
+        if (other := self._other(inputs[0])) is not None:
+            return other.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        landing, given = Landing(outputs), [x.contiguous() for x in inputs]
+        operation = self._exchange([to_move(x) for x in given], [to_move(t) for t in landing.memory])
+        return self._issued([operation], outputs, (landing, given), opts, landing.then)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """Give the root all ranks' tensors."""
+        if (other := self._other(inputs[0])) is not None:
+            return other.gather(outputs, inputs, opts)
+        (x,), tensors = [t.contiguous() for t in inputs], outputs[0] if outputs else []
+        require_fit(x, tensors, "gather", self._size)
+        landing = Landing(tensors)
+        address, count, code = to_move(x)
+        operation = self._core.gather(address, [t.data_ptr() for t in landing.memory], count, code, opts.rootRank)
+        return self._issued([operation], tensors, (landing, x), opts, landing.then)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        """Give every rank its tensor of the root's."""
+        if (other := self._other(outputs[0])) is not None:
+            return other.scatter(outputs, inputs, opts)
+        given = [x.contiguous() for x in inputs[0]] if inputs else []
+        require_fit(outputs[0], given, "scatter", self._size)
+        landing = Landing(outputs)
+        address, count, code = to_move(landing.memory[0])
+        operation = self._core.scatter([x.data_ptr() for x in given], address, count, code, opts.rootRank)
+        return self._issued([operation], outputs, (landing, given), opts, landing.then)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait until every rank is here."""
+        opts = opts or dist.BarrierOptions()
+        if self._core is None:
+            return self._gloo().barrier(opts)
+        return self._issued([self._core.barrier()], [], None, opts, None)
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Send a tensor to a rank."""
+        if (other := self._other(tensors[0])) is not None:
+            return other.send(tensors, rank, tag)
+        x = tensors[0].contiguous()
+        return self._issued([self._core.send(x.data_ptr(), _bytes_of(x), rank, tag)], tensors, x, None, None)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Receive a tensor from a rank."""
+        if (other := self._other(tensors[0])) is not None:
+            return other.recv(tensors, rank, tag)
+        landing = Landing(tensors)
+        (memory,) = landing.memory
+        operation = self._core.receive(memory.data_ptr(), _bytes_of(memory), rank, tag)
+        return self._issued([operation], tensors, landing, None, landing.then)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """Receive a tensor from whichever rank sends one."""
+        if (other := self._other(tensors[0])) is not None:
+            return other.recv_anysource(tensors, tag)
+        return self.recv(tensors, -1, tag)
+
+    # torch before 2.13 has these names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._get_backend(device)._start_coalescing()
+        else:
+            self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            work: dist.Work = self._get_backend(device)._end_coalescing()
+            return work
+        works, self._coalesced = self._coalesced or [], None
+        return self._joined(works)
+
+    # How it is done.
+
+    def _other(self, tensor: Tensor) -> Any:
+        """Return the backend that a tensor is for, or None when it is for us."""
+        if tensor.is_cpu:
+            if self._core is not None and tensor.layout is torch.strided:
+                return None
+            return self._gloo()
+        return self._others.get(tensor.device.type) or self._gloo()
+
+    def _errands(self, tensors: list[Tensor], opts: Any) -> SharedWork | None:
+        """Issue an all_reduce over several hosts; None for tensors that have to go another way."""
+        if self._between is None or not all(hosts.can_carry(t) for t in tensors):
+            return None
+        codes = [reduction(opts.reduceOp, t, "all_reduce") for t in tensors]
+        landing = Landing(tensors, keep_values=True)
+        errands = [self._between.all_reduce(*each) for each in zip(landing.memory, codes, strict=True)]
+        return self._issued(errands, tensors, landing, opts, landing.then)
+
+    def _reduced(self, tensors: list[Tensor], opts: Any, verb: str, issue: Callable[[Numbers, int], Any]) -> SharedWork:
+        landing = Landing(tensors, keep_values=True)
+        operations = []
+        for tensor in landing.memory:
+            numbers = to_reduce(tensor, verb)
+            operations.append(issue(numbers, reduction(opts.reduceOp, tensor, verb)))
+        return self._issued(operations, tensors, landing, opts, landing.then)
+
+    def _gathered(self, outputs: list[Tensor], input: Tensor, opts: Any) -> SharedWork:
+        landing, x = Landing(outputs), input.contiguous()
+        address, _, code = to_move(x)
+        if len(outputs) != self._size or outputs[self._rank].numel() != x.numel() or outputs[0].dtype is not x.dtype:
+            raise ConfigError(
+                f"all_gather needs {self._size} outputs of {x.dtype}, that of this rank with {x.numel()} numbers, "
+                f"found {len(outputs)} of {outputs[0].dtype} with {[t.numel() for t in outputs]}. Correct them."
+            )
+        numbers = [to_move(t) for t in landing.memory]
+        operation = self._core.all_gather(address, [n.address for n in numbers], [n.length for n in numbers], code)
+        return self._issued([operation], outputs, (landing, x), opts, landing.then)
+
+    def _scattered_sum(self, output: Tensor, parts: list[Tensor], opts: Any) -> SharedWork:
+        landing, given = Landing([output]), [x.contiguous() for x in parts]
+        address, _, code = to_reduce(landing.memory[0], "reduce_scatter")
+        if (
+            len(given) != self._size
+            or given[self._rank].numel() != output.numel()
+            or given[0].dtype is not output.dtype
+        ):
+            raise ConfigError(
+                f"reduce_scatter needs {self._size} inputs of {output.dtype}, that for this rank with {output.numel()} "
+                f"numbers, found {len(given)} of {given[0].dtype} with {[x.numel() for x in given]}. Correct them."
+            )
+        numbers = [to_reduce(x, "reduce_scatter") for x in given]
+        how = reduction(opts.reduceOp, output, "reduce_scatter")
+        counts = [n.length for n in numbers]
+        operation = self._core.reduce_scatter([n.address for n in numbers], address, counts, code, how)
+        return self._issued([operation], [output], (landing, given), opts, landing.then)
+
+    def _exchange(self, given: Sequence[Numbers], to: Sequence[Numbers]) -> Any:
+        if len(given) != self._size or len(to) != self._size:
+            raise ConfigError(
+                f"all_to_all over {self._size} ranks needs that many inputs and outputs, found {len(given)} "
+                f"and {len(to)}."
+            )
+        return self._core.all_to_all(
+            [n.address for n in given], [n.length for n in given], [n.address for n in to], [n.length for n in to],
+            given[0].type,
+        )  # fmt: skip
+
+    def _even_rows(self, tensor: Tensor) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows % self._size:
+            raise ConfigError(
+                f"all_to_all_single cannot cut {rows} rows evenly for {self._size} ranks. Give split sizes."
+            )
+        return [rows // self._size] * self._size
+
+    def _issued(
+        self, operations: list[Any], result: list[Tensor], held: object, opts: Any, then: Callable[[], None] | None
+    ) -> SharedWork:
+        work = SharedWork(self._carrier, operations, result, held, then)
+        if opts is not None and not opts.asyncOp and self._coalesced is None:
+            work.wait()
+        elif not work.is_completed():
+            self._keeper.keep(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _joined(self, works: Sequence[SharedWork]) -> SharedWork:
+        """Return one work for several."""
+        operations = [operation for work in works for operation in work.operations]
+        result = [tensor for work in works for tensor in work.result()]
+
+        def wait_for_each() -> None:
+            for work in works:
+                work.wait()
+
+        return SharedWork(self._carrier, operations, result, works, wait_for_each)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

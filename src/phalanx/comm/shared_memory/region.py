@@ -1,0 +1,94 @@
+"""Memory that the ranks of a group on one host share: made by one, opened by the others, without a name on disk.
+
+The memory is a `memfd`: it has no file name, so nothing can be left behind however a rank ends, and the size of
+/dev/shm does not matter. The others open it through /proc, which only the same user may do. The store carries where it
+is and a random word that proves it is the right one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from phalanx._core import SharedGroup
+
+
+def host_identity() -> str:
+    """Return what is equal for processes that can share memory: one kernel, one space of process ids, one user.
+
+    `PHALANX_HOST_ID` stands in for it, to try on one machine what happens between hosts.
+    """
+    if given := os.environ.get("PHALANX_HOST_ID", "").strip():
+        return given
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+
+
+def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: float) -> tuple[SharedGroup | None, str]:
+    """Enter the memory of the group's ranks on this host. Collective over `local`.
+
+    Args:
+        store: Keys of this group alone.
+        rank: This rank in the group.
+        local: The ranks of the group on this host, this one included; the first makes the memory.
+        name: How errors of other ranks call this one.
+        timeout_s: Seconds an operation may take.
+
+    Returns:
+        The native group, or None with the reason that keeps this rank out.
+    """
+    core, refusal, made = None, "", -1
+    try:
+        from phalanx import _core
+
+        size = _core.SharedGroup.bytes_for(len(local))
+        if rank == local[0]:
+            made = _make(store, rank, size)
+        with _opened(store, local[0], size) as fd:
+            core = _core.SharedGroup(fd, local.index(rank), len(local), name, timeout_s)
+    except ImportError:
+        refusal = "the native core is not built here"
+    except (OSError, RuntimeError) as error:
+        refusal = f"the shared memory cannot be used ({error})"
+    if rank == local[0] and made < 0:
+        store.set(f"region/{rank}", "")  # the others must not wait for it
+    store.set(f"entered/{rank}", "")
+    if made >= 0:
+        store.wait([f"entered/{r}" for r in local])  # until then they open it through this descriptor
+        os.close(made)
+    return core, refusal
+
+
+def _make(store: Store, rank: int, size: int) -> int:
+    word = secrets.token_hex(16)
+    fd = os.memfd_create(f"phalanx-{word}", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size)
+    store.set(f"region/{rank}", f"{os.getpid()} {fd} {word}")
+    return fd
+
+
+@contextlib.contextmanager
+def _opened(store: Store, maker: int, size: int) -> Iterator[int]:
+    place = store.get(f"region/{maker}").decode().split()
+    if not place:
+        raise OSError("the first rank could not make it")
+    pid, number, word = place
+    path = f"/proc/{pid}/fd/{number}"
+    if f"phalanx-{word}" not in os.readlink(path):
+        raise OSError(f"{path} is something else by now")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != size:
+            raise OSError(f"it has {os.fstat(fd).st_size} bytes, not {size}: builds of the native core differ")
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,160 @@
+"""What a caller holds of an operation under way, and the thread that brings it to its end when nobody waits."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Carrier(Protocol):
+    """What carries operations out: the native group, or `hosts.Between`."""
+
+    def wait(self, operation: Any, timeout_s: float, /) -> None:
+        """Wait for the end; raises what ended it."""
+
+    def tend(self, operation: Any, /) -> None:
+        """Wait for the end in the background; does not raise."""
+
+
+class SharedWork(dist.Work):
+    """One call of the process group: one operation, or several that belong together.
+
+    Args:
+        carrier: What carries the operations out.
+        operations: In the order of their issue.
+        result: Tensors the caller gets.
+        held: Memory the operations use; kept until they are done.
+        then: What is left to do once they are, such as copying into a tensor with gaps.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        operations: Sequence[Any],
+        result: list[Tensor],
+        held: object,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._carrier, self.operations, self._result = carrier, operations, result
+        self._held, self._then = held, then
+        self._error: Exception | None = None
+        self._begun: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+        self._is_settled = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end; the group's timeout holds where none is given.
+
+        Raises:
+            PeerLostError: If a rank ended or did not come in time.
+            ConfigError: If ranks made different calls.
+        """
+        if not self._is_settled:
+            self._settle(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._is_settled or all(operation.is_done for operation in self.operations)
+
+    def is_success(self) -> bool:
+        """Return whether it ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return the error that ended it, if one did."""
+        if self.is_completed():
+            self._settle()
+        return self._error
+
+    def synchronize(self) -> None:
+        """Wait: there is no stream to wait on instead."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that were filled."""
+        return self._result
+
+    def _source_rank(self) -> int:
+        return int(self.operations[-1].peer)
+
+    source_rank = _source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of the tensors that were filled."""
+        with self._lock:
+            if self._future is None:
+                # The error is raised in a callback because torch's C++ sees no other error that Python sets.
+                self._begun = torch.futures.Future()
+                self._future = self._begun.then(self._outcome)
+                if self._is_settled:
+                    self._begun.set_result(None)
+            return self._future
+
+    def tend(self) -> None:
+        """Bring it to its end from a thread that has nothing else to do."""
+        for operation in self.operations:
+            self._carrier.tend(operation)
+        self._settle()
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _settle(self, timeout_s: float = 0.0) -> None:
+        error: Exception | None = None
+        try:
+            for operation in self.operations:
+                self._carrier.wait(operation, timeout_s)
+        except Exception as found:  # noqa: BLE001 -- kept for whoever asks
+            error = found
+        with self._lock:
+            if self._is_settled:
+                return
+            if error is None and self._then is not None:
+                self._then()
+            self._error = error
+            self._held = self._then = None
+            self._is_settled = True
+            begun = self._begun
+        if begun is not None:
+            begun.set_result(None)
+
+
+class Keeper:
+    """Brings asynchronous works to their end in the order of their issue, on a thread that starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._works: queue.SimpleQueue[SharedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, work: SharedWork) -> None:
+        """Hold a work, and with it its tensors, until it is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def stop(self) -> None:
+        """End the thread once the works it holds are done."""
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work.tend()
