@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -10,8 +12,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.fractions import LayerKind, fractions, fractions_table
+from phalanx.plan.mesh import reduced_along, sharded_along
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Table
+from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 
 _WIDTH = 120
 """Columns of a printed table; log files have no terminal to ask."""
@@ -25,6 +29,9 @@ class Row:
     tensors: int
     elements: int
     bytes: int
+    rank_bytes: int
+    """Of what one rank holds, the largest slice where slices differ; 0 on servers."""
+
     place: str
     update: str
 
@@ -59,6 +66,8 @@ class Explanation:
     """Bytes of gradients in one step's all-reduces, per rank."""
 
     tables: tuple[TableRow, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
+    """Kinds of layers, when they were measured."""
 
     def to_json(self) -> str:
         """Return everything the table shows as one JSON object."""
@@ -70,6 +79,7 @@ class Explanation:
                 "collectives_per_step": self.collectives,
                 "reduced_bytes_per_step": self.reduced_bytes,
                 "tables": [{name: getattr(row, name) for name in TableRow.__slots__} for row in self.tables],
+                "fractions": fractions(self.kinds),
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
@@ -83,12 +93,14 @@ class Explanation:
     def __rich__(self) -> RenderableType:
         mesh = " x ".join(f"{axis.name}={axis.size}" for axis in self.plan.mesh) or "one rank"
         grid = Grid(title=f"Plan over {mesh}", title_justify="left")
-        for name in ("parameters", "tensors", "elements", "MB", "lives", "updated by"):
+        for name in ("parameters", "tensors", "elements", "MB", "MB a rank", "lives", "updated by"):
             grid.add_column(name, justify="left" if name in ("parameters", "lives", "updated by") else "right")
         for row in self.rows:
-            cells = (f"{row.tensors}", f"{row.elements:,}", f"{row.bytes / 1e6:.1f}", row.place, row.update)
-            grid.add_row(row.match, *cells)
+            sizes = (f"{row.tensors}", f"{row.elements:,}", f"{row.bytes / 1e6:.1f}", f"{row.rank_bytes / 1e6:.1f}")
+            grid.add_row(row.match, *sizes, row.place, row.update)
         parts: list[RenderableType] = [grid, *self._tables()]
+        if self.kinds:
+            parts.append(fractions_table(self.kinds))
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
@@ -104,12 +116,13 @@ class Explanation:
         return [grid]
 
 
-def explain(plan: Plan, shape: ModelShape) -> Explanation:
+def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> Explanation:
     """Say what a Plan does to a model of this shape. Pure.
 
     Args:
         plan: The Plan.
         shape: The model's parameters.
+        kinds: Its kinds of layers, when they were measured.
     """
     buckets = all_reduce_buckets(plan, shape) if plan.world_size > 1 else []
     covered: dict[str, tuple[ParamRule, list[ParamShape]]] = {}
@@ -122,6 +135,7 @@ def explain(plan: Plan, shape: ModelShape) -> Explanation:
             tensors=len(params),
             elements=sum(p.count for p in params),
             bytes=sum(p.bytes for p in params),
+            rank_bytes=sum(_rank_bytes(p, plan) for p in params),
             place=_place(rule, plan),
             update=_update(rule, plan),
         )
@@ -132,9 +146,25 @@ def explain(plan: Plan, shape: ModelShape) -> Explanation:
         rows=tuple(rows),
         gradients=sum(len(bucket.params) for bucket in buckets),
         collectives=len(buckets),
-        reduced_bytes=sum(p.bytes for bucket in buckets for p in bucket.params),
+        reduced_bytes=sum(_rank_bytes(p, plan) for bucket in buckets for p in bucket.params),
         tables=tuple(_table(table, plan) for table in plan.tables),
+        kinds=tuple(kinds),
     )
+
+
+def _rank_bytes(param: ParamShape, plan: Plan) -> int:
+    """Return the bytes of a parameter that one rank holds. A shape that its layer holds is that of a slice already."""
+    rule = plan.rule_for(param.name)
+    if not isinstance(rule.place, OnRanks):
+        return 0
+    if param.is_distributed:
+        return param.bytes
+    shape = list(param.shape)
+    for axis, placed in rule.place.layout.items():
+        if isinstance(placed, Shard):
+            sizes = placed.sizes or (-(-shape[placed.dim] // plan.axis_size(axis)),)
+            shape[placed.dim] = max(sizes)
+    return math.prod(shape) * param.item_bytes
 
 
 def _table(table: Table, plan: Plan) -> TableRow:
@@ -159,7 +189,8 @@ def _place(rule: ParamRule, plan: Plan) -> str:
     if not isinstance(rule.place, OnRanks):
         return f"{_home(plan)}, table {rule.place.table}"
     if rule.managed == "module":
-        return "a shard on each rank, held by its layer"
+        along = " x ".join(f"{axis}={plan.axis_size(axis)}" for axis in sharded_along(rule))
+        return f"cut over {along} by its layer" if along else "a shard, held by its layer"
     split = {axis: placed for axis, placed in rule.place.layout.items() if placed.kind != "replicate"}
     return ", ".join(f"{placed.kind} over {axis}" for axis, placed in split.items()) or (
         "whole on every rank" if plan.world_size > 1 else "this rank"
@@ -169,7 +200,7 @@ def _place(rule: ParamRule, plan: Plan) -> str:
 def _update(rule: ParamRule, plan: Plan) -> str:
     if isinstance(rule.update, Frozen):
         return "nothing (frozen)"
-    if rule.managed == "module":
+    if rule.managed == "module" and not reduced_along(plan, rule):
         return "its own rank, gradient scaled"
     if isinstance(rule.update, AllReduce):
         if plan.world_size == 1:
