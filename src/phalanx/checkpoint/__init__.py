@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from phalanx.errors import did_you_mean
+from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.background import wait
@@ -37,11 +36,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'phalanx.checkpoint' has no attribute {name!r}.{did_you_mean(name, __all__)}")
-    return getattr(importlib.import_module(f"phalanx.checkpoint.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

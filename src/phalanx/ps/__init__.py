@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from phalanx.errors import did_you_mean
+from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
     from phalanx.ps.ahead import prefetch
@@ -26,7 +25,22 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no
         Uniform,
     )
 
-_HOMES = {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
+_RULES = (
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Constant",
+    "CountFilter",
+    "Momentum",
+    "Normal",
+    "Probability",
+    "RMSprop",
+    "RowWiseAdagrad",
+    "ShowClick",
+    "Uniform",
+)
+_HOMES = dict.fromkeys(_RULES, "rules") | {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
 
 __all__ = [
     "FTRL",
@@ -48,13 +62,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'phalanx.ps' has no attribute {name!r}.{did_you_mean(name, __all__)}")
-    value = getattr(importlib.import_module(f"phalanx.ps.{_HOMES.get(name, 'rules')}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

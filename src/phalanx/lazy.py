@@ -1,0 +1,28 @@
+"""Packages whose names are imported when they are first touched."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.errors import did_you_mean
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package.
+
+    Args:
+        package: Its `__name__`.
+        homes: Every public name, and the module of the package that has it.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, homes)}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return getattribute, lambda: sorted(homes)
