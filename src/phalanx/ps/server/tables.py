@@ -80,7 +80,7 @@ class Tables:
         """Return the counts of each table, those from before a restart included."""
         return {
             name: {"rows": table.rows, "bytes": table.bytes, **dict(zip(_COUNTS, counts, strict=True))}
-            for (name, table), counts in zip(self.tables.items(), self.counts().values(), strict=True)
+            for (name, table), counts in zip(list(self.tables.items()), self.counts().values(), strict=True)
         }
 
     def counts(self) -> dict[str, list[int]]:
@@ -88,7 +88,7 @@ class Tables:
         none = [0] * len(_COUNTS)
         return {
             name: [before + getattr(t, c) for c, before in zip(_COUNTS, self._counted.get(name, none), strict=True)]
-            for name, t in self.tables.items()
+            for name, t in list(self.tables.items())
         }
 
     def count_from(self, counts: Mapping[str, list[int]]) -> None:
