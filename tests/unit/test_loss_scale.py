@@ -163,3 +163,10 @@ def test_float16_parameters_without_copies_are_updated_by_true_gradients() -> No
     optimizer.scale(model(torch.ones(1, 4).half()).float().sum()).backward()
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 1)
+
+
+def test_a_train_step_scales_its_loss() -> None:
+    model, optimizer, scale = made(growth_every=1, initial=4.0)
+    out = px.train_step(model, nn.functional.mse_loss, optimizer)(torch.ones(3, 4), torch.zeros(3, 2))
+    assert (scale.skipped, scale.value) == (0, 8.0)
+    torch.testing.assert_close(out.loss, nn.functional.mse_loss(made()[0](torch.ones(3, 4)), torch.zeros(3, 2)))

@@ -89,9 +89,15 @@ def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: An
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     keep = save_on_cpu(pin_memory=torch.cuda.is_available()) if rule.offload else nullcontext()
-    contexts = partial(_contexts, module, rule.recompute == "selective")
+    selective = rule.recompute == "selective"
     with keep:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if not torch.compiler.is_compiling():
+            contexts = partial(_contexts, module, selective)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if selective:
+            contexts = partial(create_selective_checkpoint_contexts, _kept())
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # a graph moves buffers once by itself
 
 
 def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:

@@ -28,6 +28,9 @@ class _Step:
 
     update: Callable[..., Any]
     gates: list[Gate] = field(default_factory=list)
+    is_ours: bool = False
+    """Whether `update` is a rule of ours."""
+
     has_updated: bool = True
     """Whether the last call updated."""
 
@@ -64,7 +67,15 @@ def replace_update(optimizer: Optimizer, update: Callable[[Optimizer], None]) ->
             update(self)
         return loss
 
-    _step_of(optimizer).update = Optimizer.profile_hook_step(step)
+    made = _step_of(optimizer)
+    made.update, made.is_ours = Optimizer.profile_hook_step(step), True
+
+
+def keep_update_out_of_graph(optimizer: Optimizer) -> None:
+    """Keep a rule of ours outside the graph when `step` is compiled: it loops over parameters, and communicates."""
+    made = _steps.get(optimizer)
+    if made is not None and made.is_ours:
+        made.update = torch.compiler.disable(made.update)
 
 
 def has_updated(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
 from phalanx.train.events import report, tell_loss
@@ -89,6 +90,7 @@ class TrainStep:
         if compiled:
             self._forward = torch.compile(self._compute, backend=self._forward_graphs)
             keep_out_of_graph(optimizer)
+            keep_update_out_of_graph(optimizer)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
             self._keep_rates_variable()
 
