@@ -23,7 +23,7 @@ from phalanx.comm import process_group
 from phalanx.data.shards import even_split
 from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.parallel.kept_state import keep_state
-from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Replicate, Shard, Step
+from phalanx.plan.value import Average, Axis, OnRanks, ParamRule, Plan, Replicate, Shard, Step
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -185,8 +185,9 @@ def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[in
 def _save_sharded(folder: Path) -> tuple[Any, ...]:
     px.init()
     model, optimizer = _make_fsdp(0)
+    ema = px.EMA(model, decay=0.5, optimizer=optimizer)
     _train_fsdp(model, optimizer)
-    px.save(folder / "fsdp", nn.Sequential(model)[0], optimizer)
+    px.save(folder / "fsdp", nn.Sequential(model)[0], optimizer, ema=ema)
     px.export_state_dict(model, folder / "fsdp-weights")
     columns, columns_optimizer = _make_columns([3, 2], 1)
     columns(torch.ones(2)).backward()
@@ -202,7 +203,11 @@ def _save_sharded(folder: Path) -> tuple[Any, ...]:
         px.export_state_dict(unknown, folder / "unknown-weights")
     with pytest.raises(ConfigError, match="is not whole on every rank"):
         px.export_program(model, (torch.ones(1, 6),), folder / "program.pt2")
-    return _state(model, optimizer), _gathered(columns, columns_optimizer, [3, 2])
+    return _state(model, optimizer), _gathered(columns, columns_optimizer, [3, 2]), _averages(ema)
+
+
+def _averages(ema: px.EMA) -> list[Tensor]:
+    return [_whole(tensor) for tensor in ema.state_dict()["shadow"].values()]
 
 
 def _train_fsdp(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -220,7 +225,8 @@ def _load_sharded(folder: Path) -> tuple[Any, ...]:
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     else:
         model, optimizer = _make_fsdp(5)
-    px.load(folder / "fsdp", model, optimizer)
+    ema = px.EMA(model, decay=0.5)
+    px.load(folder / "fsdp", model, optimizer, ema=ema)
     state = _state(model, optimizer)
     _train_fsdp(model, optimizer)  # state of the right kind, which steps
     px.load(folder / "fsdp-weights", model)
@@ -231,15 +237,61 @@ def _load_sharded(folder: Path) -> tuple[Any, ...]:
     unknown, _ = _make_columns(sizes, 2, says_layout=False)
     with pytest.raises(ConfigError, match=r"'model/weight' was saved as 2 parts .* cannot be cut anew for"):
         px.load(folder / "unknown", unknown)
-    return state, _gathered(columns, columns_optimizer, sizes)
+    return state, _gathered(columns, columns_optimizer, sizes), _averages(ema)
 
 
 def test_sharded_training_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
     saved = run_ranks(_save_sharded, 2, tmp_path)
     for ranks in (1, 4):
-        for state, columns in run_ranks(_load_sharded, ranks, tmp_path):
+        for state, columns, averages in run_ranks(_load_sharded, ranks, tmp_path):
             assert _same(state, saved[0][0])
             assert all(map(torch.equal, columns, saved[0][1]))
+            assert all(map(torch.equal, averages, saved[0][2]))
+
+
+# --- ranks that train apart ------------------------------------------------------------------------------------------
+
+
+def _make_apart(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, px.data.ShardedLoader]:
+    model = _mlp(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    update = Average(every=3, begin_step=1)
+    axes = (Axis(name="dp", size=px.init().world_size),)
+    plan = Plan(mesh=axes, params=(ParamRule(match="*", update=update),), step=Step(batch_axes=("dp",)))
+    _, _, loader = px.distribute(model, optimizer, DATA, global_batch=8, seed=1, plan=plan)
+    assert loader is not None
+    return model, optimizer, loader
+
+
+def _save_apart(folder: Path) -> tuple[dict[str, Tensor], ...]:
+    px.init()
+    model, optimizer, loader = _make_apart(0)
+    batches = iter(loader)
+    _train(model, optimizer, batches, 2)
+    saved = _state(model, optimizer)
+    px.save(folder, model, optimizer, loader)
+    _train(model, optimizer, batches, 2)
+    return saved, _state(model, optimizer)
+
+
+def _load_apart(folder: Path) -> tuple[dict[str, Tensor], ...]:
+    px.init()
+    model, optimizer, loader = _make_apart(1)
+    px.load(folder, model, optimizer, loader)
+    loaded = _state(model, optimizer)
+    _train(model, optimizer, iter(loader), 2)
+    return loaded, _state(model, optimizer)
+
+
+def test_ranks_that_train_apart_go_on_apart_or_with_their_mean(tmp_path: Path) -> None:
+    saved = run_ranks(_save_apart, 2, tmp_path)
+    assert not _same(saved[0][0], saved[1][0])
+    loaded = run_ranks(_load_apart, 2, tmp_path)
+    assert all(_same(a, b) for mine, its in zip(saved, loaded, strict=True) for a, b in zip(mine, its, strict=True))
+    for name, tensor in run_ranks(_load_apart, 1, tmp_path)[0][0].items():
+        a, b = saved[0][0][name], saved[1][0][name]
+        mean = (a.double() + b.double()) / 2 if tensor.is_floating_point() else a
+        assert torch.equal(tensor, mean.to(tensor.dtype)), name
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------

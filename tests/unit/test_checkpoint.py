@@ -19,6 +19,8 @@ import phalanx as px
 from phalanx.checkpoint.tensor_file import TensorFile, write_tensors
 from phalanx.errors import BackendError, ConfigError, DataError
 from phalanx.parallel.kept_state import keep_state
+from phalanx.parallel.learning_rate import LearningRateFactor, apply_factor
+from phalanx.parallel.step_hooks import hook_steps
 
 torch.manual_seed(3)
 DATA = (torch.randn(48, 4), torch.randint(0, 3, (48,)))
@@ -211,6 +213,47 @@ def test_state_that_techniques_keep_is_saved(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "phalanx"):
         px.load(tmp_path, without)
     assert "has state 'model/residual', which nothing here keeps" in caplog.text
+
+
+def test_a_warm_up_goes_on_where_it_was(tmp_path: Path) -> None:
+    rates = []
+
+    def warming() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        apply_factor(optimizer, LearningRateFactor(scale=3.0, warmup_steps=4))
+        hook_steps(optimizer, before=lambda it: rates.append(it.param_groups[0]["lr"]))
+        return model, optimizer
+
+    model, optimizer = warming()
+    optimizer.step()
+    optimizer.step()
+    px.save(tmp_path, model, optimizer)
+    other, other_optimizer = warming()
+    px.load(tmp_path, other, other_optimizer)
+    other_optimizer.step()
+    assert rates == [1.5, 2.0, 2.5]
+
+
+def test_rows_of_tables_are_saved_and_come_back(tmp_path: Path) -> None:
+    model = nn.Sequential(px.ps.SparseEmbedding(2, init=px.ps.Constant(0.5)), nn.Flatten(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    px.distribute(model, optimizer)
+    ids = torch.tensor([[3, 7]])
+
+    def step() -> list[float]:
+        model(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model(ids).tolist()
+
+    step()
+    px.save(tmp_path, model, optimizer)
+    rows = model[0](ids).detach().clone()
+    then = step()
+    px.load(tmp_path, model, optimizer)
+    assert torch.equal(model[0](ids), rows)
+    assert step() == then
 
 
 def test_the_newest_good_one_is_taken_and_the_skipped_are_named(

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from phalanx.checkpoint.held import Held, ModelView, of_tensor, own
 from phalanx.errors import ConfigError
 from phalanx.parallel.kept_state import kept_state
+from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.recipe.norms import local_part
 from phalanx.ps.snapshot.dense import packed
 
 
@@ -27,6 +29,7 @@ class Training:
     optimizer: Optimizer | None = None
     loader: Any = None
     scheduler: Any = None
+    ema: EMA | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -47,7 +50,8 @@ class Training:
     @property
     def words(self) -> list[str]:
         """Which of the objects there are."""
-        return [name for name in ("model", "optimizer", "loader", "scheduler") if getattr(self, name) is not None]
+        names = ("model", "optimizer", "loader", "scheduler", "ema")
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,15 @@ def capture(training: Training, extra: Mapping[str, Any] | None = None) -> Captu
     for word in ("loader", "scheduler"):
         if getattr(training, word) is not None:
             values[word] = getattr(training, word).state_dict()
+    if training.ema is not None:
+        average = training.ema.state_dict()
+        held |= view.average_held(average.pop("shadow"))
+        values["ema"] = average
     if extra is not None:
         values["extra"] = dict(extra)
     tensors: dict[str, Tensor] = {}
     tree = packed(values, "values", tensors)
-    held |= {own(view.rank, name): of_tensor(tensor) for name, tensor in tensors.items()}
+    held |= {own(view.rank, name): of_tensor(local_part(tensor)) for name, tensor in tensors.items()}
     return Captured(held, tree)
 
 

@@ -14,6 +14,7 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import save
 from phalanx.checkpoint.stopping import StopEdge
 from phalanx.errors import ConfigError
+from phalanx.parallel.recipe.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -40,6 +41,7 @@ class Checkpointer:
         optimizer: The optimizer.
         loader: The loader that `px.distribute` returned.
         scheduler: A learning-rate scheduler.
+        ema: A running average of the weights.
         every: Steps between two saves; only `save()` and SIGTERM save when omitted.
         keep: How many checkpoints to keep.
         background: Whether the saves of `step()` write while training goes on.
@@ -53,13 +55,14 @@ class Checkpointer:
         loader: Any = None,
         *,
         scheduler: Any = None,
+        ema: EMA | None = None,
         every: int | None = None,
         keep: int | None = 3,
         background: bool = True,
     ) -> None:
         if every is not None and every < 1:
             raise ConfigError(f"asked to save every {every} steps. Give at least 1.")
-        Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+        Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
         self.folder = Path(folder)
         self.steps = 0
         """Steps done, over all runs of the job."""
@@ -68,7 +71,8 @@ class Checkpointer:
         """Saved and loaded with the rest; yours to fill."""
 
         self._objects = (model, optimizer, loader)
-        self._scheduler, self._every, self._keep, self._background = scheduler, every, keep, background
+        self._named = {"scheduler": scheduler, "ema": ema}
+        self._every, self._keep, self._background = every, keep, background
         self._saved_at: int | None = None
         ranks = Ranks.meet("px.Checkpointer", {"folder": str(folder), "every": every, "keep": keep})
         self._stop = StopEdge(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
@@ -76,7 +80,7 @@ class Checkpointer:
 
     def resume(self) -> Loaded | None:
         """Go on from the newest whole checkpoint of the folder; return what was loaded, None where there is none."""
-        found = load_newest(self.folder, *self._objects, scheduler=self._scheduler)
+        found = load_newest(self.folder, *self._objects, **self._named)
         if found is not None:
             self.steps = self._saved_at = found.step
             self.extra = dict(found.extra or {})
@@ -105,7 +109,7 @@ class Checkpointer:
         path = save(
             self.folder,
             *self._objects,
-            scheduler=self._scheduler,
+            **self._named,
             step=self.steps,
             extra=self.extra,
             background=background,

@@ -21,8 +21,9 @@ from phalanx.parallel.describe import is_handle, is_module_held
 from phalanx.plan.mesh import Position
 from phalanx.plan.value import Average, OnRanks, Plan, Shard
 
-MODEL, OPTIMIZER, RANKS = "model/", "optimizer/", "ranks/"
-"""First words of the names of tensors in a checkpoint: the model's, its optimizer's, and those of one rank alone."""
+MODEL, OPTIMIZER, AVERAGE, RANKS = "model/", "optimizer/", "ema/", "ranks/"
+"""First words of the names of tensors in a checkpoint: the model's, its optimizer's, those of a running average of the
+model, and those of one rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ class ModelView:
         """Further names of tensors that have several."""
 
         self._read()
-        self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+        # Parameters whose rows are in a table are in no state dict, and in optimizers all the same.
+        self.names = {id(param): without_wrappers(name) for name, param in self.model.named_parameters()}
+        self.names |= {id(tensor): name for name, tensor in self.tensors.items()}
 
     @property
     def averages_parameters(self) -> bool:
@@ -93,7 +96,8 @@ class ModelView:
         tensor = self.tensors[name]
         is_param = isinstance(tensor, nn.Parameter)
         rule = self._plan.rule_for(name) if self._plan and is_param else None
-        if rule is not None and isinstance(rule.update, Average):
+        is_statistic = not is_param and tensor.is_floating_point() and self.averages_parameters
+        if is_statistic or (rule is not None and isinstance(rule.update, Average)):
             return Placement(is_apart=True)
         if not is_module_held(tensor):
             return WHOLE
@@ -129,6 +133,12 @@ class ModelView:
             name, split = own(self.rank, name), True
         return name, of_tensor(tensor, placement.slices, split=split)
 
+    def average_held(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
+        """Yield the tensors of a running average of the model, which lie as the model's own do."""
+        for name, tensor in shadow.items():
+            placement = self.placement(name)
+            yield self.place(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
+
     def optimizer_held(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[str, Held]]:
         """Yield tensors of optimizer state by their names in a checkpoint.
 
@@ -137,7 +147,9 @@ class ModelView:
             state: By parameter name, by key.
         """
         for name, entries in state.items():
-            param = self.tensors[name]
+            param = self.tensors.get(name)
+            if param is None:
+                continue  # its rows are in a table, with their state
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     yield self.place(f"{OPTIMIZER}{name}/{key}", value, self._placement_of_state(name, param, value))

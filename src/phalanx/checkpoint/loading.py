@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.capture import Training, combine, load_optimizer, load_scheduler, param_names, set_random_state
 from phalanx.checkpoint.find import newest_good, none_there
-from phalanx.checkpoint.held import MODEL, OPTIMIZER, RANKS, Held, ModelView, own
+from phalanx.checkpoint.held import AVERAGE, MODEL, OPTIMIZER, RANKS, Held, ModelView, own
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.names import require_same
 from phalanx.checkpoint.planning import Entry, Part, deal_out
@@ -27,6 +27,8 @@ from phalanx.checkpoint.weights import load_weights
 from phalanx.data.seeding import seed_all
 from phalanx.errors import ConfigError
 from phalanx.parallel.kept_state import kept_state
+from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.recipe.norms import local_part
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -52,6 +54,7 @@ def load(
     loader: Any = None,
     *,
     scheduler: Any = None,
+    ema: EMA | None = None,
 ) -> Loaded:
     """Load a checkpoint into a model and what trains it, in place.
 
@@ -67,6 +70,7 @@ def load(
         optimizer: Takes state and options of its groups.
         loader: Its next iteration goes on with the batch after the last that was trained on.
         scheduler: Takes its state.
+        ema: Takes the running average of the weights.
 
     Returns:
         Path, step and extra of what was loaded.
@@ -76,7 +80,7 @@ def load(
             anything is changed.
         DataError: If no checkpoint in the folder is whole; says why of each.
     """
-    found = load_newest(source, model, optimizer, loader, scheduler=scheduler)
+    found = load_newest(source, model, optimizer, loader, scheduler=scheduler, ema=ema)
     if found is None:
         assert not isinstance(source, Mapping)
         raise none_there(Path(source))
@@ -90,10 +94,11 @@ def load_newest(
     loader: Any = None,
     *,
     scheduler: Any = None,
+    ema: EMA | None = None,
 ) -> Loaded | None:
     """Do what `load` does, or return None where the folder has no checkpoint. Collective."""
     background_saves.wait()
-    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     if isinstance(source, Mapping) or Path(source).is_file():
         given = [word for word in training.words if word != "model"]
         if given:
@@ -206,6 +211,9 @@ class _Loading:
             for name in saved_names(self.manifest.tensors, OPTIMIZER):
                 if OPTIMIZER + name not in self.manifest.tensors:
                     self._require_joinable(OPTIMIZER + name)
+        if self.training.ema is not None:
+            saved = saved_names(self.manifest.tensors, AVERAGE)
+            require_same("averaged weights", self.training.ema.state_dict()["shadow"], saved, folder)
         if not self._is_same_size:
             self._require_common_values()
 
@@ -234,7 +242,22 @@ class _Loading:
             load_scheduler(self.training.scheduler, self.reader.values(self.twin, "scheduler"))
         if self.training.loader is not None:
             self.training.loader.load_state_dict(self.reader.values(self.twin, "loader"))
+        if self.training.ema is not None:
+            self._load_average(self.training.ema)
         self._load_kept()
+
+    def _load_average(self, ema: EMA) -> None:
+        shadow = {}
+        for name, tensor in ema.state_dict()["shadow"].items():
+            saved = self.manifest.tensors.get(AVERAGE + name)
+            if saved is None:
+                shadow[name] = self._of_all_ranks(AVERAGE + name)
+                continue
+            local_name = self.local_names[MODEL + name]
+            shadow[name] = torch.empty_like(local_part(tensor), dtype=saved.dtype)
+            box = self.layout[local_name].box_of(self.held[local_name].part)
+            self.reader.read(AVERAGE + name, shadow[name], box)
+        ema.load_state_dict({**self.reader.values(self.twin, "ema"), "shadow": shadow})
 
     def _fill(self, common: str, name: str) -> None:
         plain = common.removeprefix(MODEL)

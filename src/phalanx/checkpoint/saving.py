@@ -25,6 +25,7 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tables import save_tables
 from phalanx.checkpoint.tensor_file import write_tensors
 from phalanx.errors import ConfigError, PeerLostError
+from phalanx.parallel.recipe.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -39,6 +40,7 @@ def save(
     loader: Any = None,
     *,
     scheduler: Any = None,
+    ema: EMA | None = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     background: bool = False,
@@ -57,6 +59,7 @@ def save(
         optimizer: The optimizer over its parameters.
         loader: The loader that `px.distribute` returned. Inside the loop the batch in hand counts as done.
         scheduler: A learning-rate scheduler.
+        ema: A running average of the weights (`px.EMA`).
         step: Number of the checkpoint; one more than the highest there when omitted.
         extra: Anything else, as numbers, text, tensors, lists, tuples, dicts; `px.load(...).extra` returns it.
         background: Return when the state is copied to memory and write it while training goes on. The next save waits
@@ -79,7 +82,7 @@ def save(
         raise ConfigError(f"asked to keep {keep} checkpoints. Keep at least 1.")
     if step is not None and step < 0:
         raise ConfigError(f"asked to save step {step}. Give 0 or more.")
-    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     begun = _begin(ranks, Path(folder), step, training, extra)
     save_tables(ranks, begun.path / f"tables-{begun.name}", model)
     writing = Writing(ranks, begun, keep, training, started)

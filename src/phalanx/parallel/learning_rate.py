@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from phalanx.errors import StrategyError
+from phalanx.parallel.kept_state import keep_state
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.strategy import DistributedStrategy
 
@@ -72,6 +73,35 @@ def factor_for(
     return None if scale == 1.0 and warmup == 0 else LearningRateFactor(scale, warmup)
 
 
+class _Warmup:
+    """Multiplies the learning rate around every step by the factor of that step."""
+
+    def __init__(self, factor: LearningRateFactor) -> None:
+        self._factor = factor
+        self._own: list[Any] = []
+        self.step = 0
+
+    def multiply(self, optimizer: Optimizer) -> None:
+        """Apply the factor of the step that begins."""
+        self._own = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * self._factor.at(self.step)
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Take the factor off again, and count the step."""
+        self.step += 1
+        for group, lr in zip(optimizer.param_groups, self._own, strict=True):
+            group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many steps were made."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after as many steps."""
+        self.step = state["step"]
+
+
 def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
     """Multiply the learning rate during every `optimizer.step()` by the factor of that step.
 
@@ -79,18 +109,6 @@ def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
         optimizer: The optimizer; its `param_groups` show the user's own rates again after each step.
         factor: The multiplier of each step.
     """
-    step = 0
-    own: list[Any] = []
-
-    def multiply(optimizer: Optimizer) -> None:
-        own[:] = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor.at(step)
-
-    def restore(optimizer: Optimizer) -> None:
-        nonlocal step
-        step += 1
-        for group, lr in zip(optimizer.param_groups, own, strict=True):
-            group["lr"] = lr
-
-    hook_steps(optimizer, before=multiply, after=restore)
+    warmup = _Warmup(factor)
+    hook_steps(optimizer, before=warmup.multiply, after=warmup.restore)
+    keep_state(optimizer, "learning_rate", warmup, elsewhere="first")
