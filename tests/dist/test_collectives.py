@@ -305,7 +305,8 @@ def _lose_rank_1() -> str:
     return str(caught.value)
 
 
-def test_a_collective_with_a_dead_rank_names_itself():
+def test_a_collective_with_a_dead_rank_names_itself_and_the_rank():
     survivor, _ = run_ranks(_lose_rank_1, 2, expect_failure=True)
-    assert "all_reduce on rank 0 of 2 lost another rank" in survivor.value
+    assert "all_reduce, call 2 of the group, on rank 0 (" in survivor.value
+    assert "lost rank 1 (" in survivor.value
     assert not dist.is_initialized()

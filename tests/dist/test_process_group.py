@@ -43,7 +43,7 @@ def _one_rank() -> bool:
 def test_each_rank_logs_its_group():
     outcomes = run_ranks(_sum_of_ranks, 2, expect_failure=True)
     for rank, outcome in enumerate(outcomes):
-        assert f"init gloo context nranks: 2 local rank: {rank} gpu id: -1 ring id: 0" in outcome.output
+        assert f"init shm context nranks: 2 local rank: {rank} gpu id: -1 ring id: 0" in outcome.output
 
 
 FLEET_ONLY = dict.fromkeys(

@@ -94,7 +94,7 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
     Args:
         role: Who this process is; when omitted read from the environment, or, where no launcher wrote one, from the
             process group that the script made itself.
-        backend: torch backend name; `gloo` on CPU and `cpu:gloo,cuda:nccl` with CUDA when omitted.
+        backend: torch backend name; PHALANX_BACKEND, or `shm` on CPU and `cpu:shm,cuda:nccl` with CUDA, when omitted.
         timeout_s: Seconds to wait for the other ranks; 60 when omitted.
 
     Raises:

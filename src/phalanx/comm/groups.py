@@ -91,7 +91,9 @@ def _make(key: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
         _made.groups[key] = dist.new_group(list(key), backend=backend)
         if dist.get_rank() in key:
             ring = len(_made.groups)
-            process_group.log_group(backend or dist.get_backend(), len(key), key.index(dist.get_rank()), ring)
+            process_group.log_group(
+                backend or dist.get_backend(), key.index(dist.get_rank()), ring, group=_made.groups[key]
+            )
     return _made.groups[key]
 
 

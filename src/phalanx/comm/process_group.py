@@ -18,8 +18,9 @@ from phalanx import __version__
 from phalanx.cluster import network
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
 from phalanx.cluster.role import Role
+from phalanx.comm import shared_memory
 from phalanx.comm.store import JobStore, addresses_of, open_store, probe
-from phalanx.errors import ConfigError, RoleError
+from phalanx.errors import ConfigError, RoleError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -79,7 +80,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
 
     Args:
         role: Who this process is.
-        backend: torch backend name; `gloo`, or `cpu:gloo,cuda:nccl` where a card is used, when omitted.
+        backend: torch backend name; PHALANX_BACKEND when omitted, and without that `shm`, or `cpu:shm,cuda:nccl` where a
+            card is used.
         timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT_S or 60 when omitted.
 
     Returns:
@@ -87,7 +89,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         worker that was started again beside servers: the others are in a group that goes on, or fails, without it.
 
     Raises:
-        ConfigError: If the script's group does not fit the role, or versions differ between ranks.
+        ConfigError: If the script's group does not fit the role, versions differ between ranks, or torch has no such
+            backend.
         PeerLostError: If a rank or the store did not come in time; names them.
     """
     global _meeting, _outsider, _starts
@@ -104,6 +107,7 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         )
         _outsider = role
         return False
+    backend = _choose_backend(backend)
     timeout_s = rendezvous_timeout_s() if timeout_s is None else timeout_s
     prefix = f"phalanx/{role.attempt}/{_starts}"
     _choose_interface(role)
@@ -113,10 +117,9 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
         timeout_s=timeout_s, clock=time.monotonic, say=logger.warning, probe=probe,
     )  # fmt: skip
     _starts += 1
-    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     _make_group(role, store, backend)
     _meeting = Meeting(role, store, peers)
-    log_group(backend, role.world_size, role.local_rank, ring=0)
+    log_group(backend, role.local_rank, ring=0)
     return True
 
 
@@ -174,11 +177,30 @@ def rendezvous_timeout_s() -> float:
     return seconds
 
 
-def log_group(backend: str, size: int, local_rank: int, ring: int) -> None:
-    """Log the line that says a group of ranks stands."""
+def log_group(backend: str, local_rank: int, ring: int, group: dist.ProcessGroup | None = None) -> None:
+    """Log the line that says a group of ranks stands, and what carries its tensors; `shm+gloo` spans several hosts."""
     card = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    name = "nccl" if card >= 0 and "nccl" in backend else "gloo" if "gloo" in backend else backend
+    made = group or dist.distributed_c10d._get_default_group()
+    name = "nccl" if card >= 0 and "nccl" in backend else getattr(made, "carrier", backend)
+    size = dist.get_world_size(group)
     logger.info("init %s context nranks: %d local rank: %d gpu id: %d ring id: %d", name, size, local_rank, card, ring)
+
+
+def _choose_backend(asked: str | None) -> str:
+    shared_memory.register()
+    chosen = asked or os.environ.get("PHALANX_BACKEND", "").strip()
+    if not chosen:
+        return f"cpu:{shared_memory.NAME},cuda:nccl" if torch.cuda.is_available() else shared_memory.NAME
+    known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+    for part in chosen.lower().split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            source = "backend=" if asked else "PHALANX_BACKEND="
+            raise ConfigError(
+                f"{source}{chosen} is no backend of torch {torch.__version__}.{did_you_mean(name, known)} "
+                f"Known are {', '.join(sorted(known))}, and pairs such as cpu:gloo,cuda:nccl."
+            )
+    return chosen
 
 
 def _log_card() -> None:
