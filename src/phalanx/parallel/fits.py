@@ -7,7 +7,7 @@ from torch import nn
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
 from phalanx.parallel.describe import owner_of
-from phalanx.parallel.tensor.swap import check_styles
+from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Average, OnRanks, ParamRule, Plan, Push, ReduceScatter, Schedule, Server, TopK

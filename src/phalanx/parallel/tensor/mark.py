@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.describe import is_module_held
 from phalanx.parallel.tensor.rows import ModelParallelLinear
@@ -95,6 +95,13 @@ def with_marks(plan: Plan, model: nn.Module) -> Plan:
         has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
         axis = asked.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
         plan = with_cut_layers(plan, asked.styled, axis, asked.size)
+    idle = [axis for axis in plan.mesh if axis.name == MODEL_AXIS and axis.size > 1]
+    if idle and not any(rule.style for rule in plan.modules) and not any(is_module_held(p) for p in model.parameters()):
+        raise PlanError(
+            f"the strategy asks for {idle[0].size} ranks that hold one copy of the layers together (tensor_parallel, "
+            "mp_degree), and no layer of this model is cut. Say which before it is distributed: px.shard(model, "
+            '{"classifier.*": "column"}).'
+        )
     return _with_layers_made_cut(plan, model)
 
 

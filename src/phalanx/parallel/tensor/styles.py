@@ -1,0 +1,186 @@
+"""Which layer each module with a style becomes, and whether it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from phalanx.errors import PlanError
+from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.tensor.cut import even_sizes
+from phalanx.parallel.tensor.dropout import CutDropout
+from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
+from phalanx.parallel.tensor.rows import ModelParallelLinear, RowwiseLinear
+from phalanx.parallel.tensor.vocab import VocabEmbedding
+from phalanx.plan.tensor_rules import CUT_DIM
+from phalanx.plan.value import ModuleRule, OnRanks, Plan, Shard, matches
+
+_SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
+    (nn.Linear, "column"): ColumnLinear,
+    (nn.Linear, "row"): RowLinear,
+    (nn.Linear, "vocab"): ColumnLinear,
+    (nn.Embedding, "vocab"): VocabEmbedding,
+    (nn.Dropout, "column"): CutDropout,
+    (nn.Dropout, "sequence"): CutDropout,
+}
+"""What a module becomes where ranks read the same rows."""
+
+_OWN_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
+    (nn.Linear, "column"): ModelParallelLinear,
+    (nn.Linear, "row"): RowwiseLinear,
+}
+"""What it becomes where ranks read rows of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One module with a style, and what becomes of it."""
+
+    name: str
+    module: nn.Module
+    rule: ModuleRule
+    axis: str
+    """Mesh axis along which it is cut."""
+
+    shards: tuple[tuple[str, Shard], ...]
+    """Its own parameters that are cut, and how."""
+
+
+def check_styles(plan: Plan, model: nn.Module) -> None:
+    """Raise unless every module can have the style that the Plan gives it. Not collective.
+
+    Raises:
+        PlanError: Names the first module or parameter that does not fit, and what would.
+    """
+    planned = list(planned_modules(plan, model))
+    cut = {one.name: {own for own, _ in one.shards} for one in planned}
+    for one in planned:
+        _check_kind(plan, one)
+        _check_shards(plan, one)
+        _check_embedding(one)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        for own, param in module.named_parameters(recurse=False):
+            rule = plan.rule_for(names[id(param)])
+            is_cut = isinstance(rule.place, OnRanks) and any(isinstance(p, Shard) for p in rule.place.layout.values())
+            if is_cut and rule.managed == "module" and not is_module_held(param) and own not in cut.get(name, ()):
+                raise PlanError(
+                    f"the Plan cuts parameter {names[id(param)]!r}, which module {name!r} ({type(module).__name__}) "
+                    "uses whole. Give that module a style too, or cut neither."
+                )
+
+
+def planned_modules(plan: Plan, model: nn.Module) -> Iterator[Planned]:
+    """Yield the modules with a style; those that a glob reaches and that cannot have it are left out."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    rules = [rule for rule in plan.modules if rule.style is not None]
+    for name, module in model.named_modules():
+        rule = next((rule for rule in reversed(rules) if matches(rule.match, name)), None)
+        if rule is None or (rule.match != name and not _knows(module, rule)):
+            continue
+        shards = tuple(
+            (own, shard)
+            for own, param in module.named_parameters(recurse=False)
+            if (shard := _shard_of(plan, names[id(param)])) and rule.style != "sequence"
+        )
+        axis = _axis_of(plan, rule, [names[id(param)] for param in module.parameters(recurse=False)])
+        if axis is not None:
+            yield Planned(name, module, rule, axis, shards)
+        elif rule.match == name:
+            raise PlanError(_without_axis(name, module, rule))
+
+
+def _knows(module: nn.Module, rule: ModuleRule) -> bool:
+    return rule.style == "sequence" or (type(module), rule.style) in _SAME_ROWS
+
+
+def _shard_of(plan: Plan, name: str) -> Shard | None:
+    """Return how the Plan cuts a parameter that its layer holds."""
+    rule = plan.rule_for(name)
+    if rule.managed != "module" or not isinstance(rule.place, OnRanks):
+        return None
+    return next((placed for placed in rule.place.layout.values() if isinstance(placed, Shard)), None)
+
+
+def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
+    """Return the axis along which a module's weight is cut, or else its input."""
+    for name in params if rule.style != "sequence" else ():
+        place = plan.rule_for(name).place
+        if _shard_of(plan, name) and isinstance(place, OnRanks):
+            return next(axis for axis, placed in place.layout.items() if isinstance(placed, Shard))
+    return next((axis for axis, placed in (rule.inputs or {}).items() if isinstance(placed, Shard)), None)
+
+
+def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
+    if rule.style in CUT_DIM and isinstance(module, nn.Linear | nn.Embedding):
+        return (
+            f"modules[{name}] has style {rule.style!r}, but no rule says along which axis its weight is cut. Add "
+            f'ParamRule(match="{name}.weight", place=OnRanks(layout={{axis: Shard(dim={CUT_DIM[rule.style]})}}), '
+            'managed="module").'
+        )
+    return (
+        f"modules[{name}] has style {rule.style!r}, but does not say along which axis its input is cut. Add "
+        "inputs={axis: Shard(dim=...)} to the rule."
+    )
+
+
+def _check_kind(plan: Plan, one: Planned) -> None:
+    style, kinds = one.rule.style, kinds_of(plan, one)
+    if style != "sequence" and (type(one.module), style) not in kinds:
+        known = ", ".join(sorted({kind.__name__ for kind, named in kinds if named == style})) or "nothing"
+        form = f"along {one.axis!r}, where ranks read {'rows of their own' if kinds is _OWN_ROWS else 'the same rows'}"
+        raise PlanError(
+            f"modules[{one.name}] has style {style!r} {form}, and is a {type(one.module).__name__}. There it is for "
+            f"{known} itself; subclasses may compute something else."
+        )
+    others = [a.name for a in plan.mesh if a.name in plan.step.batch_axes and a.size > 1 and a.name != one.axis]
+    if kinds is _OWN_ROWS and others:
+        raise PlanError(
+            f"modules[{one.name}] gathers rows along {one.axis!r}, and rows are split along {', '.join(others)} too. "
+            "Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
+        )
+
+
+def _check_shards(plan: Plan, one: Planned) -> None:
+    style, ranks, found = one.rule.style, plan.axis_size(one.axis), {}
+    for own, shard in one.shards:
+        param, where = one.module.get_parameter(own), f"params[{one.name}.{own}]"
+        wanted = CUT_DIM[style or ""] if own == "weight" else 0
+        if style == "row" and own == "bias":
+            raise PlanError(f"{where} is cut, but a row-parallel layer adds its bias whole. Replicate it.")
+        if shard.dim % param.dim() != wanted:
+            raise PlanError(f"{where} is cut along dim {shard.dim}; style {style!r} needs dim {wanted}. Correct one.")
+        found[own] = sizes_of(param, shard, ranks)
+        if len(found[own]) != ranks or sum(found[own]) != param.shape[wanted] or min(found[own]) < 1:
+            raise PlanError(
+                f"{where} has sizes {found[own]}, which are not {ranks} above 0 that add up to {param.shape[wanted]}. "
+                "Correct them, or leave them out for an even cut; more ranks than slices do not fit."
+            )
+    has_bias = isinstance(one.module, nn.Linear) and one.module.bias is not None
+    if style in ("column", "vocab") and has_bias and found.get("bias") != found.get("weight"):
+        raise PlanError(
+            f"modules[{one.name}] has style {style!r}, so its bias is cut as its weight is, found {found}. Give both "
+            "the same layout."
+        )
+
+
+def _check_embedding(one: Planned) -> None:
+    if isinstance(one.module, nn.Embedding) and one.rule.style == "vocab":
+        unfit = [word for word in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(one.module, word)]
+        if unfit:
+            raise PlanError(
+                f"modules[{one.name}] is an embedding with {unfit[0]}, which needs all of its rows on one rank. Leave "
+                f"{unfit[0]} or the style out."
+            )
+
+
+def sizes_of(param: nn.Parameter, shard: Shard, ranks: int) -> tuple[int, ...]:
+    """Return the sizes of a whole parameter's slices."""
+    return shard.sizes or even_sizes(param.shape[shard.dim], ranks)
+
+
+def kinds_of(plan: Plan, one: Planned) -> dict[tuple[type[nn.Module], str], type[nn.Module]]:
+    """Return what modules become along the axis of this one."""
+    return _OWN_ROWS if one.axis in plan.step.batch_axes else _SAME_ROWS
