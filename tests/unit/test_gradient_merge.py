@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.parallel.gradient_merge import merge_gradients
+from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.recipe.clip import clip_grad_norm_
 from phalanx.parallel.step_gate import follow_updates
+from phalanx.plan.value import Scaler
 
 
 def net() -> nn.Module:
@@ -124,3 +128,66 @@ def test_wrong_counts_are_errors() -> None:
         merge_gradients(optimizer, model, 0)
     with pytest.raises(ConfigError, match="merged already"):
         merge_gradients(optimizer, model, 2)
+    table = px.ps.SparseEmbedding(4)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="rows of a table"):
+        merge_gradients(optimizer, table, 2)
+    with pytest.raises(ConfigError, match="Use bfloat16"):
+        LossScale(Scaler()).bind(optimizer)
+
+
+def test_two_optimizers_of_one_model_hold_their_own_and_reduce_once() -> None:
+    px.init()
+    model = net()
+    quiet = []
+
+    @contextmanager
+    def block():
+        quiet.append(True)
+        yield
+        quiet.append(False)
+
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    merge_gradients(optimizers[0], model, 2, quiet=block)
+    merge_gradients(optimizers[1], model, 2, quiet=block)
+    during = []
+    for x in batches(3, 3, 3, 3):
+        during.append(quiet[-1])
+        model(x).square().sum(1).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert during == [True, False, True, False]
+    reference = net()
+    own = torch.optim.SGD(reference.parameters(), lr=0.1)
+    first, second, third, fourth = batches(3, 3, 3, 3)
+    train(reference, own, [torch.cat([first, second]), torch.cat([third, fourth])])
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_models_zero_grad_empties_what_is_not_merged() -> None:
+    px.init()
+    model = net()
+    body = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    merge_gradients(body, model, 2)
+    head = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    model(batches(2)[0]).sum().backward()
+    body.step()
+    head.step()
+    model.zero_grad()
+    assert model[2].weight.grad is None
+    assert model[0].weight.grad is not None
+
+
+def test_nothing_is_left_of_a_merge_when_its_optimizer_is_gone() -> None:
+    model, optimizer = made(4)
+    x = batches(2)[0]
+    del optimizer
+    gc.collect()
+    model(x).sum().backward()
+    torch.testing.assert_close(model[2].bias.grad, torch.full((2,), 2.0, dtype=torch.float64))
+    merge_gradients(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -1,5 +1,6 @@
 """Loss scaling: parameters get true gradients, steps that overflow are skipped, the scale follows its rule."""
 
+import gc
 import itertools
 import math
 
@@ -170,3 +171,14 @@ def test_a_train_step_scales_its_loss() -> None:
     out = px.train_step(model, nn.functional.mse_loss, optimizer)(torch.ones(3, 4), torch.zeros(3, 2))
     assert (scale.skipped, scale.value) == (0, 8.0)
     torch.testing.assert_close(out.loss, nn.functional.mse_loss(made()[0](torch.ones(3, 4)), torch.zeros(3, 2)))
+
+
+def test_parameters_have_one_loss_scale_which_ends_with_its_optimizer() -> None:
+    model, optimizer, _ = made()
+    with pytest.raises(ConfigError, match="unscaled already, for another optimizer"):
+        LossScale(Scaler()).bind(torch.optim.SGD(model.parameters(), lr=0.1))
+    del optimizer
+    gc.collect()
+    model(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(model.bias.grad, torch.ones(2))
+    LossScale(Scaler()).bind(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -18,33 +18,60 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
+from phalanx.parallel.describe import is_handle
 from phalanx.parallel.step_gate import gate_steps
 
 logger = logging.getLogger("phalanx.parallel")
 
 _merged_by = WeakTensorKeyDictionary()
-"""Parameters whose gradients are merged, by identity: their GradientMerge."""
+"""Parameters whose gradients are merged, by identity: a weak reference to their GradientMerge (it knows the model)."""
 
 
 def is_partial(param: Tensor) -> bool:
     """Return whether the next `optimizer.step()` will only hold this parameter's gradient."""
-    merge = _merged_by.get(param) if _merged_by else None
+    merge = _merge_of(param)
     return merge is not None and not merge.is_last
+
+
+def _merge_of(param: Tensor) -> GradientMerge | None:
+    found = _merged_by.get(param) if _merged_by else None
+    return None if found is None else found()
+
+
+class _Quiet:
+    """Keeps a model's backward passes from reducing while none of its optimizers is about to update."""
+
+    def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._block = block
+        self._now: ExitStack | None = None
+        self.merges: list[GradientMerge] = []
+
+    def follow(self) -> None:
+        if not self.merges or any(merge.is_last for merge in self.merges):
+            if self._now is not None:
+                self._now.close()
+            self._now = None
+        elif self._now is None:
+            self._now = ExitStack()
+            self._now.enter_context(self._block())
 
 
 class GradientMerge:
     """The group of batches that one optimizer is adding up; made by `merge_gradients`."""
 
-    def __init__(self, steps: int, avg: bool, quiet: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, steps: int, avg: bool, quiet: _Quiet) -> None:
         self._steps = steps
         self._avg = avg
         self._quiet = quiet
-        self._quiet_now = ExitStack()
+        self.hooks: list[RemovableHandle] = []
         self._begin()
+        quiet.merges.append(self)
+        quiet.follow()
 
     def _begin(self) -> None:
         self.held = 0
@@ -52,8 +79,6 @@ class GradientMerge:
 
         self._first_rows: int | None = None
         self._batches = 0.0
-        if self._steps > 1:
-            self._quiet_now.enter_context(self._quiet())
 
     @property
     def is_last(self) -> bool:
@@ -67,15 +92,22 @@ class GradientMerge:
     def admit(self, optimizer: Optimizer) -> bool:
         """Hold a step back, or complete the group and let it through."""
         self._batches += self._relative_rows()
-        if self.is_last:
+        completes = self.is_last
+        if not completes:
+            self.held += 1
+        else:
             if self._avg and self._batches != self._steps:
                 _multiply(optimizer, self._steps / self._batches)
             self._begin()
-            return True
-        self.held += 1
-        if self.held == self._steps - 1:
-            self._quiet_now.close()
-        return False
+        self._quiet.follow()
+        return completes
+
+    def end(self) -> None:
+        """Leave gradients alone from now on."""
+        for hook in self.hooks:
+            hook.remove()
+        self._quiet.merges.remove(self)
+        self._quiet.follow()
 
     def _relative_rows(self) -> float:
         """Return the rows of the current global batch, in those of the group's first."""
@@ -110,25 +142,32 @@ def merge_gradients(
         The group, for those who ask how many batches wait.
 
     Raises:
-        ConfigError: If `k_steps` is below 1, or the gradients of the optimizer are merged already.
+        ConfigError: If `k_steps` is below 1, the gradients of the optimizer are merged already, or it trains a table.
     """
     if k_steps < 1:
         raise ConfigError(f"gradient_merge needs k_steps of at least 1, found {k_steps}.")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(param in _merged_by for param in params):
+    if any(_merge_of(param) for param in params):
         raise ConfigError("the gradients of these parameters are merged already. Call merge_gradients once.")
-    merge = GradientMerge(k_steps, avg, quiet)
+    if any(is_handle(param) for param in params):
+        raise ConfigError(
+            "gradient_merge holds gradients back between updates, and the optimizer trains rows of a table "
+            "(SparseEmbedding), which change at every step. Turn gradient_merge off."
+        )
+    before = model.__dict__.get("zero_grad")
+    zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _Quiet(quiet))
+    merge = GradientMerge(k_steps, avg, zero_grad.quiet)
     for param in params:
-        _merged_by[param] = merge
+        _merged_by[param] = weakref.ref(merge)
         if param.requires_grad:
-            param.register_hook(merge.weight)
+            merge.hooks.append(param.register_hook(merge.weight))
     if _is_sharded(model):
         # Its parameters' hooks see only what comes from outside its forward pass.
-        model.register_forward_hook(partial(_weigh_outputs, merge))
+        merge.hooks.append(model.register_forward_hook(partial(_weigh_outputs, merge)))
     gate_steps(optimizer, merge.admit, first=True)
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
-    model.zero_grad = _ZeroGrad(model, merge)  # type: ignore[method-assign]
-    weakref.finalize(optimizer, _report, merge, k_steps, context_of.current().rank)
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    weakref.finalize(optimizer, _end, merge, k_steps, context_of.current().rank)
     return merge
 
 
@@ -146,18 +185,27 @@ def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, output
 
 
 class _ZeroGrad:
-    """A model's `zero_grad` that holds back; a copy of the model gets the plain one."""
+    """A model's `zero_grad` that leaves held gradients alone; a copy of the model gets the plain one."""
 
-    def __init__(self, model: nn.Module, merge: GradientMerge) -> None:
+    def __init__(self, model: nn.Module, quiet: _Quiet) -> None:
         self._model = model
-        self._merge = merge
+        self.quiet = quiet
 
     def __call__(self, set_to_none: bool = True) -> None:
-        if not self._merge.held:
-            type(self._model).zero_grad(self._model, set_to_none)
+        held = [(param, param.grad) for param in self._model.parameters() if _is_held(param)]
+        for param, _ in held:
+            param.grad = None
+        type(self._model).zero_grad(self._model, set_to_none)
+        for param, gradient in held:
+            param.grad = gradient
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (nn.Module.zero_grad, self._model)
+
+
+def _is_held(param: Tensor) -> bool:
+    merge = _merge_of(param)
+    return merge is not None and merge.held > 0
 
 
 def _zero_grad(optimizer: weakref.ref[Optimizer], merge: GradientMerge, set_to_none: bool = True) -> None:
@@ -174,7 +222,8 @@ def _multiply(optimizer: Optimizer, factor: float) -> None:
                 param.grad.mul_(factor)
 
 
-def _report(merge: GradientMerge, k_steps: int, rank: int) -> None:
+def _end(merge: GradientMerge, k_steps: int, rank: int) -> None:
+    merge.end()
     if merge.held and rank == 0:
         logger.warning(
             "gradient_merge: training ended with the gradients of %d batches not applied; %d make one update. Train a "

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.errors import ConfigError
+from phalanx.parallel.describe import is_handle
 from phalanx.parallel.recipe.norms import gradient_of, is_dtensor, whole_norms
 from phalanx.parallel.step_gate import gate_steps
 from phalanx.parallel.step_hooks import hook_steps
@@ -28,6 +29,10 @@ logger = logging.getLogger("phalanx.parallel")
 
 _factors = WeakTensorKeyDictionary()
 """By how much gradients are too large now, by the identity of their parameters; only those that stay scaled."""
+
+
+_watched = WeakTensorKeyDictionary()
+"""Parameters of optimizers with a loss scale, by identity: the hook that unscales their gradients, if one does."""
 
 
 def gradient_scale(param: Tensor) -> float:
@@ -58,7 +63,6 @@ class LossScale:
         self._good = self._bad = 0
         self._losses = 0
         self._losses_at_step: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._watched = WeakTensorKeyDictionary()
         self._staying = WeakTensorKeyDictionary()
         self._applied = self.value
         """The factor of the last loss; `value` may have moved since."""
@@ -80,9 +84,24 @@ class LossScale:
 
         Args:
             optimizer: Any torch optimizer. `optimizer.scale(loss)` is there afterwards.
+
+        Raises:
+            ConfigError: If it trains a table, or parameters of another such optimizer.
         """
-        for param in _params_of(optimizer):
+        if any(is_handle(param) for param in _params_of(optimizer)):
+            raise ConfigError(
+                "float16 scales gradients, and the optimizer trains rows of a table (SparseEmbedding), whose gradients "
+                "nothing would unscale. Use bfloat16."
+            )
+        if any(param in _watched for param in _params_of(optimizer)):
+            raise ConfigError(
+                "the gradients of these parameters are unscaled already, for another optimizer. Give float16 training "
+                "one optimizer for each parameter."
+            )
+        params = [param for param in _params_of(optimizer) if param.requires_grad]
+        for param in params:
             self._watch(param)
+        weakref.finalize(optimizer, _leave, params)
         gate_steps(optimizer, self._admit)
         hook_steps(optimizer, before=_unscale)
         optimizer.scale = self.scale  # type: ignore[attr-defined]
@@ -108,14 +127,12 @@ class LossScale:
         self.value, self._good, self._bad, self.skipped = (state[k] for k in ("value", "good", "bad", "skipped"))
 
     def _watch(self, param: Tensor) -> None:
-        if param in self._watched or not param.requires_grad:
-            return
-        self._watched[param] = True
         # torch runs no hook of a gradient that it puts together from all ranks' parts itself.
         if param.dtype == torch.float16 or is_dtensor(param):
             self._staying[param] = True
+            _watched[param] = None
         else:
-            param.register_hook(lambda gradient: gradient / self._applied)
+            _watched[param] = param.register_hook(lambda gradient: gradient / self._applied)
 
     def _admit(self, optimizer: Optimizer) -> bool:
         params = [param for param in _params_of(optimizer) if param.grad is not None]
@@ -124,7 +141,7 @@ class LossScale:
                 "float16 gradients underflow without loss scaling, and the loss of this step was not scaled. Write "
                 "optimizer.scale(loss).backward(), or use phalanx.train_step."
             )
-        late = [param for param in params if param not in self._watched]
+        late = [param for param in params if param not in _watched]
         if late:
             raise ConfigError(
                 f"a parameter of shape {tuple(late[0].shape)} was frozen, or not in the optimizer, when the optimizer "
@@ -142,6 +159,15 @@ class LossScale:
                     self.value,
                 )
         return not overflowed
+
+
+def _leave(params: list[Tensor]) -> None:
+    """Leave gradients alone that nobody scales any more."""
+    for param in params:
+        _factors.pop(param, None)
+        hook = _watched.pop(param)
+        if hook is not None:
+            hook.remove()
 
 
 @torch.no_grad()
