@@ -257,6 +257,22 @@ def test_a_caller_may_change_its_arrays_once_send_returned(way):
         assert second.result().meta["sums"] == [200_000]
 
 
+def test_a_request_in_shared_memory_survives_a_second_loss_on_a_link_without_any(monkeypatch):
+    sums = []
+
+    def handler(request):
+        sums.append(int(request.arrays[0].sum()))
+        monkeypatch.setattr("phalanx.ps.wire.segments.Pool.lease", lambda pool, size: None)
+        if len(sums) < 3:
+            for session in listener._running().values():
+                session.channel.interrupt()
+        return Reply()
+
+    with serving(handler) as listener, connected(listener, retry_s=20.0) as connection:
+        connection.call("push", {}, [np.ones(10_000, np.int64)])
+    assert sums == [10_000] * 3
+
+
 def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
     with serving(answer, max_frame_bytes=1 << 20) as listener, connected(listener) as connection:

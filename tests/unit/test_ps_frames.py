@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLostError
 from phalanx.ps.wire import frame
 from phalanx.ps.wire.frame import FrameError, Kind
+from phalanx.ps.wire.link import Link
 from phalanx.ps.wire.message import Room
+from phalanx.ps.wire.pending import Pending
 
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
 ARRAYS = st.lists(
@@ -106,6 +108,7 @@ def read_all(raw: bytes | bytearray) -> None:
         [["int64", [1] * 9]],
         [["int64", [2**39, 2**39]]],
         [["int64", [2**62]]],
+        [["int64", [0, 2**39, 2**39]]],
         [["uint8", [0]]] * (frame.MOST_ARRAYS + 1),
     ],
 )
@@ -131,6 +134,14 @@ def test_an_object_too_large_to_travel_is_refused(monkeypatch):
     monkeypatch.setattr(frame, "LARGEST_OBJECT", 100)
     with pytest.raises(ConfigError, match=r"a JSON object of \d+ bytes cannot be sent; send at most 100\."):
         frame.encode(Kind.REPLY, 0, 0, 0, {"long": "x" * 100}, 0)
+
+
+def test_a_shared_reply_to_a_request_that_was_given_up_has_no_memory():
+    pending = Pending("pull", {}, [], 64, lambda pending: pytest.fail("nobody waits"))
+    pending.settle(PeerLostError("it did not answer in time"))
+    header = frame.Header(Kind.REPLY, frame.SHARED, 0, 1, 0, 8)
+    with pytest.raises(FrameError, match="memory it does not have"):
+        pending.read_outcome(Link(None, "", None), header, {"arrays": [["int64", [1]]], "at": 0}, "server 0", None)
 
 
 def test_a_room_gives_memory_in_the_order_of_a_payload_until_it_is_full():

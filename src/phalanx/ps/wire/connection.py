@@ -177,11 +177,11 @@ class Connection:
         pending.arrays = [array.copy() for array in pending.arrays] if keep else ()
 
     def _place(self, pending: Pending) -> None:
-        arrays = pending.arrays
         if pending.placed is not None and (memory := pending.placed.request_memory) is not None:
-            arrays = pending.layout.read(memory)
+            # Kept, because the new link may have no shared memory for them, and be lost too.
+            pending.arrays = pending.layout.read(memory)
         pending.placed = self._reader.link.place(
-            self.client, pending.seq, pending.content(), pending.layout, arrays, pending.reply_bytes
+            self.client, pending.seq, pending.content(), pending.layout, pending.arrays, pending.reply_bytes
         )
 
     def _write(self, reader: Reader, pending: Pending) -> None:

@@ -10,6 +10,7 @@ comes in chunks of at most 4 MiB, each followed by its crc32, or lies in a share
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -134,8 +135,10 @@ def layout_from(described: Any) -> Layout:
 def _checked(entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     match entry:
         case [str(name), [*shape]] if name in _BY_NAME and len(shape) <= MOST_DIMENSIONS:
-            if all(type(size) is int and 0 <= size < LARGEST_PAYLOAD for size in shape):
-                return _BY_NAME[name], tuple(shape)
+            sizes = [size for size in shape if type(size) is int and size >= 0]
+            # An empty array may still have a shape that NumPy cannot hold.
+            if len(sizes) == len(shape) and math.prod(filter(None, sizes)) <= LARGEST_PAYLOAD:
+                return _BY_NAME[name], tuple(sizes)
     raise FrameError(f"an array is described as {str(entry)[:80]}; type one of {_names()}, then its shape")
 
 
@@ -143,10 +146,7 @@ def _laid_out(described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Lay
     places, end = [], 0
     for dtype, shape in described:
         start = end = aligned(end)
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
-        end = start + count
+        end = start + dtype.itemsize * math.prod(shape)
         places.append((dtype, shape, start, end))
     if end > LARGEST_PAYLOAD:
         raise FrameError(f"arrays of {end} bytes in one message")

@@ -72,13 +72,13 @@ class Link:
         return self._pool.lease(frame.aligned(payload_bytes) + reply_bytes)
 
 
-def reply_memory(placed: Placed, at: Any, count: int) -> Bytes:
-    """Return where a reply lies in the memory of its request.
+def reply_memory(placed: Placed | None, at: Any, count: int) -> Bytes:
+    """Return where a reply lies in the memory of its request, which is None if that was given up meanwhile.
 
     Raises:
         FrameError: If it claims a place outside of it.
     """
-    if placed.lease is None or type(at) is not int or at < 0 or at + count > placed.lease.segment.size:
+    if placed is None or placed.lease is None or type(at) is not int or at < 0 or at + count > placed.lease.segment.size:
         raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
     return placed.lease.memory[at : at + count]
 

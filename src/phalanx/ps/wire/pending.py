@@ -80,7 +80,6 @@ class Pending:
         if layout.payload_bytes != header.payload_bytes:
             raise FrameError(f"a payload of {header.payload_bytes} bytes for arrays of {layout.payload_bytes}")
         if header.flags & frame.SHARED:
-            assert self.placed is not None
             memory = reply_memory(self.placed, content.get("at"), layout.payload_bytes)
         else:
             budget = Budget(frame.LARGEST_PAYLOAD * 2)
