@@ -80,8 +80,8 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
 
     Args:
         role: Who this process is.
-        backend: torch backend name; PHALANX_BACKEND when omitted, and without that `shm`, or `cpu:shm,cuda:nccl` where a
-            card is used.
+        backend: torch backend name; PHALANX_BACKEND when omitted, and without that `shm`, or `cpu:shm,cuda:nccl` where
+            a card is used.
         timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT_S or 60 when omitted.
 
     Returns:

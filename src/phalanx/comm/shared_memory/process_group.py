@@ -358,7 +358,10 @@ class SharedMemoryGroup(NamedGroup):
             for work in works:
                 work.wait()
 
-        return SharedWork(self._carrier, operations, result, works, wait_for_each)
+        work = SharedWork(self._carrier, operations, result, works, wait_for_each)
+        if not work.is_completed():
+            self._keeper.keep(work)
+        return work
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -93,6 +93,8 @@ class SharedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors that were filled."""
+        if self.is_completed():
+            self._settle()  # Nobody tends a work that was done when it was issued.
         with self._lock:
             if self._future is None:
                 # The error is raised in a callback because torch's C++ sees no other error that Python sets.
