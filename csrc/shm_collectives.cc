@@ -55,6 +55,7 @@ Group::Op Group::call(Said said, Make steps_of) {
   const std::lock_guard held(lock_);
   op->number = said.sequence = ++calls_made_;
   op->deadline = deadline();
+  if (!broken_ && region_.failure() != Failure::kNone) look_for_trouble(Clock::now());  // another rank's
   if (broken_) {
     finish(op, broken_);
     return op;

@@ -131,6 +131,7 @@ Group::Op Group::post(Kind kind, std::byte* memory, std::size_t bytes, int peer,
   op->deadline = deadline();
   const std::lock_guard held(lock_);
   op->number = ++messages_made_;
+  if (!broken_ && region_.failure() != Failure::kNone) look_for_trouble(Clock::now());  // another rank's
   if (broken_) {
     finish(op, broken_);
     return op;
