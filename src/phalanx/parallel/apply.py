@@ -1,8 +1,8 @@
 """Make a model and an optimizer train the way a Plan says.
 
 One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast;
-tables; tensor parallel; data parallel; compile. Objects go in and the same objects come out; `state_dict` keys stay
-those of the plain model.
+tables; tensor parallel; how modules compute; stages, sharding or data parallel. Objects go in and the same objects come
+out; `state_dict` keys stay those of the plain model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.explain import Explanation
 from phalanx.plan.explain import explain as explain_plan
 from phalanx.plan.mesh import reduced_along
+from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
+    from phalanx.parallel.pipeline import Pipeline
     from phalanx.parallel.updates import Updater
 
 logger = logging.getLogger("phalanx.parallel")
@@ -60,6 +62,9 @@ class Applied:
 
     updaters: tuple[Updater, ...] = ()
     """What acts around the steps of its optimizers."""
+
+    pipeline: Pipeline | None = None
+    """This rank's stages of it, if it is cut into stages."""
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -166,14 +171,13 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         cut_layers(plan, model, mesh)
     _prepare_modules(plan, model, context)
     update = sharded_update(plan, shape) if context.is_distributed else None
-    if update is not None:
-        reducer = _shard(plan, model, mesh, update, context)
-    elif context.is_distributed and all_reduce_buckets(plan, shape_of(model)):
-        reducer = _data_parallel(plan, model, mesh, context)
+    pipeline = _cut_stages(plan, model, mesh, context) if mesh.size((STAGE_AXIS,)) > 1 else None
+    if pipeline is not None:
+        reducer = pipeline.reducer
     elif context.is_distributed:
-        scale_module_held(plan, model, mesh)
+        reducer = _reduce(plan, model, mesh, update, context)
     updaters = _updaters(plan, model, mesh, context, reducer) if context.is_distributed else ()
-    _applied[model] = Applied(plan, shape, reducer, update is not None, updaters)
+    _applied[model] = Applied(plan, shape, reducer, update is not None, updaters, pipeline)
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model
@@ -266,6 +270,15 @@ def _attach_tables(plan: Plan, model: nn.Module) -> None:
             attachment.place(param, on_servers=isinstance(place, Server))
 
 
+def _reduce(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context) -> Reducer | None:
+    if update is not None:
+        return _shard(plan, model, mesh, update, context)
+    if all_reduce_buckets(plan, shape_of(model)):
+        return _data_parallel(plan, model, mesh, context)
+    scale_module_held(plan, model, mesh)
+    return None
+
+
 def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
     if not dist.is_initialized():
         raise PlanError(
@@ -319,6 +332,21 @@ def _updaters(
     from phalanx.parallel.updates import make_updaters
 
     return make_updaters(plan, model, mesh, context, reducer)
+
+
+def _cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
+    from phalanx.parallel import pipeline  # a job without stages does not wait for this
+
+    made = pipeline.cut(plan, model, mesh, context)
+    buckets = all_reduce_buckets(plan, shape_of(model))
+    for bucket in buckets:
+        mesh.group(bucket.axes)  # made by all ranks, whatever their stages hold
+    held = {name for name, param in model.named_parameters() if not param.is_meta}
+    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
+    if mesh.size(mesh.batch_axes) > 1:
+        buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
+        made.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
+    return made
 
 
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:

@@ -46,6 +46,8 @@ class Reducer:
         mesh: Tells the ranks over which each bucket is reduced.
         context: Tells the rank and the weight of its current batch.
         sync_buffers: Whether floating-point buffers ride along.
+        overlapped: Whether backward passes start the reduction; only `reduce` does otherwise, of gradients that are
+            weighted by rows already.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reducer:
         context: Context,
         *,
         sync_buffers: bool = True,
+        overlapped: bool = True,
     ) -> None:
         self._context = context
         self._readers = mesh.readers()
@@ -78,7 +81,8 @@ class Reducer:
         routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
         self._buckets = allocate(model, routed, Plain(self._readers.group), sync_buffers)
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
-        for index, bucket in enumerate(self._buckets):
+        self._unscaled = frozenset() if overlapped else frozenset(sums)
+        for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
                 gain = float(self._readers.count) if gradient.name in sums else 1.0
                 gradient.param.register_hook(weigher(context, self._readers, gain))
@@ -119,14 +123,30 @@ class Reducer:
         """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
         if self._running or not self._syncing or self.is_resting:
             return
+        self._open()
+        # Runs in the thread that called backward, once its last gradient has been accumulated.
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+
+    def reduce(self) -> None:
+        """Reduce what several backward passes have accumulated. Collective, as a backward pass is."""
+        if not self._syncing or self.is_resting:
+            return
+        self._open()
+        for bucket in self._buckets:
+            for gradient in bucket.gradients:
+                if gradient.param.grad is not None:
+                    gradient.touched = True
+                    self._take(gradient)
+                    bucket.pending -= 1
+        self._finish()
+
+    def _open(self) -> None:
         self._running = True
         self._next = 0
         for bucket in self._buckets:
             bucket.pending = len(bucket.gradients)
             for gradient in bucket.gradients:
                 gradient.touched = False
-        # Runs in the thread that called backward, once its last gradient has been accumulated.
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
 
     def _on_end(self) -> None:
         # A re-entrant checkpoint ends a backward pass of its own; what came so far is then reduced already.
@@ -137,7 +157,7 @@ class Reducer:
     def _take(self, gradient: Gradient) -> None:
         """Move a new gradient into its bucket while it is still in the cache."""
         require_same_kind(gradient)
-        scale, found = 1.0 / self._readers.count, gradient.param.grad
+        scale, found = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.count, gradient.param.grad
         assert found is not None
         if found.data_ptr() == gradient.view.data_ptr():
             gradient.view.mul_(scale)

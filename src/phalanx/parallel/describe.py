@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
@@ -36,6 +37,22 @@ def note_held_over(param: Tensor, group: Group) -> None:
 def held_over(param: Tensor) -> Group:
     """Return the ranks over which a layer holds a parameter; all, unless it was noted."""
     return _held_over.get(param, None)  # type: ignore[no-any-return]
+
+
+_staged_over = WeakTensorKeyDictionary()
+"""The groups over whose ranks the stages of a parameter's model lie, by identity of all its parameters."""
+
+
+def note_stages(param: Tensor, group: Group) -> None:
+    """Remember that the model of a parameter is cut into stages, each of which one rank of the group holds."""
+    _staged_over[param] = group
+
+
+def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
+    """Return the groups over whose ranks the models of these parameters are cut into stages."""
+    if not _staged_over:
+        return ()
+    return tuple(dict.fromkeys(_staged_over[param] for param in params if param in _staged_over))
 
 
 def is_handle(param: Tensor) -> TypeGuard[Handle]:

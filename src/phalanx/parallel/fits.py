@@ -5,12 +5,25 @@ from __future__ import annotations
 from torch import nn
 
 from phalanx.comm.context import Context
-from phalanx.errors import PlanError
+from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.describe import owner_of
 from phalanx.parallel.tensor.styles import check_styles
+from phalanx.plan.mesh import Position, reduced_along
+from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.value import Average, OnRanks, ParamRule, Plan, Push, ReduceScatter, Schedule, Server, TopK
+from phalanx.plan.value import (
+    AllReduce,
+    Average,
+    Frozen,
+    OnRanks,
+    ParamRule,
+    Plan,
+    Push,
+    ReduceScatter,
+    Server,
+    TopK,
+)
 
 
 def check_fits(plan: Plan, model: nn.Module, shape: ModelShape, context: Context) -> None:
@@ -83,13 +96,13 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
-        if module.stage is not None or module.compiled is not None:
+        if module.compiled is not None:
             return f"modules[{module.match}]"
         if module.dtype not in (None, "float32") and module.match:
             return (
                 f"modules[{module.match}].dtype = {module.dtype}: a whole model computes in it, or modules in float32"
             )
-    return _beyond_steps(plan)
+    return _beyond_steps(plan) or _beyond_stages(plan, shape, model)
 
 
 def _beyond_steps(plan: Plan) -> str | None:
@@ -100,10 +113,44 @@ def _beyond_steps(plan: Plan) -> str | None:
         return f"plan.step.batch_axes = (): every rank would compute the same; name the axes that carry rows of {axes}"
     asked = {
         "ops": bool(plan.ops),
-        "schedule": plan.schedule != Schedule(),
         "step.sink": step.sink != 1,
     }
     return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
+
+
+def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
+    """Return what of a Plan's stages and schedule cannot be applied."""
+    schedule, ranks = plan.schedule, Position(plan.mesh, rank=0).count((STAGE_AXIS,))
+    if ranks == 1:
+        return None
+    stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
+    names = {name for name, _ in model.named_modules()}
+    unknown = next((name for name in stages if name not in names), None)
+    if unknown is not None:
+        return f"modules[{unknown}].stage: the model has no such module.{did_you_mean(unknown, names)}"
+    if set(stages.values()) != set(range(ranks * schedule.virtual)) or schedule.kind == "none":
+        return (
+            f"stages {sorted(set(stages.values()))} by the schedule {schedule.kind!r}: {ranks} ranks with "
+            f"{schedule.virtual} each need stages 0 to {ranks * schedule.virtual - 1}, and a schedule"
+        )
+    if (schedule.virtual > 1) != (schedule.kind == "interleaved") and schedule.kind != "zero_bubble":
+        return f"the schedule {schedule.kind!r} with virtual={schedule.virtual} stages of each rank"
+    rules = [plan.rule_for(param.name) for param in shape.trainable]
+    copies = Position(plan.mesh, rank=0).count(plan.step.batch_axes)
+    cut_by_rows = copies > 1 and any(rule.managed == "module" and not reduced_along(plan, rule) for rule in rules)
+    beside = {
+        "step.compiled": plan.step.compiled,
+        "step.sync_bn": plan.step.sync_bn,
+        "step.accumulate": plan.step.accumulate > 1,
+        "step.scaler, by the schedule zero_bubble,": plan.step.scaler is not None and schedule.kind == "zero_bubble",
+        "modules.recompute, by the schedule zero_bubble,": schedule.kind == "zero_bubble"
+        and any(rule.recompute != "none" for rule in plan.modules),
+        "step.batch_axes with the stages among them": STAGE_AXIS in plan.step.batch_axes,
+        "params.update other than all_reduce": any(not isinstance(rule.update, (AllReduce, Frozen)) for rule in rules),
+        "layers cut over ranks that read other rows": cut_by_rows,
+    }
+    found = next((name for name, is_there in beside.items() if is_there), None)
+    return None if found is None else f"{found} together with stages of a pipeline"
 
 
 def _beyond_tables(rule: ParamRule, param: ParamShape, model: nn.Module) -> str | None:

@@ -173,6 +173,6 @@ def synced_buffers(model: nn.Module) -> Iterator[_Rider]:
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
-            if buffer.is_floating_point() and buffer.numel():
+            if buffer.is_floating_point() and buffer.numel() and not buffer.is_meta:
                 seen.add(id(buffer))
                 yield module, name

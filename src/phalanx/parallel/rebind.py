@@ -1,8 +1,8 @@
 """Optimizers follow the parameters they were made for when a technique puts others in their place.
 
-Sharding replaces a module's Parameter objects. The optimizer stays the same object: its groups get the new parameters,
-its state is cut as they are, so schedulers, hooks and loaded state survive. Around a step, groups that hold plain and
-sharded tensors are split, because torch's fused loops over many tensors take one kind.
+Sharding replaces a module's Parameter objects, and so do stages of a pipeline. The optimizer stays the same object: its
+groups get the new parameters, its state is cut as they are, so schedulers, hooks and loaded state survive. Around a
+step, groups that hold plain and sharded tensors are split, because torch's fused loops over many tensors take one kind.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def rebind(optimizer: Optimizer) -> None:
     for old, new in moved.items():
         if old in optimizer.state:
             state = optimizer.state.pop(old)
-            optimizer.state[new] = {key: _like(value, old, new) for key, value in state.items()}
+            if not new.is_meta:  # else another rank trains it
+                optimizer.state[new] = {key: _like(value, old, new) for key, value in state.items()}
     if moved and any(len(_kinds(group)) > 1 for group in optimizer.param_groups):
         _split_around_steps(optimizer)
 

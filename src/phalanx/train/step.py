@@ -73,7 +73,9 @@ class TrainStep:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        made = applied_to(model)
+        self._pipeline = None if made is None else made.pipeline
+        self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._fetch = dict(fetch)
         self.compiled = compiled
         self.compile_s = 0.0
@@ -120,8 +122,11 @@ class TrainStep:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
         self._optimizer.zero_grad(set_to_none=True)
-        loss, fetched = self._forward(inputs, target)
-        self._scaled(loss).backward()
+        if self._pipeline is None:
+            loss, fetched = self._forward(inputs, target)
+            self._scaled(loss).backward()
+        else:
+            loss, fetched = self._pipeline.train(inputs, target, self._loss_fn, self._fetch, self._scaled)
         tell_loss(loss)
         if self.compiled:
             self._keep_rates_variable()

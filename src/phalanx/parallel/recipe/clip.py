@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.describe import stages_over
 from phalanx.parallel.gradient_merge import is_partial
 from phalanx.parallel.loss_scale import gradient_scale
-from phalanx.parallel.recipe.norms import gradient_of, whole_norms
+from phalanx.parallel.recipe.norms import gradient_of, over_stages, whole_norms
 from phalanx.parallel.step_hooks import hook_steps
 
 
@@ -26,10 +27,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm, taken as one vector over the whole model, is at most `max_norm`.
 
-    Collective over the groups over which parameters are spread (DTensors, shards a layer holds itself); a model that
-    every rank holds whole needs no communication. `torch.nn.utils.clip_grad_norm_` gives the same for such a model,
-    and a wrong norm, which differs between ranks, for shards that a layer holds. Under gradient merging, gradients are
-    clipped once they are complete; before that the norm of what has come so far is returned.
+    Collective over the groups over which parameters are spread (DTensors, shards a layer holds itself, stages); a model
+    that every rank holds whole needs no communication. `torch.nn.utils.clip_grad_norm_` gives the same for such a
+    model, and a wrong norm, which differs between ranks, for stages and for shards that a layer holds. Under gradient
+    merging, gradients are clipped once they are complete; before that the norm of what has come so far is returned.
 
     Args:
         parameters: A model, or parameters. Those without a gradient are left out.
@@ -47,15 +48,17 @@ def clip_grad_norm_(
         raise ConfigError(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
-    params = [param for param in _parameters_of(parameters) if param.grad is not None]
+    given = _parameters_of(parameters)
+    params = [param for param in given if param.grad is not None]
+    stages = stages_over(given)
     gradients = [found for param in params if (found := gradient_of(param)) is not None]
     if not gradients:
-        return torch.tensor(0.0)
+        return over_stages(torch.tensor(0.0), stages, norm_type)
     norms = whole_norms([grad for grad, _ in gradients], [groups for _, groups in gradients], norm_type)
     scales = [gradient_scale(param) for param in params]
     if any(scale != 1.0 for scale in scales):
         norms /= torch.tensor(scales, dtype=norms.dtype, device=norms.device)
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    total = over_stages(torch.linalg.vector_norm(norms, norm_type), stages, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise ConfigError(
             f"the norm of the gradients is {total.item()}, so they cannot be clipped. Look for the step where the loss "

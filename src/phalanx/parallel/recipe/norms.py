@@ -86,6 +86,18 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
     return found
 
 
+def over_stages(norm: Tensor, groups: Sequence[Group], order: float) -> Tensor:
+    """Return the norm over all stages of a model from that of this rank's. Collective over these groups."""
+    for group in groups:
+        if math.isinf(order):
+            # As above: the maximum of a NaN is not defined.
+            whole = all_reduce(norm.double().nan_to_num(math.inf, math.inf), "max", group=group)
+        else:
+            whole = all_reduce(norm.double() ** order, "sum", group=group) ** (1.0 / order)
+        norm = whole.to(norm.dtype)
+    return norm
+
+
 def _local_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Tensor:
     found: list[Tensor] = [torch.zeros(())] * len(tensors)
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}

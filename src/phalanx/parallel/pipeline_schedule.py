@@ -1,0 +1,166 @@
+"""Stages as torch's pipeline schedules run them, and which schedule runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from phalanx.comm.collectives import apply_function
+from phalanx.comm.groups import Group
+from phalanx.parallel import pipeline_values
+from phalanx.parallel.pipeline_values import Border, Form, pack, unpack
+from phalanx.plan.value import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which rank of the stage axis holds which stage."""
+
+    count: int
+    """Number of stages."""
+
+    ranks: int
+    index: int
+    """This rank's place."""
+
+    is_v: bool
+    """Whether a rank's second stage is as far from the end as its first is from the start."""
+
+    group: Group
+    device: torch.device
+
+    @classmethod
+    def of(cls, schedule: Schedule, ranks: int, index: int, group: Group, device: torch.device) -> Route:
+        """Return the route of a Plan's schedule."""
+        return cls(ranks * schedule.virtual, ranks, index, _is_v(schedule), group, device)
+
+    def holder(self, stage: int) -> int:
+        """Return the rank along the axis that holds a stage."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.is_v and turn else place
+
+    @property
+    def mine(self) -> list[int]:
+        """The stages of this rank."""
+        return [stage for stage in range(self.count) if self.holder(stage) == self.index]
+
+
+class Stage(nn.Module):
+    """One stage: from the tensors of the stage before to those for the next.
+
+    The first stage takes the number of a micro-batch instead.
+    """
+
+    def __init__(self, body: fx.GraphModule, index: int, feed: Callable[[int], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.body = body
+        self.index = index
+        self.takes: Form = None
+        """Form of the values that its tensors make up."""
+
+        self.gives: Form = None
+        self._feed = feed
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage on one micro-batch."""
+        if self.index == 0:
+            values = self._feed(int(tensors[0]))
+        else:
+            values = unpack(self.takes, [apply_function(Border, tensor) for tensor in tensors])
+        made: list[Tensor] = []
+        self.gives = pack(self.body(*values), made)
+        return tuple(apply_function(Border, tensor) for tensor in made)
+
+
+Ends = dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""By stage: the tensors it took and those it gave."""
+
+
+def flow(stages: Sequence[Stage], route: Route) -> Ends:
+    """Run the first micro-batch forward through all stages, one after another. Collective along the stage axis.
+
+    Returns:
+        What the stages of this rank took and gave.
+    """
+    ends: Ends = {}
+    for stage in stages:
+        taken: Sequence[Tensor] = [torch.zeros(1, dtype=torch.int64)]
+        if stage.index and stage.index - 1 in ends:  # the stage before is here too
+            taken = [t.detach().requires_grad_(t.requires_grad) for t in ends[stage.index - 1][1]]
+            stage.takes = next(before.gives for before in stages if before.index == stage.index - 1)
+        elif stage.index:
+            stage.takes, taken = pipeline_values.recv(route.holder(stage.index - 1), route.device, route.group)
+        given = stage(*taken)
+        ends[stage.index] = taken, given
+        following = stage.index + 1
+        if following < route.count and route.holder(following) != route.index:
+            pipeline_values.send(stage.gives, given, route.holder(following), route.device, route.group)
+    return ends
+
+
+def schedule_for(
+    kind: str, stages: Sequence[Stage], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
+) -> Any:
+    """Return torch's schedule over the stages of this rank.
+
+    Args:
+        kind: Of the Plan.
+        stages: This rank's.
+        ends: What they take and give, of one micro-batch.
+        route: Where the others are.
+        microbatches: How many; `schedulable` of the kind.
+        loss: From the last stage's tensors and the number of a micro-batch, shape (1,), to its term of the loss.
+    """
+    made: list[Any] = [
+        PipelineStage(
+            stage,
+            stage.index,
+            route.count,
+            route.device,
+            input_args=_looks(ends[stage.index][0]),
+            output_args=_looks(ends[stage.index][1]),
+            group=route.group,
+        )
+        for stage in stages
+    ]
+    settings: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
+    if kind == "zero_bubble":
+        return (ScheduleZBVZeroBubble if route.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
+    if kind == "interleaved":
+        return ScheduleInterleaved1F1B(made, **settings)
+    # With fewer micro-batches than stages the two are the same, and torch's 1F1B refuses.
+    is_gpipe = kind == "gpipe" or microbatches < route.count
+    return (ScheduleGPipe if is_gpipe else Schedule1F1B)(made[0], **settings)
+
+
+def microbatches_of(schedule: Schedule, rows: int, ranks: int) -> int:
+    """Return into how many micro-batches of equal size a batch is cut: at most as many as the Plan says."""
+    wanted = schedule.microbatches
+    return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0 and _schedulable(schedule, n, ranks))
+
+
+def _schedulable(schedule: Schedule, microbatches: int, ranks: int) -> bool:
+    """Return whether the schedule takes so many: interleaved ones go in rounds of one size."""
+    is_in_rounds = schedule.kind in ("interleaved", "zero_bubble") and not _is_v(schedule)
+    return not is_in_rounds or microbatches % max(1, microbatches // ranks) == 0
+
+
+def _is_v(schedule: Schedule) -> bool:
+    return schedule.kind == "zero_bubble" and schedule.virtual == 2
+
+
+def _looks(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors without memory that look like these."""
+    return tuple(torch.empty_like(t, device="meta").requires_grad_(t.requires_grad) for t in tensors)
