@@ -16,6 +16,7 @@ from phalanx.ps.server.log import Log, replay, segments
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.saving import Saving
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.state import State
 from phalanx.ps.snapshot.records import pack, read_records
 from ps_requests import FakeWorker, gradient
 
@@ -81,6 +82,23 @@ def test_an_fsync_that_fails_is_never_taken_back(tmp_path: Path, monkeypatch: py
         patched.setattr(os, "fsync", fails)
         with pytest.raises(BackendError, match=r"could not be flushed.*Input/output error"):
             log.sync(position)
+    with pytest.raises(BackendError, match="could not be flushed"):
+        log.sync(position)
+
+
+def test_an_fsync_that_fails_at_the_end_of_a_segment_is_not_taken_back_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(tmp_path, "disk")
+    position = log.append({"n": 0}, [])
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        with pytest.raises(BackendError, match="could not be flushed"):
+            log.rotate()
     with pytest.raises(BackendError, match="could not be flushed"):
         log.sync(position)
 
@@ -196,6 +214,23 @@ def test_a_restart_has_the_pushes_of_the_open_step(tmp_path: Path) -> None:
     _, (one, two) = served(tmp_path, 2, "sync")
     two.push(gradient((1,), 5.0), step=0, weight=1)
     assert one.pull(1, step=1).arrays[0][0, 0] == -2.0
+
+
+def test_pushes_of_the_open_step_outlive_their_process_and_leave_its_answers_alone(tmp_path: Path) -> None:
+    service, (one, two) = served(tmp_path, 2, "sync")
+    one.push(gradient((1,), 1.0), step=0)
+    anew = FakeWorker(service, 0, client=7)
+    anew.declare(mode="sync", workers=2)
+    leased = anew.call("lease", {"epoch": 0, "files": ["a", "b"]}).meta
+    # As a base snapshot has it: the state, and then the pushes that are in no table.
+    restored = State()
+    restored.restore(service.state.to_json())
+    for entry in service.state.pending():
+        restored.apply(entry)
+    service.state = restored
+    assert anew.call("lease", {"epoch": 0, "files": ["a", "b"]}, seq=anew.seq).meta == leased
+    two.push(gradient((1,), 5.0), step=0)
+    assert anew.pull(1, step=1).arrays[0][0, 0] == -3.0
 
 
 def test_a_restart_has_leaves_shrinks_and_leases(tmp_path: Path) -> None:

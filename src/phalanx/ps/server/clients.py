@@ -81,6 +81,10 @@ class Clients:
         self._clients[client] = Client(worker)
         return self._clients[client], bool(earlier)
 
+    def newest(self, worker: int) -> int:
+        """Return the number of a worker's newest process."""
+        return next(number for number, client in self._clients.items() if client.worker == worker)
+
     def next_pull(self) -> int:
         """Return a number for a pull that no pull had before."""
         return next(self._pulls)

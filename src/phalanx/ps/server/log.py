@@ -120,16 +120,20 @@ class Log:
             self._flush(fd, target)
 
     def rotate(self) -> int:
-        """Begin a new segment and return its number. No `append` may run beside it."""
+        """Begin a new segment and return its number. No `append` may run beside it.
+
+        Raises:
+            OSError: If the disk takes no new file.
+            BackendError: As `sync`.
+        """
+        self.sync(self._end)
         with self._changed:
             self._changed.wait_for(lambda: not self._syncing)
             path = self.directory / f"log-{self.segment + 1:08d}"
             new = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             if self._fd >= 0:
-                if self.durability == "disk":
-                    os.fsync(self._fd)
                 os.close(self._fd)
-            self.segment, self._fd, self._synced = self.segment + 1, new, self._end
+            self.segment, self._fd = self.segment + 1, new
             if self.durability == "disk":
                 sync_directory(self.directory)
             return self.segment

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -85,7 +86,8 @@ class State:
         """Do what a checked entry says, as it comes or from the log, and return the answer."""
         reply = self._applies[entry.op](entry)
         client = self.clients[entry.client]
-        client.last, client.reply = max(client.last, entry.seq), reply
+        if entry.seq > client.last:
+            client.last, client.reply = entry.seq, reply
         return reply
 
     def known_clocks(self) -> Clocks:
@@ -113,8 +115,11 @@ class State:
     # --- to and from files -------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Entry]:
-        """Return the pushes of a step that is not complete; they are in no table yet."""
-        return self._steps.entries()
+        """Return the pushes of a step that is not complete; they are in no table yet.
+
+        Each is its worker's, whose process may be another by now, and has no number: that request was answered.
+        """
+        return [replace(entry, client=self.clients.newest(worker), seq=0) for worker, entry in self._steps.held()]
 
     def to_json(self) -> dict[str, Any]:
         """Return what is not in the tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -23,13 +24,13 @@ class Steps:
         """Keep a copy of a worker's push."""
         self._held[worker] = entry.owned()
 
-    def entries(self) -> list[Entry]:
-        """Return the pushes held, in rank order."""
-        return [self._held[worker] for worker in sorted(self._held)]
+    def held(self) -> list[tuple[int, Entry]]:
+        """Return the workers whose pushes are held, in rank order, and the pushes."""
+        return sorted(self._held.items(), key=itemgetter(0))
 
     def take(self) -> list[Change]:
         """Return the step as changes to apply, and forget it."""
-        parts = [(entry.meta["weight"], unpack(entry.meta, entry.arrays)) for entry in self.entries()]
+        parts = [(entry.meta["weight"], unpack(entry.meta, entry.arrays)) for _, entry in self.held()]
         self._held.clear()
         return averaged(parts)
 
