@@ -44,9 +44,9 @@ def peers_named(verb: str, group: Group) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerLostError) or not _LOST.search(str(error)):
+        if not isinstance(error, PeerLostError) and not _LOST.search(str(error)):
             raise
-        first_line = str(error).splitlines()[0]
+        first_line = str(error).splitlines()[0].removesuffix(".")
         raise PeerLostError(
             f"{verb} on rank {dist.get_rank(group)} of {dist.get_world_size(group)} lost another rank ({first_line}). "
             "The rank that ended first says why in its log; if it was started again, no collective call works any more."
