@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.recipe.clip import clip_grad_norm_
+from phalanx.parallel.watch import assembly
 from phalanx.plan.value import OnRanks, Shard
 
 STEPS = 3
@@ -98,6 +100,7 @@ class Case:
 
     loss: Loss = whole_loss
     dtype: torch.dtype = torch.float64
+    strategy: dict[str, Any] = field(default_factory=dict)
 
 
 def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
@@ -112,15 +115,16 @@ def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
 def trained_alone(case: Case) -> dict[str, Any]:
     """Train in one process on whole batches."""
     model, optimizer, data = made(case)
-    losses, first = [], {}
+    losses, norms, first = [], [], {}
     for inputs, target in zip(*(part.split(case.batch[1]) for part in data), strict=True):
         optimizer.zero_grad()
         loss = whole_loss(model(inputs), target)
         loss.backward()
         losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item())
         first = first or {name: param.grad.clone() for name, param in model.named_parameters()}
         optimizer.step()
-    return {"losses": losses, "gradients": first, "parameters": dict(model.state_dict())}
+    return {"losses": losses, "norms": norms, "gradients": first, "parameters": dict(model.state_dict())}
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -129,22 +133,31 @@ def trained(case: Case) -> dict[str, Any]:
     model, optimizer, data = made(case)
     px.shard(model, case.styles, **case.options)
     model, optimizer, loader = px.distribute(
-        model, optimizer, torch.utils.data.TensorDataset(*data), global_batch=case.batch[1], shuffle=False
+        model,
+        optimizer,
+        torch.utils.data.TensorDataset(*data),
+        global_batch=case.batch[1],
+        shuffle=False,
+        strategy=px.DistributedStrategy(**case.strategy),
     )
-    losses, first, sizes = [], {}, {}
+    losses, norms, first, sizes = [], [], {}, {}
     for inputs, target in loader:
         optimizer.zero_grad()
         loss = case.loss(model(inputs), target)
         loss.backward()
         losses.append(px.global_mean(loss).item())
+        norms.append(clip_grad_norm_(model, 1e9).item())
         sizes = {name: list(param.shape) for name, param in model.named_parameters()}
         first = first or {name: whole(model, name, param.grad) for name, param in model.named_parameters()}
         optimizer.step()
     params = {name: whole(model, name, param) for name, param in model.state_dict().items()}
-    found = {"losses": losses, "gradients": first, "parameters": params, "sizes": sizes, "repr": repr(model)}
+    shown = repr(model)
     del model, optimizer, loader, loss
-    gc.collect()  # the next case may read its rows another way
-    return found
+    assembly.__init__()
+    gc.collect()  # the next case may read its rows another way, under another strategy
+    return {
+        "losses": losses, "norms": norms, "gradients": first, "parameters": params, "sizes": sizes, "repr": shown
+    }  # fmt: skip
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -153,6 +166,7 @@ def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     first = {id(param): known for known, param in model.named_parameters()}
     place = plan.rule_for(first[id(model.get_parameter(name))]).place
     assert isinstance(place, OnRanks)
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     for axis, placed in place.layout.items():
         if isinstance(placed, Shard):
             tensor = px.comm.all_gather(tensor.detach(), placed.dim, axis=axis)
@@ -160,8 +174,8 @@ def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Return the largest relative difference between two trainings, over losses, gradients and parameters."""
-    worst = max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True))
+    """Return the largest difference between two trainings, of losses, norms, and relatively of tensors."""
+    worst = max(abs(a - b) for k in ("losses", "norms") for a, b in zip(found[k], expected[k], strict=True))
     for kind in ("gradients", "parameters"):
         assert list(found[kind]) == list(expected[kind])
         for name, tensor in expected[kind].items():

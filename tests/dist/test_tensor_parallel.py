@@ -40,6 +40,28 @@ CASES = {
     "tied": Case(
         partial(Transformer, tied=True), BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
     ),
+    "sharded": Case(
+        mlp,
+        CHAIN,
+        {"axis": "model"},
+        (features, 9),
+        strategy={
+            "sharding": True,
+            "sharding_configs": {"stage": 3},
+            "hybrid_configs": {"sharding_degree": 2, "mp_degree": 2},
+        },
+    ),
+    "recomputed": Case(
+        Transformer,
+        BLOCK,
+        {"axis": "model"},
+        (tokens, 5),
+        strategy={
+            "recompute": True,
+            "recompute_configs": {"checkpoints": ["block"]},
+            "hybrid_configs": {"dp_degree": 2, "mp_degree": 2},
+        },
+    ),
     "sequence": Case(
         Transformer, BLOCK | SEQUENCE | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
     ),
@@ -61,8 +83,9 @@ def check(ranks: list[dict[str, Any]], names: list[str]) -> None:
 
 
 def test_two_ranks_train_as_one():
-    ranks = run_ranks(trained_all, 2, list(CASES))
-    check(ranks, list(CASES))
+    names = [name for name, case in CASES.items() if not case.strategy]
+    ranks = run_ranks(trained_all, 2, names)
+    check(ranks, names)
     hybrid, chain = ranks[0]["hybrid"]["sizes"], ranks[1]["model"]["sizes"]
     assert (hybrid["0.weight"], hybrid["2.bias"], hybrid["5.weight"], hybrid["5.bias"]) == ([4, 6], [5], [5, 5], [5])
     assert (chain["0.weight"], chain["2.bias"], chain["5.weight"], chain["5.bias"]) == ([3, 6], [4], [5, 4], [5])
@@ -72,7 +95,7 @@ def test_two_ranks_train_as_one():
 
 
 def test_four_ranks_in_a_mesh_of_two_by_two_train_as_one():
-    names = ["model", "vocabulary", "sequence"]
+    names = ["model", "vocabulary", "sequence", "sharded", "recomputed"]
     check(run_ranks(trained_all, 4, names), names)
 
 

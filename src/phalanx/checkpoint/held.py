@@ -128,6 +128,11 @@ class ModelView:
             split: Whether several ranks may share the writing.
         """
         if isinstance(tensor, DTensor):
+            if placement.slices or placement.is_apart:
+                raise ConfigError(
+                    f"{name!r} is cut by its layer and its slices are sharded again, which a checkpoint cannot put "
+                    "together yet. Save under a strategy with one of tensor_parallel and sharding."
+                )
             return name, _of_dtensor(name, tensor)
         if placement.is_apart:
             name, split = own(self.rank, name), True

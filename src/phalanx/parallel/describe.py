@@ -29,8 +29,9 @@ _held_over = WeakTensorKeyDictionary()
 """The groups over which layers of ours hold parameters, by identity."""
 
 
-def note_held_over(param: Tensor, group: Group) -> None:
-    """Remember over which ranks a layer holds a parameter that is marked `is_distributed`."""
+def mark_held(param: Tensor, group: Group) -> None:
+    """Mark a parameter as `is_distributed`, and remember over which ranks its layer holds it."""
+    param.is_distributed = True  # type: ignore[assignment, method-assign]  # the users' own word for it
     _held_over[param] = group
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
 from phalanx.parallel.data_parallel import Reducer
+from phalanx.parallel.describe import held_over, is_module_held, mark_held
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import weigher
@@ -55,6 +56,9 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
     replaced.note(before, dict(model.named_parameters()))
+    for name, param in model.named_parameters():
+        if is_module_held(before[name]):  # what was cut here is a layer's slice
+            mark_held(param, held_over(before[name]))
 
 
 def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:

@@ -34,10 +34,14 @@ def shard_groups(tensor: Tensor) -> tuple[Group, ...]:
     """Return the groups over whose ranks a tensor is spread; none when every rank holds all of it."""
     if is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tensor.placements
-        return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-    if is_module_held(tensor) and dist.is_initialized():
-        return (held_over(tensor),)
-    return ()
+        cut = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+        return cut + _layer_groups(tensor)
+    return _layer_groups(tensor)
+
+
+def _layer_groups(tensor: Tensor) -> tuple[Group, ...]:
+    """Return the group over which a layer holds a parameter, whatever else it is spread over."""
+    return (held_over(tensor),) if is_module_held(tensor) and dist.is_initialized() else ()
 
 
 @torch.no_grad()
@@ -55,7 +59,7 @@ def gradient_of(param: Tensor) -> tuple[Tensor, tuple[Group, ...]] | None:
     if any(placement.is_partial() for placement in grad.placements):
         assert is_dtensor(param)
         grad = param.grad = grad.redistribute(param.device_mesh, param.placements)
-    return local_part(grad), shard_groups(grad)
+    return local_part(grad), shard_groups(grad) + _layer_groups(param)
 
 
 @torch.no_grad()

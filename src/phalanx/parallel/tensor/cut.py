@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.groups import Group
 from phalanx.data.shards import even_split
-from phalanx.parallel.describe import note_held_over
+from phalanx.parallel.describe import mark_held
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -60,5 +60,4 @@ def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
     param.data = cut.part(param.data, dim).clone(memory_format=torch.contiguous_format)
     if grad is not None:
         param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
-    param.is_distributed = True  # type: ignore[assignment, method-assign]  # the users' own word for it
-    note_held_over(param, cut.group)
+    mark_held(param, cut.group)

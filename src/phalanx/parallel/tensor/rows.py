@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from phalanx.comm import collectives, context, transfers
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
+from phalanx.parallel.row_weights import row_weight
 from phalanx.parallel.tensor.cut import Cut, even_sizes, hold
 from phalanx.parallel.tensor.linear import require_width
 
@@ -43,8 +44,7 @@ class _Weighted(torch.autograd.Function):
 
 def _row_weight() -> float:
     """Return how much this rank's rows weigh in the current batch; 1 for an even share."""
-    here = context.current() if context.is_initialized() else None
-    return here.batch.weight * here.readers.count if here is not None and here.batch is not None else 1.0
+    return row_weight(context.current(), context.current().readers) if context.is_initialized() else 1.0
 
 
 class ModelParallelLinear(nn.Linear):
