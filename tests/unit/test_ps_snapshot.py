@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import BackendError, ConfigError, DataError
+from phalanx.ps.local import LocalStore
 from phalanx.ps.placement import SHARDS, shards_owned
 from phalanx.ps.rules import SGD, Adagrad, Constant, CountFilter, Normal, ShowClick, TableSpec
+from phalanx.ps.server.copy_process import CopyProcess
+from phalanx.ps.server.saving import Saving
+from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import Source, read
 from phalanx.ps.snapshot.save import save_local
+from phalanx.ps.store import Change, Want
 from phalanx.ps.table import Table, make_table, read_rows
+from ps_requests import FakeWorker
 
 ADS = TableSpec(name="ads", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)
 USERS = TableSpec(name="users", dim=3, rule=SGD(lr=0.1), entry=CountFilter(2))
@@ -44,12 +51,7 @@ def pulled(table: Table, ids: np.ndarray[Any, Any] = ODD_IDS) -> np.ndarray[Any,
 
 
 def loaded(directory: Path, spec: TableSpec, servers: int = 1) -> list[Table]:
-    tables = []
-    for server in range(servers):
-        table = make_table(spec)
-        Source(directory).fill(table, shards_owned(server, servers))
-        tables.append(table)
-    return tables
+    return [Source(directory).table(spec, shards_owned(server, servers)) for server in range(servers)]
 
 
 def same(one: Table, two: Table) -> bool:
@@ -88,12 +90,10 @@ def test_any_number_of_servers_loads_a_snapshot(tmp_path: Path, servers: int) ->
 def test_several_tables_share_a_shard_file_and_load_by_name(tmp_path: Path) -> None:
     tables = trained(ADS, SHOWS)
     save_local(Holder(tables, range(SHARDS)), tmp_path, {})
-    ads, shows = make_table(ADS), make_table(SHOWS)
-    source = Source(tmp_path, ["ads"])
-    assert source.fill(ads, range(SHARDS))
-    assert not source.fill(shows, range(SHARDS))
-    assert ads.rows == len(ODD_IDS)
-    assert shows.rows == 0
+    store = LocalStore()
+    store.load(tmp_path, ["ads"])
+    store.declare([ADS, SHOWS])
+    assert {name: table.rows for name, table in store.report().items()} == {"ads": len(ODD_IDS), "shows": 0}
     with pytest.raises(ConfigError, match=r"table 'add' of .* holds \['ads', 'shows'\]. Did you mean 'ads'"):
         Source(tmp_path, ["add"])
 
@@ -256,7 +256,13 @@ def one_shard(tmp_path: Path) -> Path:
 
 
 def load_all(tmp_path: Path) -> None:
-    Source(tmp_path).fill(make_table(ADS), range(SHARDS))
+    Source(tmp_path).table(ADS, range(SHARDS))
+
+
+def flip_bit(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
 
 
 def test_a_cut_file_is_named_with_its_length(tmp_path: Path) -> None:
@@ -273,11 +279,38 @@ def test_a_cut_file_is_named_with_its_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [0, 5, 20, 40, -1])
 def test_a_flipped_bit_is_found(tmp_path: Path, place: int) -> None:
     path = one_shard(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, place)
     with pytest.raises(DataError, match=rf"{path} .*byte 0"):
         load_all(tmp_path)
+
+
+def test_a_load_that_fails_changes_nothing_neither_here_nor_on_a_server(tmp_path: Path) -> None:
+    path = one_shard(tmp_path)
+    flip_bit(path, -1)
+    service = Service()
+    Saving(service)
+    worker, local = FakeWorker(service), LocalStore()
+    worker.declare(USERS)
+    local.declare([USERS, ADS])
+    local.push([Change("ads", ODD_IDS, np.ones((len(ODD_IDS), 4), np.float32))])
+    before = local.pull([Want("ads", ODD_IDS)]).rows()[0]
+    with pytest.raises(DataError, match=str(path)):
+        local.load(tmp_path)
+    np.testing.assert_array_equal(local.pull([Want("ads", ODD_IDS)]).rows()[0], before)
+    worker.declare(ADS)
+    with pytest.raises(DataError, match=str(path)):
+        worker.call("load", {"directory": str(tmp_path)})
+    assert service.state.sources == []
+
+
+def test_a_load_keeps_the_counts_of_all_tables(tmp_path: Path) -> None:
+    save_local(Holder(trained(ADS, USERS), range(SHARDS)), tmp_path, {})
+    store = LocalStore()
+    store.declare([ADS, USERS])
+    store.push([Change(spec.name, ODD_IDS, np.ones((len(ODD_IDS), spec.dim), np.float32)) for spec in (ADS, USERS)])
+    store.load(tmp_path)
+    assert [report.pushed for report in store.report().values()] == [len(ODD_IDS)] * 2
+    assert [report.dropped for report in store.report().values()] == [0, len(ODD_IDS)]
 
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -301,3 +334,16 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode 'fulll'; modes: full, delta, .* Did you mean 'full'"):
         save_local(Holder({}, range(SHARDS)), tmp_path, {}, "fulll")
+
+
+def test_a_system_that_makes_no_copy_is_an_error_and_leaves_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(
+        BackendError, match=r"the system did not make: Cannot allocate memory\. Free memory.*save again"
+    ):
+        CopyProcess(dict)
+    assert os.listdir("/proc/self/fd") == before

@@ -10,30 +10,32 @@ from phalanx.errors import ConfigError
 from phalanx.ps.placement import SHARDS
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.server.leases import Leases
+from phalanx.ps.server.tables import Tables
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.read import Source
 from phalanx.ps.snapshot.save import save_local
 from phalanx.ps.store import Change, Pulled, Ready, TableReport, Want, named
-from phalanx.ps.table import Table, make_table, read_rows
+from phalanx.ps.table import make_table, read_rows
 
 
 class LocalStore:
     """A `Store` whose tables are here. With one worker sync, async and bounded agree: a push is applied at once."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, Table] = {}
+        self._tables = Tables()
         self._leases = Leases()
-        self._holder = Holder(self._tables, range(SHARDS))
+        self._holder = Holder(self._tables.tables, range(SHARDS))
         self._source: Source | None = None
 
     def declare(self, specs: Sequence[TableSpec]) -> None:
         """Make these tables, or check that they are there with the same specification. See `Store.declare`."""
         for spec in specs:
-            if spec.name in self._tables:
-                check_same(self._tables[spec.name].spec, spec)
+            if spec.name in self._tables.specs:
+                check_same(self._tables.specs[spec.name], spec)
+            elif self._source is not None and spec.name in self._source.names:
+                self._put(self._source, [spec])
             else:
-                self._tables[spec.name] = make_table(spec)
-                self._fill(self._tables[spec.name])
+                self._tables.put(make_table(spec))
 
     def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
         """Read rows. See `Store.pull`."""
@@ -44,7 +46,8 @@ class LocalStore:
     ) -> Pulled:
         """Apply changes. See `Store.push`."""
         for change in changes:
-            apply(named(self._tables, change.table), change)
+            named(self._tables.tables, change.table)
+            self._tables.apply(change)
         return self._read(then)
 
     def flush(self) -> None:
@@ -55,14 +58,11 @@ class LocalStore:
 
     def report(self) -> dict[str, TableReport]:
         """Return counts by table name."""
-        return {
-            name: TableReport(table.rows, table.bytes, table.pushed, table.dropped, table.evicted)
-            for name, table in self._tables.items()
-        }
+        return {name: TableReport(**counts) for name, counts in self._tables.report().items()}
 
     def shrink(self, table: str) -> int:
         """End a day. See `Store.shrink`."""
-        return named(self._tables, table).shrink()
+        return named(self._tables.tables, table).shrink()
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
         """Return the next file of an epoch. See `Store.lease`."""
@@ -81,38 +81,25 @@ class LocalStore:
 
     def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
         """Read a snapshot; tables of it that are declared later get their rows then. See `Store.load`."""
-        self._source = Source(directory, names)
-        for table in self._tables.values():
-            self._fill(table)
-        return self._source.snapshot.extra()
+        source = Source(directory, names)
+        self._put(source, [spec for name, spec in self._tables.specs.items() if name in source.names])
+        self._source = source
+        return source.snapshot.extra()
 
     def close(self) -> None:
         """Let go of the tables."""
-        self._tables.clear()
+        self._tables.tables.clear()
 
     def _read(self, wants: Sequence[Want]) -> Ready:
-        return Ready([read_rows(named(self._tables, want.table), want.keys) for want in wants])
+        return Ready([read_rows(named(self._tables.tables, want.table), want.keys) for want in wants])
 
-    def _fill(self, table: Table) -> None:
-        """Put the rows of the loaded snapshot into a table that it holds."""
-        if self._source is None or table.spec.name not in self._source.names:
-            return
-        table.clear()
-        self._source.fill(table, range(SHARDS))
-        snapshot = self._source.snapshot
-        if snapshot.manifest.mode == "full":
-            self._holder.remember(snapshot.manifest.save, snapshot.directory.absolute(), [table.spec.name])
-
-
-def apply(table: Table, change: Change) -> int:
-    """Apply one change to a table and return how many gradients were dropped."""
-    if change.kind == "delta":
-        table.add(change.keys, change.values)
-        return 0
-    if change.kind == "assign":
-        table.assign(change.keys, change.values)
-        return 0
-    return table.push(change.keys, change.values, change.lr, change.counts, change.shows, change.clicks)
+    def _put(self, source: Source, specs: Sequence[TableSpec]) -> None:
+        """Make tables with the rows of a snapshot; all are read before the first is put in place."""
+        manifest, directory = source.snapshot.manifest, source.snapshot.directory
+        for table in [source.table(spec, range(SHARDS)) for spec in specs]:
+            self._tables.put(table)
+            if manifest.mode == "full":
+                self._holder.remember(manifest.save, directory.absolute(), [table.spec.name])
 
 
 def check_same(known: TableSpec, asked: TableSpec) -> None:

@@ -22,12 +22,23 @@ class CopyProcess:
 
     Args:
         work: What the child does; returns a JSON object.
+
+    Raises:
+        BackendError: If the system makes no copy.
     """
 
     def __init__(self, work: Callable[[], dict[str, Any]]) -> None:
         reading, writing = os.pipe()
         parent = os.getpid()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError as e:
+            os.close(reading)
+            os.close(writing)
+            raise BackendError(
+                f"A snapshot is written by a copy of this process, which the system did not make: {e.strerror}. Free "
+                "memory, or let the system promise more than it has (vm.overcommit_memory=1); then save again."
+            ) from e
         if self._pid == 0:
             _run(work, writing, parent)
         os.close(writing)

@@ -97,14 +97,14 @@ class Saving:
     def load(self, request: Request) -> Reply:
         """Replace rows by those of a snapshot, now and in tables declared later."""
         service, names = self._service, request.meta.get("names")
-        self.add_source(Path(request.meta["directory"]), names)
-        source = service.state.sources[-1]
+        source = Source(Path(request.meta["directory"]), names)
         with service.gate.change():
             wanted = [spec for name, spec in service.state.tables.specs.items() if name in source.names]
             # All are read before the first is put in place: a broken file changes nothing.
-            for table in [service.state.build(spec) for spec in wanted]:
+            for table in [source.table(spec, service.state.shards) for spec in wanted]:
                 service.state.tables.put(table)
                 self._loaded(source, table.spec.name)
+            service.state.sources.append(source)
             if names is None and service.state.server == 0:
                 service.state.leases.restore(source.snapshot.manifest.leases or {}, holders=False)
             service.state.unlogged = True

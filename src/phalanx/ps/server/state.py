@@ -107,10 +107,8 @@ class State:
             ConfigError: If it cannot be made, or does not fit that source's table.
             DataError: If that source is broken; names file and offset.
         """
-        table = make_table(spec)
-        if source := self._source_of(spec.name):
-            source.fill(table, self.shards)
-        return table
+        source = self._source_of(spec.name)
+        return source.table(spec, self.shards) if source else make_table(spec)
 
     # --- to and from files -------------------------------------------------------------------------------------------
 

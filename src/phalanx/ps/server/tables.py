@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from phalanx.ps.local import apply
 from phalanx.ps.reference import ReferenceTable
 from phalanx.ps.rules import TableSpec
 from phalanx.ps.store import Change, Keys, Rows
@@ -34,7 +33,7 @@ class Tables:
         name = table.spec.name
         if name in self.tables:
             with self._guards[name]:
-                self.count_from(self.counts())
+                self._counted[name] = self.counts()[name]
                 self.tables[name] = table
             return
         # The reference table is for one thread at a time.
@@ -49,7 +48,7 @@ class Tables:
     def apply(self, change: Change) -> int:
         """Apply a change and return how many gradients were dropped."""
         with self._guards[change.table]:
-            return apply(self.tables[change.table], change)
+            return _apply(self.tables[change.table], change)
 
     def shrink(self, name: str) -> int:
         """End a day of a table and return how many rows went."""
@@ -94,3 +93,14 @@ class Tables:
     def count_from(self, counts: Mapping[str, list[int]]) -> None:
         """Go on counting from what `counts` returned before a restart."""
         self._counted = {name: list(c) for name, c in counts.items()}
+
+
+def _apply(table: Table, change: Change) -> int:
+    """Apply one change to a table and return how many gradients were dropped."""
+    if change.kind == "delta":
+        table.add(change.keys, change.values)
+        return 0
+    if change.kind == "assign":
+        table.assign(change.keys, change.values)
+        return 0
+    return table.push(change.keys, change.values, change.lr, change.counts, change.shows, change.clicks)

@@ -17,7 +17,7 @@ from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.dense import read_extra
 from phalanx.ps.snapshot.manifest import Manifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
-from phalanx.ps.table import Table
+from phalanx.ps.table import Table, make_table
 
 _log = logging.getLogger("phalanx.ps")
 
@@ -220,10 +220,9 @@ class Source:
         self.names = set(self.snapshot.tables if names is None else names)
         self.snapshot.check_names(self.names)
 
-    def fill(self, table: Table, shards: Iterable[int]) -> bool:
-        """Fill a table if it is one of this source's; returns whether."""
-        if table.spec.name not in self.names:
-            return False
-        rows = self.snapshot.fill(table, shards)
-        _log.info("table %s: %d rows loaded from %s", table.spec.name, rows, self.snapshot.directory)
-        return True
+    def table(self, spec: TableSpec, shards: Iterable[int]) -> Table:
+        """Return a new table with these shards' rows; see `Snapshot.fill`."""
+        made = make_table(spec)
+        rows = self.snapshot.fill(made, shards)
+        _log.info("table %s: %d rows loaded from %s", spec.name, rows, self.snapshot.directory)
+        return made

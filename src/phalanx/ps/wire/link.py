@@ -78,7 +78,13 @@ def reply_memory(placed: Placed | None, at: Any, count: int) -> Bytes:
     Raises:
         FrameError: If it claims a place outside of it.
     """
-    if placed is None or placed.lease is None or type(at) is not int or at < 0 or at + count > placed.lease.segment.size:
+    if (
+        placed is None
+        or placed.lease is None
+        or type(at) is not int
+        or at < 0
+        or at + count > placed.lease.segment.size
+    ):
         raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
     return placed.lease.memory[at : at + count]
 
