@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -314,11 +314,18 @@ class _Loading:
         for name in saved_names(self.manifest.tensors, OPTIMIZER):
             param, _, key = name.rpartition("/")
             if param in state:
-                state[param][key] = self._state_tensor(param, OPTIMIZER + name)
+                present = optimizer.state.get(self.view.tensors[param], {}).get(key)
+                state[param][key] = self._state_tensor(param, OPTIMIZER + name, present)
         return {name: found for name, found in state.items() if found}
 
-    def _state_tensor(self, param_name: str, name: str) -> Tensor:
-        """Return a tensor of optimizer state as this rank is to hold it."""
+    def _state_tensor(self, param_name: str, name: str, present: Any) -> Tensor:
+        """Return a tensor of optimizer state as this rank is to hold it.
+
+        Args:
+            param_name: Its parameter.
+            name: Its name in the checkpoint.
+            present: What the optimizer holds in its place now: memory to use again, which is dear to get anew.
+        """
         saved = self.manifest.tensors.get(name)
         if saved is None:
             return self._of_all_ranks(name)
@@ -326,9 +333,12 @@ class _Loading:
         held, entry = self.held[local_name], self.layout[local_name]
         if saved.shape != entry.shape:
             return self.reader.whole(name)
+        param, box = self.view.tensors[param_name], entry.box_of(held.part)
+        if _is_alike(present, held.tensor, saved.dtype):
+            self.reader.read(name, local_part(present), box)
+            return present
         local = torch.empty_like(held.tensor, dtype=saved.dtype)
-        self.reader.read(name, local, entry.box_of(held.part))
-        param = self.view.tensors[param_name]
+        self.reader.read(name, local, box)
         if not isinstance(param, DTensor):
             return local
         return DTensor.from_local(
@@ -376,6 +386,11 @@ def _agree_on_layout(ranks: Ranks, held: Mapping[str, Held], check: Any) -> dict
 
     decided = ranks.decide("layout", lambda: {name: one.part.to_json() for name, one in held.items()}, decide)
     return {name: Entry.from_json(entry) for name, entry in decided.items()}
+
+
+def _is_alike(present: Any, held: Tensor, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor that lies on the ranks as a parameter does."""
+    return isinstance(present, Tensor) and present.dtype == dtype and local_part(present).shape == held.shape
 
 
 def _common(name: str) -> str:
