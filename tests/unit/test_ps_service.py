@@ -250,6 +250,8 @@ def test_bad_requests_change_nothing() -> None:
         worker.push(gradient((1,), 1.0, kind="divide"), step=0)
     with pytest.raises(ConfigError, match="weight nan"):
         worker.push(gradient((1,), 1.0), step=0, weight=float("nan"))
+    with pytest.raises(ConfigError, match=r"counts of type int64 and shape \(1,\) for 1 keys. Give uint32"):
+        worker.push(gradient((1,), 1.0, counts=keys(1)), step=0)
     with pytest.raises(ConfigError, match="only 1 arrays"):
         worker.call("push", {"step": 0, "changes": [{"table": "items"}]}, [keys(1)])
     with pytest.raises(ConfigError, match="too many"):

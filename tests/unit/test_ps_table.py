@@ -319,7 +319,9 @@ def test_arrays_that_do_not_fit_are_errors(table_of: Make) -> None:
         table.pull(KEYS.astype(np.int32), ones(5))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="gaps in memory"):
         table.assign(KEYS, np.ones((5, 8), np.float32)[:, ::2])
-    with pytest.raises(ConfigError, match=r"counts of shape \(4,\) for 5 keys"):
+    with pytest.raises(
+        ConfigError, match=r"counts of type uint32 and shape \(4,\) for 5 keys. Give uint32 of shape \(5,\)"
+    ):
         table.push(KEYS, ones(5), counts=np.ones(4, np.uint32))
     with pytest.raises(ConfigError, match=r"rate -1.*at least 0"):
         table.push(KEYS, ones(5), -1.0)

@@ -15,6 +15,8 @@ from phalanx.ps.rules import FTRL, TableSpec
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
 
+_COLUMNS = (("counts", np.uint32), ("shows", np.float32), ("clicks", np.float32))
+
 MOST_WAITED = 2**24 - 2
 """Highest count of an id that waits for a row."""
 
@@ -72,12 +74,14 @@ def check_push(spec: TableSpec, n: int, lr: float | None, columns: Sequence[NDAr
     """Check what goes with a push: one count, show and click per key, and a learning rate the rule can use.
 
     Raises:
-        ConfigError: If a length does not fit or the learning rate is negative, no number, or 0 where it divides.
+        ConfigError: If a length or type does not fit, or the learning rate is negative, no number, or 0 where it
+            divides.
     """
-    for name, column in zip(("counts", "shows", "clicks"), columns, strict=True):
-        if column is not None and column.shape != (n,):
+    for (name, dtype), column in zip(_COLUMNS, columns, strict=True):
+        if column is not None and (column.shape != (n,) or column.dtype != dtype):
             raise ConfigError(
-                f"Gave table '{spec.name}' {name} of shape {column.shape} for {n} keys. Give one per key, or none."
+                f"Gave table '{spec.name}' {name} of type {column.dtype} and shape {column.shape} for {n} keys. Give "
+                f"{np.dtype(dtype)} of shape ({n},), or none."
             )
     if lr is not None and not (0 <= lr < float("inf")):
         raise ConfigError(f"Asked table '{spec.name}' to learn at rate {lr}. Give a number of at least 0.")
