@@ -12,7 +12,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr double kSpinS = 30e-6;   // a core of its own for each rank: others are about to come
+constexpr double kSpinS = 2e-6;   // only where ranks have a core each; a yield costs little there, and helps anywhere else
 constexpr double kYieldS = 1e-3;   // after that a wake-up costs little beside what was waited
 constexpr int kSleepMs = 50;       // until a sleeper looks around again
 constexpr auto kLookEvery = 200ms;
