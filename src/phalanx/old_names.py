@@ -33,6 +33,9 @@ REPLACED: dict[str, str] = {
     "L2Decay": "the optimizer's weight_decay=",
     "batch": "px.distribute(model, optimizer, dataset, global_batch=...)",
     "to_tensor": "torch.as_tensor",
+    "save_dygraph": "px.save(folder, model, optimizer), or px.export_state_dict(model, path) for weights alone",
+    "load_dygraph": "px.load(folder, model, optimizer), or px.load(path, model) for weights alone",
+    "TracedLayer": "px.export_program(model, inputs, path)",
     "clear_gradients": "optimizer.zero_grad()",
     "clear_grad": "optimizer.zero_grad()",
 }

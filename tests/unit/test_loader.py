@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -219,7 +220,7 @@ def test_an_empty_stream_ends_at_once() -> None:
     assert list(ShardedLoader(lambda: [], batch_size=2)) == []
 
 
-def test_a_run_resumes_in_the_middle_at_another_number_of_ranks() -> None:
+def test_a_run_resumes_in_the_middle_at_another_number_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
     before = ShardedLoader(Numbers(50), global_batch=8, shard=(0, 2))
     whole = ShardedLoader(Numbers(50), global_batch=8)
     rows_of(before)
@@ -228,9 +229,11 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks() -> None:
     for _ in range(3):
         next(passing)
     state = before.state_dict()
-    assert state == {"version": 1, "epoch": 1, "position": 24, "seed": 0}
+    assert state == {"version": 1, "epoch": 1, "position": 24, "seed": 0, "global_batch": 8}
     after = ShardedLoader(Numbers(50), global_batch=10)
-    after.load_state_dict(state)
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        after.load_state_dict(state)
+    assert "goes on at row 24 in global batches of 10, and was begun in global batches of 8" in caplog.text
     assert rows_of(after) == expected[1][24:]
     assert rows_of(after) == expected[2]
 
@@ -238,7 +241,7 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks() -> None:
 def test_a_state_taken_between_epochs_starts_the_next() -> None:
     loader = ShardedLoader(Numbers(10), batch_size=4)
     rows_of(loader)
-    assert loader.state_dict() == {"version": 1, "epoch": 1, "position": 0, "seed": 0}
+    assert loader.state_dict() == {"version": 1, "epoch": 1, "position": 0, "seed": 0, "global_batch": 4}
 
 
 def test_a_stream_resumes_by_reading_up_to_the_position() -> None:

@@ -216,7 +216,13 @@ class ShardedLoader:
 
         Taken inside the loop it counts the batch in hand as done.
         """
-        return {"version": 1, "epoch": self._epoch, "position": self._position, "seed": self._seed}
+        return {
+            "version": 1,
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "global_batch": self.global_batch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration go on where `state` was taken, at any number of ranks and any batch size.
@@ -241,6 +247,15 @@ class ShardedLoader:
             raise ConfigError(
                 'A stream that splits itself (stream="own") cannot be resumed inside an epoch. '
                 "Save at the end of an epoch, or let the dataset keep its own position."
+            )
+        before = state.get("global_batch", self.global_batch)
+        if state["position"] and before != self.global_batch:
+            logger.warning(
+                "the epoch goes on at row %d in global batches of %d, and was begun in global batches of %d: give "
+                "global_batch= where training must not depend on the number of ranks",
+                state["position"],
+                self.global_batch,
+                before,
             )
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
         self._epoch, self._position = self._next_epoch, self._next_position
