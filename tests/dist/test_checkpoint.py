@@ -97,6 +97,10 @@ def _save_dp(folder: Path) -> tuple[dict[str, Tensor], list[list[int]], Tensor]:
     rest = [y.tolist() for _, y in batches]
     _train(model, optimizer, iter(loader), 1)  # what was copied does not change
     px.checkpoint.wait()
+    if px.current().world_size == 2:
+        model.eval()
+        px.export_program(model, (DATA[0],), folder.with_name("program.pt2"))
+        torch.save(model(DATA[0]).detach(), folder.with_name(f"output-{rank}"))
     return state, rest, draw
 
 
@@ -122,6 +126,9 @@ def _together(per_rank: list[list[list[int]]]) -> list[list[int]]:
 def test_data_parallel_training_goes_on_at_any_number_of_ranks(tmp_path: Path, saved_ranks: int) -> None:
     folder = tmp_path / "dp"
     saved = run_ranks(_save_dp, saved_ranks, folder)
+    if saved_ranks == 2:
+        program = torch.export.load(tmp_path / "program.pt2").module()
+        assert torch.equal(program(DATA[0]), torch.load(tmp_path / "output-0"))
     manifest = json.loads(next(folder.glob("step-2/manifest*")).read_text())
     assert len(manifest["tensors"]["model/2.weight"][2]) == saved_ranks
     for ranks in (1, 2, 4):
