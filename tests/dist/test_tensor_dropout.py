@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx import fleet
+from phalanx.errors import ConfigError
 from ranks import run_ranks
 from tensor_models import BLOCK, SEQUENCE, Transformer, features, mlp, tokens, whole, whole_loss
 
@@ -105,9 +107,26 @@ def own_layers(rank: int) -> dict[str, Any]:
     return found
 
 
+def apart(rank: int) -> dict[str, Any]:
+    """Ranks that hold layers together get other rows, and other random streams."""
+    model = px.shard(seeded(mlp), CHAIN, axis="model")
+    px.distribute(model)
+    x, _ = features(4)
+    with pytest.raises(ConfigError) as caught:
+        model(x[rank : rank + 2])
+    torch.manual_seed(rank)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("phalanx.parallel").addHandler(handler)
+    model(x)
+    logging.getLogger("phalanx.parallel").removeHandler(handler)
+    return {"rows apart": str(caught.value), "streams apart": said}
+
+
 def everything() -> dict[str, Any]:
     rank = fleet.init(is_collective=True).rank
-    return own_layers(rank) | of_streams(rank)
+    return own_layers(rank) | of_streams(rank) | apart(rank)
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +170,10 @@ def test_a_layer_that_holds_its_shard_takes_the_step_of_the_whole_layer(
     assert torch.equal(first["body.weight"], second["body.weight"])
     assert first["head.weight"].shape == (3 if name == "made" else 2, 7)
     assert not torch.equal(first["head.weight"][:2], second["head.weight"])
+
+
+def test_ranks_that_hold_layers_together_are_told_when_they_read_other_rows(ranks: list[dict[str, Any]]):
+    for found in ranks:
+        assert "ranks along axis 'model' hold layers together and must read the same rows" in found["rows apart"]
+        assert len(found["streams apart"]) == 1
+        assert "their random streams differ: they would drop different units" in found["streams apart"][0]

@@ -11,6 +11,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.cut import Cut, hold
 from phalanx.parallel.tensor.dropout import CutDropout
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
+from phalanx.parallel.tensor.same_rows import SameRows
 from phalanx.parallel.tensor.styles import Planned, kinds_of, planned_modules, sizes_of
 from phalanx.parallel.tensor.vocab import VocabEmbedding
 from phalanx.plan.value import Layout, Plan, Shard
@@ -33,8 +34,9 @@ def cut_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         _become(plan, one, cuts.get("weight", whole))
         if one.axis not in plan.step.batch_axes:
             sharing[one.axis] = whole.group
-    for group in sharing.values():
+    for axis, group in sharing.items():
         _share_random_stream(group, mesh.device_type)
+        model.register_forward_pre_hook(SameRows(axis, group), with_kwargs=True)
 
 
 def _hold(module: nn.Module, name: str, shard: Shard, whole: Cut, ranks: int, held: dict[int, Cut]) -> Cut:

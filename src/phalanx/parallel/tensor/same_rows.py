@@ -1,0 +1,60 @@
+"""Ranks that hold layers together must read the same rows, and drop the same units: looked at in the first steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.collectives import all_gather
+from phalanx.comm.groups import Group
+from phalanx.data.stream import digest
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+class SameRows:
+    """A hook before the forward pass of a model that compares its inputs over the ranks of a group.
+
+    Collective in the first passes in training mode; those of a compiled model are not looked at.
+    """
+
+    PASSES = 2
+    """Passes that are looked at; the first may be a probe with inputs that are all alike."""
+
+    def __init__(self, axis: str, group: Group) -> None:
+        self._axis, self._group = axis, group
+        self._left = self.PASSES
+
+    def __deepcopy__(self, _: dict[int, Any]) -> SameRows:
+        return SameRows(self._axis, self._group)
+
+    def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Compare.
+
+        Raises:
+            ConfigError: If inputs differ; on all ranks of the group.
+        """
+        if not self._left or not model.training or torch.compiler.is_compiling():
+            return
+        self._left -= 1
+        tensors = [x for x in (*inputs, *named.values()) if type(x) is Tensor and x.layout is torch.strided]
+        mine = torch.tensor([[digest(tensors), digest([torch.get_rng_state()])]])
+        device = tensors[0].device if tensors else mine.device
+        rows, streams = all_gather(mine.to(device), same_shapes=True, group=self._group).cpu().unbind(1)
+        if (rows != rows[0]).any():
+            raise ConfigError(
+                f"ranks along axis {self._axis!r} hold layers together and must read the same rows, but their inputs "
+                "differ. Give the loader to px.distribute, which shares rows out by px.current().readers."
+            )
+        if (streams != streams[0]).any():
+            self._left = 0
+            logger.warning(
+                "ranks along axis %r hold layers together, but their random streams differ: they would drop different "
+                "units of the same activations. Seed with px.current().readers.index in place of the rank.",
+                self._axis,
+            )
