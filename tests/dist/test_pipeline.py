@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from pipeline_models import FOUR, TWO, check, trained
+import phalanx as px
+from phalanx.errors import ConfigError, PeerLostError, PlanError
+from phalanx.plan.value import Schedule
+from pipeline_models import (
+    CLASSES,
+    F1B1,
+    FOUR,
+    GLUED2,
+    GLUED4,
+    TWO,
+    WIDTH,
+    Case,
+    Glued,
+    chain,
+    check,
+    made,
+    trained,
+)
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -30,3 +55,184 @@ def test_copies_of_stages_and_four_stages_equal_one_process():
     ranks = run_ranks(trained_four, 4)
     for name, case in FOUR.items():
         check([found[name] for found in ranks], case)
+
+
+def errors() -> dict[str, str]:
+    px.init()
+    case = TWO["glue"]
+    model, optimizer, (inputs, target) = made(case)
+    px.distribute(model, optimizer, plan=case.plan())
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    calls: dict[str, Callable[[], Any]] = {
+        "loop": lambda: F.cross_entropy(model(inputs), target).backward(),
+        "copy": lambda: copy.deepcopy(model),
+        "by name": lambda: model.eval()(x=inputs),
+        "inputs": lambda: model.eval()(inputs, inputs),
+        "rows": lambda: step(inputs, target[:5]),
+        "numbers": lambda: step(inputs, 3.0 * torch.ones(())),
+    }
+    plans = {
+        "shared": (Tied, case_of(Tied, {"first": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "head": 1})),
+        "order": (Glued, case_of(Glued, GLUED2 | {"first": 1, "head": 0})),
+        "values": (LooksAtValues, case_of(LooksAtValues, {"0": 0, "1": 1})),
+        "unit": (Glued, case_of(Glued, GLUED2 | {"haed": 1})),
+        "stages": (Glued, case_of(Glued, GLUED4)),
+        "kind": (Glued, replace(case_of(Glued, GLUED4), schedule=Schedule(kind="gpipe", virtual=2))),
+    }
+    found = {}
+    for name, call in calls.items():
+        model.train()
+        with pytest.raises(ConfigError) as error:
+            call()
+        found[name] = str(error.value)
+    for name, (build, broken) in plans.items():
+        with pytest.raises(PlanError) as refused:
+            px.distribute(build().double(), plan=broken.plan())
+        found[name] = str(refused.value)
+    other = HandsOn().double()
+    px.distribute(other, plan=case_of(HandsOn, {"0": 0, "1": 1}).plan())
+    with pytest.raises((PlanError, PeerLostError)) as late, torch.no_grad():
+        other(inputs)
+    return found | {"object": str(late.value)}
+
+
+def case_of(build: type[nn.Module], stages: dict[str, int]) -> Case:
+    return Case(build, stages, F1B1)
+
+
+class Tied(Glued):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+class LooksAtValues(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return self[1](x if x.sum() > 0 else -x)
+
+
+class Pair:
+    """Nothing that can travel."""
+
+
+class Odd(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return Pair() if isinstance(x, Tensor) else super().forward(torch.zeros(2, WIDTH).double())
+
+
+class HandsOn(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Odd(WIDTH, WIDTH), Odd(WIDTH, CLASSES))
+
+
+def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
+    ranks = run_ranks(errors, 2)
+    assert "and tuples, lists and dicts of them, found Pair" in ranks[0]["object"]
+    assert "lost rank 0" in ranks[1]["object"] or "lost another rank" in ranks[1]["object"]
+    for found in ranks:
+        assert re.match(
+            r"training Glued, which is cut into stages, needs px.train_step: step = px.train_step", found["loop"]
+        )
+        assert "cannot be copied or pickled whole. Keep its state_dict" in found["copy"]
+        assert "takes its inputs in order, found ['x'] by name" in found["by name"]
+        assert "takes 1 inputs, those without a default; found 2" in found["inputs"]
+        assert "cuts batches by rows, along dim 0 of inputs and targets; found sizes [(5,), (24,)]" in found["rows"]
+        assert "found sizes [(), (24,)]" in found["numbers"]
+        assert re.match(
+            r"'blocks.0.weight' of stage 0 and 'blocks.2.weight' of stage 1 are one parameter", found["shared"]
+        )
+        assert re.match(r"the forward pass uses 'blocks.0' of stage 0 while it is in stage 1", found["order"])
+        assert re.match(r"the forward pass of LooksAtValues cannot be cut into stages, because", found["values"])
+        assert "modules[haed].stage: the model has no such module. Did you mean 'head'?" in found["unit"]
+        assert "2 ranks with 1 each need stages 0 to 1" in found["stages"]
+        assert "the schedule 'gpipe' with virtual=2 stages of each rank" in found["kind"]
+
+
+def by_strategy(settings: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(px.init().rank)  # rank 0's parameters count
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same = px.fleet.distributed_optimizer(optimizer)
+    strategy = px.DistributedStrategy(**settings)
+    data = torch.utils.data.TensorDataset(*made(TWO["gpipe"])[2])
+    model, _, loader = px.distribute(model.double(), None, data, global_batch=8, strategy=strategy, shuffle=False)
+    assert same is optimizer
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    losses = [step(x, y).loss.item() for x, y in loader]
+    held = {name: value for name, value in model.state_dict().items() if not value.is_meta}
+    scores = px.evaluate(model, data, ["acc1"], loss_fn=F.cross_entropy, batch_size=5)
+    return {"losses": losses, "held": held, "scores": scores, "told": str(px.explain(model))}
+
+
+def by_strategies() -> dict[str, Any]:
+    found = {}
+    for name, settings in STRATEGIES.items():
+        found[name] = by_strategy(settings)
+        gc.collect()  # the next case has another strategy
+    return found
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {"pipeline": True, "pipeline_configs": {"accumulate_steps": 4}},
+    "degrees": {
+        "hybrid_configs": {"pp_degree": 2},
+        "pipeline_configs": {
+            "micro_batch_size": 4,
+            "schedule_mode": "ZeroBubble",
+            "virtual": 2,
+            "cuts": ["1", "2", "3"],
+        },
+        "clip": True,
+        "clip_configs": {"norm": 0.1},
+    },
+    "merged": {
+        "pipeline": True,
+        "pipeline_configs": {"accumulate_steps": 2, "schedule_mode": "GPipe"},
+        "recompute": True,
+        "recompute_configs": {"checkpoints": ["2", "3", "5"]},
+        "gradient_merge": True,
+        "gradient_merge_configs": {"k_steps": 3},
+    },
+}
+
+
+def by_hand(settings: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = chain().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = made(TWO["gpipe"])[2]
+    merged = settings.get("gradient_merge_configs", {}).get("k_steps", 1)
+    losses = []
+    for number, (x, y) in enumerate(zip(*(part.split(8) for part in data), strict=True)):
+        loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        (loss / merged).backward()
+        if (number + 1) % merged:
+            continue
+        if "clip" in settings:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_configs"]["norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        output = model(data[0])
+    scores = {
+        "acc1": (output.argmax(1) == data[1]).double().mean().item(), "loss": F.cross_entropy(output, data[1]).item()
+    }  # fmt: skip
+    return {"losses": losses, "parameters": dict(model.state_dict()), "scores": scores}
+
+
+def test_a_strategy_makes_the_same_pipeline():
+    ranks = run_ranks(by_strategies, 2)
+    for name, settings in STRATEGIES.items():
+        expected = by_hand(settings)
+        for found in (rank[name] for rank in ranks):
+            assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+            assert found["scores"] == pytest.approx(expected["scores"], abs=1e-12)
+            for key, value in found["held"].items():
+                torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
+        told = ranks[0][name]["told"]
+        assert "stage 0 on rank 0 of its axis: 0" in told, told

@@ -341,6 +341,7 @@ def _cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> P
     buckets = all_reduce_buckets(plan, shape_of(model))
     for bucket in buckets:
         mesh.group(bucket.axes)  # made by all ranks, whatever their stages hold
+    scale_module_held(plan, model, mesh)
     held = {name for name, param in model.named_parameters() if not param.is_meta}
     mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
     if mesh.size(mesh.batch_axes) > 1:

@@ -288,7 +288,7 @@ def _announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None
             "global batch %s = %s per rank x %d; %s steps per epoch",
             loader.global_batch,
             loader.per_rank_batch,
-            context.world_size,
+            context.readers.count,
             _steps_per_epoch(loader) or "an unknown number of",
         )
     if optimizer is not None:

@@ -136,13 +136,13 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
     if (schedule.virtual > 1) != (schedule.kind == "interleaved") and schedule.kind != "zero_bubble":
         return f"the schedule {schedule.kind!r} with virtual={schedule.virtual} stages of each rank"
     rules = [plan.rule_for(param.name) for param in shape.trainable]
+    # Such layers exchange rows within a micro-batch, of which these ranks may have different numbers.
     copies = Position(plan.mesh, rank=0).count(plan.step.batch_axes)
     cut_by_rows = copies > 1 and any(rule.managed == "module" and not reduced_along(plan, rule) for rule in rules)
     beside = {
         "step.compiled": plan.step.compiled,
         "step.sync_bn": plan.step.sync_bn,
-        "step.accumulate": plan.step.accumulate > 1,
-        "step.scaler, by the schedule zero_bubble,": plan.step.scaler is not None and schedule.kind == "zero_bubble",
+        # Its backward pass has two parts, each of which would compute again.
         "modules.recompute, by the schedule zero_bubble,": schedule.kind == "zero_bubble"
         and any(rule.recompute != "none" for rule in plan.modules),
         "step.batch_axes with the stages among them": STAGE_AXIS in plan.step.batch_axes,

@@ -61,7 +61,7 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
         PlanError: If the forward pass cannot be cut there, or stages share a parameter.
     """
     along = (STAGE_AXIS,)
-    route = Route.of(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
+    route = Route(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
     stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
     recorded = record(model, stages, route.count)
     owners = owner_stages(model, recorded, stages)
@@ -138,8 +138,8 @@ class Pipeline:
             The loss and the named values of the batch, on every rank.
         """
         rows = _rows(inputs, target)
-        count = microbatches_of(self._plan.schedule, rows, self.route.ranks)
-        self._warn_of(rows, count)
+        count, wanted = microbatches_of(self.route, rows)
+        self._warn_of(rows, count, wanted)
         self._inputs = [(part,) for part in _split(inputs, rows, count)]
         weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
         step = self._step = _Step(_split(target, rows, count), loss_fn, weight)
@@ -197,8 +197,7 @@ class Pipeline:
                 assert last is not None
                 return self._step.loss(last.gives, output if isinstance(output, tuple) else (output,), int(number))
 
-            kind = self._plan.schedule.kind
-            self._schedules[key] = schedule_for(kind, stages, ends, self.route, count, loss), last
+            self._schedules[key] = schedule_for(stages, ends, self.route, count, loss), last
         self._schedules.move_to_end(key)
         if len(self._schedules) > SHAPES_KEPT:
             self._schedules.popitem(last=False)
@@ -232,8 +231,7 @@ class Pipeline:
             if not rule.match and rule.dtype not in (None, "float32"):
                 apply_precision(body, str(rule.dtype))
 
-    def _warn_of(self, rows: int, count: int) -> None:
-        wanted = self._plan.schedule.microbatches
+    def _warn_of(self, rows: int, count: int, wanted: int) -> None:
         if self._has_warned or self._context.rank or (count == wanted and count >= self.route.ranks):
             return
         self._has_warned = True

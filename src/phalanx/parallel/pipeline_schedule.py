@@ -28,28 +28,22 @@ from phalanx.plan.value import Schedule
 class Route:
     """Which rank of the stage axis holds which stage."""
 
-    count: int
-    """Number of stages."""
-
+    schedule: Schedule
     ranks: int
     index: int
     """This rank's place."""
 
-    is_v: bool
-    """Whether a rank's second stage is as far from the end as its first is from the start."""
-
     group: Group
     device: torch.device
 
-    @classmethod
-    def of(cls, schedule: Schedule, ranks: int, index: int, group: Group, device: torch.device) -> Route:
-        """Return the route of a Plan's schedule."""
-        return cls(ranks * schedule.virtual, ranks, index, _is_v(schedule), group, device)
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return self.ranks * self.schedule.virtual
 
     def holder(self, stage: int) -> int:
         """Return the rank along the axis that holds a stage."""
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.is_v and turn else place
+        return self.schedule.holder(stage, self.ranks)
 
     @property
     def mine(self) -> list[int]:
@@ -111,16 +105,15 @@ def flow(stages: Sequence[Stage], route: Route) -> Ends:
 
 
 def schedule_for(
-    kind: str, stages: Sequence[Stage], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
+    stages: Sequence[Stage], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
 ) -> Any:
     """Return torch's schedule over the stages of this rank.
 
     Args:
-        kind: Of the Plan.
         stages: This rank's.
         ends: What they take and give, of one micro-batch.
         route: Where the others are.
-        microbatches: How many; `schedulable` of the kind.
+        microbatches: How many (`microbatches_of`).
         loss: From the last stage's tensors and the number of a micro-batch, shape (1,), to its term of the loss.
     """
     made: list[Any] = [
@@ -136,8 +129,9 @@ def schedule_for(
         for stage in stages
     ]
     settings: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
+    kind = route.schedule.kind
     if kind == "zero_bubble":
-        return (ScheduleZBVZeroBubble if route.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
+        return (ScheduleZBVZeroBubble if route.schedule.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
     if kind == "interleaved":
         return ScheduleInterleaved1F1B(made, **settings)
     # With fewer micro-batches than stages the two are the same, and torch's 1F1B refuses.
@@ -145,20 +139,22 @@ def schedule_for(
     return (ScheduleGPipe if is_gpipe else Schedule1F1B)(made[0], **settings)
 
 
-def microbatches_of(schedule: Schedule, rows: int, ranks: int) -> int:
-    """Return into how many micro-batches of equal size a batch is cut: at most as many as the Plan says."""
-    wanted = schedule.microbatches
-    return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0 and _schedulable(schedule, n, ranks))
+def microbatches_of(route: Route, rows: int) -> tuple[int, int]:
+    """Return into how many micro-batches of equal size a batch is cut, and how many were asked for.
+
+    At most as many as the Plan says, or of at least so many rows.
+    """
+    schedule = route.schedule
+    size = schedule.microbatch_rows
+    wanted = schedule.microbatches if size is None else max(1, rows // size)
+    fitting = (n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
+    return next(n for n in fitting if _schedulable(schedule, n, route.ranks)), wanted
 
 
 def _schedulable(schedule: Schedule, microbatches: int, ranks: int) -> bool:
     """Return whether the schedule takes so many: interleaved ones go in rounds of one size."""
-    is_in_rounds = schedule.kind in ("interleaved", "zero_bubble") and not _is_v(schedule)
+    is_in_rounds = schedule.kind in ("interleaved", "zero_bubble") and not schedule.is_v
     return not is_in_rounds or microbatches % max(1, microbatches // ranks) == 0
-
-
-def _is_v(schedule: Schedule) -> bool:
-    return schedule.kind == "zero_bubble" and schedule.virtual == 2
 
 
 def _looks(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -15,6 +15,7 @@ from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.fractions import LayerKind, fractions, fractions_table
 from phalanx.plan.mesh import reduced_along, sharded_along
 from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.stages import shares_of, stage_of
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 
 _WIDTH = 120
@@ -51,13 +52,26 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage of a pipeline."""
+
+    stage: int
+    holder: int
+    """Which rank along the stage axis."""
+
+    units: tuple[str, ...]
+    bytes: int
+    """Of the parameters in these units."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What a Plan does to one model; prints as a table and dumps as JSON."""
 
     plan: Plan
     rows: tuple[Row, ...]
     gradients: int
-    """Gradients that are reduced over ranks."""
+    """Gradients that are reduced over ranks; of the rank with most, where stages differ."""
 
     collectives: int
     """All-reduces issued per step for them."""
@@ -68,6 +82,8 @@ class Explanation:
     tables: tuple[TableRow, ...] = ()
     kinds: tuple[LayerKind, ...] = ()
     """Kinds of layers, when they were measured."""
+
+    stages: tuple[StageRow, ...] = ()
 
     def to_json(self) -> str:
         """Return everything the table shows as one JSON object."""
@@ -80,6 +96,7 @@ class Explanation:
                 "reduced_bytes_per_step": self.reduced_bytes,
                 "tables": [{name: getattr(row, name) for name in TableRow.__slots__} for row in self.tables],
                 "fractions": fractions(self.kinds),
+                "stages": [{name: getattr(row, name) for name in StageRow.__slots__} for row in self.stages],
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
@@ -102,8 +119,20 @@ class Explanation:
         if self.kinds:
             parts.append(fractions_table(self.kinds))
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
+        lines += [Text(line) for line in self._stages()]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
+
+    def _stages(self) -> list[str]:
+        if not self.stages:
+            return []
+        schedule = self.plan.schedule
+        cut = f"of {schedule.microbatch_rows} rows" if schedule.microbatch_rows else f"{schedule.microbatches} a step"
+        lines = [f"stages by schedule {schedule.kind}, micro-batches: {cut}"]
+        return lines + [
+            f"stage {row.stage} on rank {row.holder} of its axis: {', '.join(row.units)} ({row.bytes / 1e6:.1f} MB)"
+            for row in self.stages
+        ]
 
     def _tables(self) -> list[RenderableType]:
         if not self.tables:
@@ -124,7 +153,10 @@ def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> E
         shape: The model's parameters.
         kinds: Its kinds of layers, when they were measured.
     """
-    buckets = all_reduce_buckets(plan, shape) if plan.world_size > 1 else []
+    shares = shares_of(plan, shape)
+    rounds = [all_reduce_buckets(plan, share) for share in shares] if plan.world_size > 1 else [[]]
+    buckets = max(rounds, key=lambda found: sum(param.bytes for bucket in found for param in bucket.params))
+    held = [{param.name for param in share.params} for share in shares]
     covered: dict[str, tuple[ParamRule, list[ParamShape]]] = {}
     for param in shape.params:
         rule = plan.rule_for(param.name)
@@ -135,7 +167,7 @@ def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> E
             tensors=len(params),
             elements=sum(p.count for p in params),
             bytes=sum(p.bytes for p in params),
-            rank_bytes=sum(_rank_bytes(p, plan) for p in params),
+            rank_bytes=max(sum(_rank_bytes(p, plan) for p in params if p.name in names) for names in held),
             place=_place(rule, plan),
             update=_update(rule, plan),
         )
@@ -149,7 +181,16 @@ def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> E
         reduced_bytes=sum(_rank_bytes(p, plan) for bucket in buckets for p in bucket.params),
         tables=tuple(_table(table, plan) for table in plan.tables),
         kinds=tuple(kinds),
+        stages=tuple(_stages(plan, shape, len(shares))),
     )
+
+
+def _stages(plan: Plan, shape: ModelShape, ranks: int) -> Iterator[StageRow]:
+    units = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
+    for stage in sorted(set(units.values())) if ranks > 1 else ():
+        bytes_held = sum(param.bytes for param in shape.params if stage_of(plan, param.name) == stage)
+        names = tuple(name for name, found in units.items() if found == stage)
+        yield StageRow(stage, plan.schedule.holder(stage, ranks), names, bytes_held)
 
 
 def _rank_bytes(param: ParamShape, plan: Plan) -> int:

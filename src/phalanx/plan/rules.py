@@ -25,7 +25,7 @@ from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Serv
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.conflicts import first_conflict
 
-ACTING = frozenset({"graph", "a_sync"})
+ACTING = frozenset({"graph", "a_sync", "pipeline"})
 """Techniques that this version carries out."""
 
 

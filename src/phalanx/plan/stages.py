@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.errors import PlanError, did_you_mean
-from phalanx.plan.shape import ModelShape
+from phalanx.plan.mesh_rules import STAGE_AXIS
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import Plan
 
 
 def units(shape: ModelShape) -> list[str]:
@@ -40,6 +42,26 @@ def cut_stages(shape: ModelShape, count: int, cuts: Sequence[str] = ()) -> dict[
         stage += index in starts[1:]
         stages[name] = stage
     return stages
+
+
+def stage_of(plan: Plan, name: str) -> int | None:
+    """Return the stage of what has this name, of the unit that holds it; None outside all units."""
+    stages = {rule.match: rule.stage for rule in plan.modules}
+    while name and stages.get(name) is None:
+        name = name.rpartition(".")[0]
+    return stages.get(name) if name else None
+
+
+def shares_of(plan: Plan, shape: ModelShape) -> list[ModelShape]:
+    """Return what each rank along the stage axis holds of a model; all of it in a Plan without that axis.
+
+    Parameters outside all units, whose stage only the forward pass tells, count as the first's.
+    """
+    ranks = next((axis.size for axis in plan.mesh if axis.name == STAGE_AXIS), 1)
+    held: list[list[ParamShape]] = [[] for _ in range(ranks)]
+    for param in shape.params:
+        held[plan.schedule.holder(stage_of(plan, param.name) or 0, ranks)].append(param)
+    return [ModelShape(tuple(params)) for params in held] if ranks > 1 else [shape]
 
 
 def _unit(parts: Sequence[str]) -> str:

@@ -102,7 +102,12 @@ def schedule_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]
             f'pipeline_configs asks for schedule_mode "{configs.get("schedule_mode", "1F1B")}" with virtual={virtual}: '
             'several stages per rank need "Interleaved" or "ZeroBubble", and "Interleaved" needs virtual of 2 or more.'
         )
-    return Schedule(kind=kind, microbatches=configs.get("accumulate_steps", 1), virtual=virtual)
+    return Schedule(
+        kind=kind,
+        microbatches=configs.get("accumulate_steps", 1),
+        microbatch_rows=configs.get("micro_batch_size"),
+        virtual=virtual,
+    )
 
 
 def scaler_from_strategy(strategy: DistributedStrategy) -> Scaler | None:

@@ -233,8 +233,21 @@ class Schedule(Value):
 
     kind: Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"] = "none"
     microbatches: PositiveInt = 1
+    microbatch_rows: PositiveInt | None = None
+    """Rows of a micro-batch; the rank's batch cut into `microbatches` when None."""
+
     virtual: PositiveInt = 1
     """Stages held by each rank."""
+
+    @property
+    def is_v(self) -> bool:
+        """Whether a rank's second stage is as far from the end as its first is from the start (zero-bubble V)."""
+        return self.kind == "zero_bubble" and self.virtual == 2
+
+    def holder(self, stage: int, ranks: int) -> int:
+        """Return which of the ranks along the stage axis holds a stage."""
+        turn, place = divmod(stage, ranks)
+        return ranks - 1 - place if self.is_v and turn else place
 
 
 class Scaler(Value):
