@@ -15,7 +15,7 @@ import phalanx as px
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.recipe.clip import clip_grad_norm_
 from phalanx.parallel.watch import assembly
-from phalanx.plan.value import OnRanks, Shard
+from phalanx.plan.value import OnRanks, Plan, Shard
 
 STEPS = 3
 VOCABULARY, WIDTH, TOKENS = 11, 12, 6
@@ -101,6 +101,8 @@ class Case:
     loss: Loss = whole_loss
     dtype: torch.dtype = torch.float64
     strategy: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    """Used in place of styles and strategy."""
 
 
 def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
@@ -131,14 +133,16 @@ def trained(case: Case) -> dict[str, Any]:
     """Train on this job's ranks; gradients and parameters come back whole."""
     px.init()
     model, optimizer, data = made(case)
-    px.shard(model, case.styles, **case.options)
+    if case.plan is None:
+        px.shard(model, case.styles, **case.options)
     model, optimizer, loader = px.distribute(
         model,
         optimizer,
         torch.utils.data.TensorDataset(*data),
         global_batch=case.batch[1],
         shuffle=False,
-        strategy=px.DistributedStrategy(**case.strategy),
+        strategy=px.DistributedStrategy(**case.strategy) if case.plan is None else None,
+        plan=case.plan,
     )
     losses, norms, first, sizes = [], [], {}, {}
     for inputs, target in loader:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.plan import Plan
 from ranks import run_ranks
 from tensor_models import (
     BLOCK,
@@ -29,6 +30,22 @@ pytestmark = pytest.mark.dist
 CHAIN = {"[02]": "column", "5": "row"}
 MODEL2 = {"axis": "model", "size": 2}
 
+WRITTEN = Plan.model_validate(
+    {
+        "mesh": [{"name": "model", "size": 2}],
+        "params": [
+            {"match": "*"},
+            {
+                "match": "0.*",
+                "place": {"kind": "ranks", "layout": {"model": {"kind": "shard", "dim": 0, "sizes": [6, 1]}}},
+                "managed": "module",
+            },
+        ],
+        "modules": [{"match": "0", "style": "column"}],
+    }
+)
+"""A Plan as a file says it: slices of chosen sizes, and nothing but what is not the default."""
+
 CASES = {
     # The ranks that read five rows weigh more than those that read four.
     "hybrid": Case(mlp, CHAIN, {}, (features, 9)),
@@ -36,6 +53,7 @@ CASES = {
     "columns alone": Case(mlp, {"*": "column"}, MODEL2, (features, 9)),
     "row alone": Case(mlp, {"2": "row"}, MODEL2, (features, 9)),
     "block": Case(Transformer, BLOCK | {"head": "column"}, MODEL2, (tokens, 5)),
+    "written": Case(mlp, {}, {}, (features, 9), plan=WRITTEN),
     "vocabulary": Case(Transformer, BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss),
     "tied": Case(
         partial(Transformer, tied=True), BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
@@ -89,6 +107,7 @@ def test_two_ranks_train_as_one():
     hybrid, chain = ranks[0]["hybrid"]["sizes"], ranks[1]["model"]["sizes"]
     assert (hybrid["0.weight"], hybrid["2.bias"], hybrid["5.weight"], hybrid["5.bias"]) == ([4, 6], [5], [5, 5], [5])
     assert (chain["0.weight"], chain["2.bias"], chain["5.weight"], chain["5.bias"]) == ([3, 6], [4], [5, 4], [5])
+    assert [found["written"]["sizes"]["0.weight"] for found in ranks] == [[6, 6], [1, 6]]
     assert (
         "(2): ModelParallelLinear(in_features=7, out_features=9, bias=True, column 0 of 2" in ranks[0]["hybrid"]["repr"]
     )
