@@ -42,5 +42,5 @@ def connected(listener: Listener, **options: Any) -> Iterator[Connection]:
 
 
 def tcp_only(to: Address, deadline: float) -> socket.socket:
-    """Connect as a client on another host would; takes the place of `link._connect`."""
+    """Connect as a client on another host would; takes the place of `dial._connect`."""
     return socket.create_connection((to.host, to.port), timeout=10)

@@ -45,7 +45,7 @@ def both(handler: Handler = answer, **options) -> Iterator[Connection]:
 def way(request, monkeypatch) -> str:
     """Both ways to a server of this host; TCP by hiding the Unix socket from the client."""
     if request.param == "tcp":
-        monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+        monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     return request.param
 
 
@@ -274,7 +274,7 @@ def test_a_request_in_shared_memory_survives_a_second_loss_on_a_link_without_any
 
 
 def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     with serving(answer, max_frame_bytes=1 << 20) as listener, connected(listener) as connection:
         with pytest.raises(ConfigError, match=r"'sum' of worker 1 brings 8,000,000 bytes; server 0 takes 1,048,576 at"):
             connection.call("sum", {}, [np.zeros(1_000_000)])
@@ -282,7 +282,7 @@ def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch
 
 
 def test_requests_of_all_clients_share_one_budget(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     inside, go = threading.Event(), threading.Event()
 
     def hold(request: Request) -> Reply:
@@ -341,7 +341,7 @@ def test_one_that_waits_reads_its_answer_itself_and_leaves_the_thread_alone(monk
 
 def test_answers_are_taken_while_requests_wait_for_room_in_the_socket(way, monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.reader._IDLE_S", 60.0)
-    monkeypatch.setattr("phalanx.ps.wire.link.Pool.lease", lambda pool, size: None)
+    monkeypatch.setattr("phalanx.ps.wire.segments.Pool.lease", lambda pool, size: None)
     rows = np.arange(1_000_000)
     with both(max_unanswered_bytes=1 << 30) as connection:
         pending = [connection.send("echo", {}, [rows]) for _ in range(6)]

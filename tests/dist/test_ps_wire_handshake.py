@@ -29,7 +29,7 @@ def answer(request: Request) -> Reply:
 @pytest.fixture
 def over_tls(monkeypatch) -> None:
     """Treat this host's own addresses as if a network lay between."""
-    monkeypatch.setattr("phalanx.ps.wire.link._connect", tcp_only)
+    monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     monkeypatch.setattr("phalanx.ps.wire.address.is_private", lambda server: False)
 
 
@@ -64,7 +64,7 @@ def test_another_version_is_refused_naming_both(monkeypatch, caplog, phalanx_pro
         def greet(name: str, client: int = 0) -> handshake.Greeting:
             return stale if client else now(name)
 
-        monkeypatch.setattr("phalanx.ps.wire.connection.handshake.greeting", greet)
+        monkeypatch.setattr("phalanx.ps.wire.dial.secret.greeting", greet)
         with pytest.raises(
             ConfigError,
             match=r"it runs phalanx 0\.1\S+ with wire version 1, this process phalanx 0\.0\.9 with wire version 9\. In",

@@ -12,19 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import ClosedError, ConfigError, PeerLostError, PhalanxError
-from phalanx.ps.wire import secret as handshake
+from phalanx.errors import ClosedError, PeerLostError, PhalanxError
+from phalanx.ps.wire.dial import LONGEST_PAUSE_S, Dialer
 from phalanx.ps.wire.frame import Array, Kind
-from phalanx.ps.wire.link import Link, open_link
+from phalanx.ps.wire.link import Link
 from phalanx.ps.wire.message import Reply
 from phalanx.ps.wire.pending import Pending, Unanswered
 from phalanx.ps.wire.reader import Reader, words
 from phalanx.ps.wire.receive import read_head
 
 _log = logging.getLogger("phalanx.ps.wire")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _READER_ENDS_S = 15.0
-_SAY_FIRST_S, _SAY_S = 5.0, 30.0
+_SAY_S = 30.0
 
 
 class Connection:
@@ -64,7 +63,8 @@ class Connection:
         max_unanswered_bytes: int = 64 << 20,
     ) -> None:
         self.client = secrets.randbits(64) if client is None else client
-        self._endpoint, self._secret, self._me, self._peer, self._log_file = endpoint, secret, me, peer, log_file
+        self._dialer = Dialer(endpoint, secret, me, self.client, peer)
+        self._me, self._peer, self._log_file = me, peer, log_file
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -79,7 +79,7 @@ class Connection:
         self._seq = 0
         started = time.monotonic()
         try:
-            link = self._connect(started + connect_s)
+            link = self._dialer.connect(started + connect_s, self._pause)
         except OSError as error:
             raise self._lost("connect", started, f"{words(error)}. Start it, or correct the address") from None
         self._linked_again_at = -math.inf
@@ -280,13 +280,13 @@ class Connection:
             until = self._give_up_at = self._give_up_at or started + self._retry_s
             self._unanswered.put_off(until + self._timeout_s)
             self._changed.notify_all()
-        _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._endpoint, why)
+        _log.warning("%s lost %s at %s (%s); connecting again", self._me, self._peer, self._dialer.endpoint, why)
         try:
             # A server that ends each connection at once is not asked more often than one that is away.
-            self._pause(max(0.0, self._linked_again_at + _LONGEST_PAUSE_S - started))
+            self._pause(max(0.0, self._linked_again_at + LONGEST_PAUSE_S - started))
             if time.monotonic() >= until:
                 raise TimeoutError("it answers on no connection")
-            link = self._connect(until)
+            link = self._dialer.connect(until, self._pause)
         except (OSError, PhalanxError) as error:
             with self._changed:
                 self._fail(f"{why}, and for {time.monotonic() - started:.1f} s not again: {words(error)}")
@@ -306,25 +306,6 @@ class Connection:
         with self._changed:
             self._give_up_at = self._give_up_at if self._unanswered else None
             self._changed.notify_all()
-
-    def _connect(self, until: float) -> Link:
-        mine = handshake.greeting(self._me, self.client)
-        pause, say_at = _FIRST_PAUSE_S, time.monotonic() + _SAY_FIRST_S
-        while True:
-            try:
-                return open_link(self._endpoint, key=self._secret, mine=mine, peer=self._peer, until=until)
-            except ConfigError as error:
-                text = str(error).rstrip(".")
-                raise ConfigError(f"{self._me} cannot use {self._peer} at {self._endpoint}: {text}.") from None
-            except OSError as error:
-                now = time.monotonic()
-                if now + pause >= until:
-                    raise
-                if now >= say_at:
-                    _log.info("%s: waiting for %s at %s (%s)", self._me, self._peer, self._endpoint, words(error))
-                    say_at = now + _SAY_FIRST_S
-            self._pause(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
@@ -346,7 +327,7 @@ class Connection:
     def _lost(self, op: str, since: float, why: str) -> PeerLostError:
         waited = time.monotonic() - since
         look = f" Its log: {self._log_file}" if self._log_file else ""
-        where = self._reader.link.where if hasattr(self, "_reader") else self._endpoint
+        where = self._reader.link.where if hasattr(self, "_reader") else self._dialer.endpoint
         return PeerLostError(
             f"{self._me} asked {self._peer} at {where} for {op!r} and waited {waited:.1f} s: {why}.{look}"
         )

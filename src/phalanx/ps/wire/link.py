@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.ps.wire import address, frame, secret, tls
-from phalanx.ps.wire.channel import Channel, Part, UnixChannel, prepare_tcp
+from phalanx.ps.wire import frame
+from phalanx.ps.wire.channel import Channel, Part
 from phalanx.ps.wire.frame import Array, Bytes, Kind, Layout
 from phalanx.ps.wire.segments import SMALLEST_SHARED, Lease, Pool
-
-HANDSHAKE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -87,52 +83,3 @@ def reply_memory(placed: Placed | None, at: Any, count: int) -> Bytes:
     ):
         raise frame.FrameError(f"a reply lies at {str(at)[:20]} of memory it does not have")
     return placed.lease.memory[at : at + count]
-
-
-def open_link(endpoint: str, *, key: bytes, mine: secret.Greeting, peer: str, until: float) -> Link:
-    """Try once to connect and greet.
-
-    Raises:
-        ConfigError: If something else than that server of this job and version answers.
-        OSError: If nothing answers.
-    """
-    to = address.resolve(endpoint)
-    deadline = min(until, time.monotonic() + HANDSHAKE_S)
-    connected = _connect(to, deadline)
-    channel = _channel(connected)
-    try:
-        binding = channel.secure(deadline)
-        secret.greet(channel, mine, secret=key, peer=peer, binding=binding, deadline=deadline)
-    except BaseException:
-        channel.close()
-        raise
-    if connected.family == socket.AF_UNIX:
-        return Link(channel, f"{to} (Unix socket)", Pool())
-    return Link(channel, str(to), None)
-
-
-def _connect(to: address.Address, deadline: float) -> socket.socket:
-    try:
-        return _connected(socket.AF_UNIX, to.unix_name, deadline)
-    except ConnectionRefusedError:
-        return _connected(to.family, (to.host, to.port), deadline)
-
-
-def _connected(family: int, name: Any, deadline: float) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.settimeout(max(0.001, deadline - time.monotonic()))
-        made.connect(name)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _channel(connected: socket.socket) -> Channel:
-    if connected.family == socket.AF_UNIX:
-        return UnixChannel(connected)
-    prepare_tcp(connected)
-    if address.is_private(connected.getpeername()):
-        return Channel(connected)
-    return tls.client_channel(connected)

@@ -1,0 +1,116 @@
+"""From an address to a link: connect, greet, and try again while nobody answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import ConfigError
+from phalanx.ps.wire import address, secret, tls
+from phalanx.ps.wire.channel import Channel, UnixChannel, prepare_tcp
+from phalanx.ps.wire.link import Link
+from phalanx.ps.wire.reader import words
+from phalanx.ps.wire.segments import Pool
+
+_log = logging.getLogger("phalanx.ps.wire")
+_HANDSHAKE_S = 10.0
+_FIRST_PAUSE_S = 0.02
+_SAY_S = 5.0
+
+LONGEST_PAUSE_S = 0.5
+"""Longest time between two tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """Who calls which server."""
+
+    endpoint: str
+    """`host:port` of the server."""
+
+    key: bytes = field(repr=False)
+    """The job's secret."""
+
+    me: str
+    """Who calls, as `worker 1`."""
+
+    client: int
+    """The caller's number."""
+
+    peer: str
+    """Who the server must be, as `server 0`."""
+
+    def connect(self, until: float, pause: Callable[[float], None]) -> Link:
+        """Connect and greet, again and again until that server answers.
+
+        Args:
+            until: When to give up, on the clock of `time.monotonic`.
+            pause: Waits so many seconds between two tries; may raise to give up.
+
+        Raises:
+            ConfigError: If something else than that server of this job and version answers.
+            OSError: If nothing answers.
+        """
+        mine = secret.greeting(self.me, self.client)
+        seconds, say_at = _FIRST_PAUSE_S, time.monotonic() + _SAY_S
+        while True:
+            try:
+                return self._try(mine, until)
+            except ConfigError as error:
+                text = str(error).rstrip(".")
+                raise ConfigError(f"{self.me} cannot use {self.peer} at {self.endpoint}: {text}.") from None
+            except OSError as error:
+                now = time.monotonic()
+                if now + seconds >= until:
+                    raise
+                if now >= say_at:
+                    _log.info("%s: waiting for %s at %s (%s)", self.me, self.peer, self.endpoint, words(error))
+                    say_at = now + _SAY_S
+            pause(seconds)
+            seconds = min(2 * seconds, LONGEST_PAUSE_S)
+
+    def _try(self, mine: secret.Greeting, until: float) -> Link:
+        to = address.resolve(self.endpoint)
+        deadline = min(until, time.monotonic() + _HANDSHAKE_S)
+        connected = _connect(to, deadline)
+        channel = _channel(connected)
+        try:
+            binding = channel.secure(deadline)
+            secret.greet(channel, mine, secret=self.key, peer=self.peer, binding=binding, deadline=deadline)
+        except BaseException:
+            channel.close()
+            raise
+        if connected.family == socket.AF_UNIX:
+            return Link(channel, f"{to} (Unix socket)", Pool())
+        return Link(channel, str(to), None)
+
+
+def _connect(to: address.Address, deadline: float) -> socket.socket:
+    try:
+        return _connected(socket.AF_UNIX, to.unix_name, deadline)
+    except ConnectionRefusedError:
+        return _connected(to.family, (to.host, to.port), deadline)
+
+
+def _connected(family: int, name: Any, deadline: float) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.settimeout(max(0.001, deadline - time.monotonic()))
+        made.connect(name)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _channel(connected: socket.socket) -> Channel:
+    if connected.family == socket.AF_UNIX:
+        return UnixChannel(connected)
+    prepare_tcp(connected)
+    if address.is_private(connected.getpeername()):
+        return Channel(connected)
+    return tls.client_channel(connected)
