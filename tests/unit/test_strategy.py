@@ -2,8 +2,12 @@
 
 import copy
 import itertools
+import re
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as rules
+from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError, StrategyTypeError
 from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
@@ -185,7 +189,122 @@ def test_keys_that_do_not_act_say_why(caplog):
 
 def test_dictionaries_without_their_switch_are_known():
     strategy = DistributedStrategy(recompute_configs={"checkpoints": ["a"]}, lars=True, lars_configs={"epsilon": 0.1})
-    assert strategy.idle() == ["recompute_configs"]
+    (said,) = strategy.idle()
+    assert said.startswith("strategy.recompute_configs does not act: recompute is off. Set strategy.recompute = True")
+    assert DistributedStrategy(hybrid_configs={"pp_degree": 2}, pipeline_configs={"accumulate_steps": 2}).idle() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"hierarchical_allreduce_inter_nranks": 2}, "use_hierarchical_allreduce is off"),
+        ({"gradient_merge": True}, "gradient_merge does not act: it merges 1 batch"),
+        ({"base_batch": 32}, "base_batch does not act: the learning rate is not scaled"),
+        ({"amp": True, "amp_configs": {"incr_ratio": 3.0}}, r"amp_configs\['incr_ratio'\] does not act: bfloat16"),
+        ({"dgc": True, "fuse_grad_size_in_MB": 3}, "fuse_grad_size_in_MB does not act: with dgc, gradients do not"),
+    ],
+)
+def test_settings_that_need_others_say_so(settings, sentence):
+    (said,) = DistributedStrategy(**settings).idle()
+    assert re.search(sentence, said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"amp_configs": {"use_pure_fp16": True, "use_pure_bf16": True}}, "use_pure_fp16 and use_pure_bf16. Keep one"),
+        ({"amp_configs": {"use_pure_fp16": True, "dtype": "bfloat16"}}, 'use_pure_fp16 and dtype="bfloat16"'),
+        (
+            {"amp": True, "amp_configs": {"use_pure_bf16": True}, "sharding": True},
+            "strategy.amp with use_pure_bf16 and strategy.sharding cannot be on together",
+        ),
+    ],
+)
+def test_precisions_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(StrategyError, match=message):
+        DistributedStrategy(**settings)
+
+
+# --- files and tables -----------------------------------------------------------------------------------------------
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "graph": st.booleans(),
+        "fuse_grad_size_in_MB": st.floats(0.001, 1e6),
+        "base_batch": st.none() | st.integers(1, 1 << 20),
+        "scale_lr": st.sampled_from(["none", "linear", "sqrt"]),
+        "gradient_scale_configs": st.sampled_from([{}, {"scale_strategy": "sum"}]),
+        "recompute_configs": st.fixed_dictionaries(
+            {
+                "checkpoints": st.lists(
+                    st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=5)
+                )
+            }
+        ),
+        "dgc_configs": st.fixed_dictionaries(
+            {"sparsity": st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3)}
+        ),
+        "hybrid_configs": st.just({"mp_degree": 2, "order": ["mp", "dp"]}),
+        "sharding": st.booleans(),
+    },
+)
+
+
+@rules(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(said=SETTINGS, suffix=st.sampled_from([".yaml", ".yml", ".toml"]))
+def test_what_was_set_comes_back_from_a_file(tmp_path, said, suffix):
+    strategy = DistributedStrategy(**said)
+    strategy.save(tmp_path / f"strategy{suffix}")
+    loaded = DistributedStrategy.load(tmp_path / f"strategy{suffix}")
+    assert loaded == strategy
+    assert loaded.said() == strategy.said() == {name: v for name, v in strategy.said().items() if name in said}
+
+
+def test_a_file_says_only_what_was_set(tmp_path):
+    strategy = DistributedStrategy(amp=True, lars_configs={"epsilon": 0.5})
+    strategy.save(tmp_path / "a.yaml")
+    assert (tmp_path / "a.yaml").read_text() == "amp: true\nlars_configs:\n  epsilon: 0.5\n"
+    strategy.save(tmp_path / "a.toml")
+    assert (tmp_path / "a.toml").read_text() == "amp = true\n\n[lars_configs]\nepsilon = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "ampp: true", r"a\.yaml: DistributedStrategy has no setting 'ampp'. Did you mean 'amp'"),
+        (
+            "a.yaml",
+            "amp_configs: {dtyp: float16}",
+            r"a\.yaml: strategy.amp_configs has no setting 'dtyp'. Did you mean",
+        ),
+        ("a.toml", "[amp_configs]\ndtype = 3", r"a\.toml: strategy.amp_configs.dtype: Input should be 'bfloat16'"),
+        ("a.yml", "- amp", r"a\.yml holds a list, not settings by name"),
+        ("a.yaml", "amp: [", r"a\.yaml is not YAML"),
+        ("a.toml", "amp", r"a\.toml is not TOML"),
+        ("a.yaml", "!!python/object/apply:os.getpid []", r"a\.yaml is not YAML"),
+        ("a.json", "{}", r"strategy files end in .yaml, .yml, .toml; found 'a.json'"),
+        ("missing.yaml", None, "cannot read the strategy file .*missing.yaml"),
+    ],
+)
+def test_a_file_that_is_no_strategy_is_named_with_the_setting(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(StrategyError, match=message):
+        DistributedStrategy.load(tmp_path / name)
+
+
+def test_a_strategy_prints_what_is_on_and_what_was_set():
+    strategy = DistributedStrategy(recompute=True, sync_buffers=False, hybrid_configs={"pp_degree": 2})
+    strategy.recompute_configs = {"checkpoints": ["a", "b"]}
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in str(strategy).splitlines() if "│" in line]
+    assert lines == [
+        ["recompute", "checkpoints=['a', 'b']"],
+        ["pipeline", ""],
+        ["sync_buffers", "False"],
+        ["hybrid_configs", "pp_degree=2"],
+    ]
+    assert str(DistributedStrategy()) == "Strategy: defaults, data parallel over all ranks"
 
 
 def test_every_key_that_does_not_act_exists():

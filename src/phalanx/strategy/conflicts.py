@@ -50,6 +50,7 @@ def _errors() -> dict[frozenset[str], str]:
         ("localsgd", "adaptive_localsgd"): "both say when parameters are averaged",
         ("lars", "lamb"): "both are the update rule",
         ("dgc", "lamb"): "DGC corrects the momentum of SGD",
+        ("dgc", "lars"): "both carry the momentum of SGD",
         ("dgc", "fp16_allreduce"): _SPARSE,
         ("dgc", "use_hierarchical_allreduce"): _SPARSE,
         ("dgc", "sharding"): "each rank would need the residuals of whole gradients",

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
 from phalanx.strategy import configs as shapes
-from phalanx.strategy.conflicts import TECHNIQUES, first_conflict
+from phalanx.strategy.checks import check_together, is_above_zero
+from phalanx.strategy.conflicts import TECHNIQUES
+from phalanx.strategy.files import read_settings, write_settings
+from phalanx.strategy.idle import idle_settings
 from phalanx.strategy.menu import NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
+from phalanx.strategy.shown import printed, strategy_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 logger = logging.getLogger("phalanx.strategy")
 
@@ -151,7 +159,9 @@ class DistributedStrategy(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise _translated(error) from None
-        self._check()
+        check_together(self)
+        for name in settings:
+            self._say_what_does_not_act(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
@@ -161,16 +171,11 @@ class DistributedStrategy(BaseModel):
         except ValidationError as error:
             raise _translated(error, name) from None
         try:
-            self._check()
+            check_together(self)
         except StrategyError:
             super().__setattr__(name, before)
             raise
-        if name == "fuse_grad_size_in_TFLOPS":
-            logger.warning("fuse_grad_size_in_TFLOPS does not act: buckets are cut by bytes; set fuse_grad_size_in_MB.")
-        if name == "sync_nccl_allreduce" and not value:
-            logger.warning("sync_nccl_allreduce=False does not act: gradients are complete before the optimizer step.")
-        if name.endswith("_configs"):
-            _say_what_does_not_act(name, getattr(self, name))
+        self._say_what_does_not_act(name)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -184,39 +189,64 @@ class DistributedStrategy(BaseModel):
         by_degree = {degrees[kind] for kind in degrees if said.get(f"{kind}_degree", 1) != 1}
         return by_degree | {name for name in TECHNIQUES if getattr(self, name)}
 
+    @property
+    def amp_dtype(self) -> Literal["bfloat16", "float16"]:
+        """Dtype of the arithmetic under `amp`."""
+        configs = self.amp_configs
+        return configs.get("dtype", "float16" if configs.get("use_pure_fp16", False) else "bfloat16")
+
+    def said(self) -> dict[str, Any]:
+        """Return the settings that were set, by name, in the order of the menu."""
+        return {
+            name: value
+            for name, value in self.model_dump(mode="json").items()
+            if name in self.model_fields_set and value is not None
+        }
+
     def idle(self) -> list[str]:
-        """Return the dictionaries that say something while their switch is off."""
-        switched = (name.removesuffix("_configs") for name in type(self).model_fields if name.endswith("_configs"))
-        own = {"a_sync", "hybrid", "gradient_scale"}
-        return [
-            f"{n}_configs" for n in switched if n not in own and getattr(self, f"{n}_configs") and not getattr(self, n)
-        ]
+        """Return a sentence for every setting that would not act beside the others."""
+        return idle_settings(self)
 
-    def _check(self) -> None:
-        self._check_servers()
-        conflict = first_conflict(self.techniques)
-        if conflict is not None:
-            first, second, pair = conflict
-            raise StrategyError(
-                f"strategy.{first} and strategy.{second} cannot be on together: {pair.why}. Turn one of them off."
-            )
+    def save(self, path: str | Path) -> None:
+        """Write what was set to a file: YAML (`.yaml`, `.yml`) or TOML (`.toml`), by its suffix.
 
-    def _check_servers(self) -> None:
-        """Raise if the settings of parameter servers ask for two modes at once."""
-        configs = self.a_sync_configs
-        asked = [f"{name}={configs[name]}" for name in ("k_steps", "half_async", "staleness") if _is_on(configs, name)]
-        if len(asked) > 1:
-            raise StrategyError(f"strategy.a_sync_configs asks for several modes: {', '.join(asked)}. Keep one.")
-        if asked and self.a_sync is False:
-            raise StrategyError(
-                f"strategy.a_sync=False asks for synchronous training, and a_sync_configs for {asked[0]}. Set "
-                "a_sync=True, or leave it out of a_sync_configs."
-            )
+        Raises:
+            StrategyError: If the suffix is another.
+        """
+        write_settings(path, self.said())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a strategy from a YAML or TOML file.
+
+        Raises:
+            StrategyError: If the file cannot be read, or says something that a strategy does not know or take; names
+                the file and the setting.
+        """
+        settings = read_settings(path)
+        try:
+            return cls(**settings)
+        except StrategyError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def __rich__(self) -> RenderableType:
+        return strategy_table(self)
 
     @property
     def gradient_scale(self) -> Literal["avg", "sum"]:
         """How gradients of different ranks combine."""
         return self.gradient_scale_configs.get("scale_strategy", "avg")
+
+    def _say_what_does_not_act(self, name: str) -> None:
+        if name == "fuse_grad_size_in_TFLOPS":
+            logger.warning("fuse_grad_size_in_TFLOPS does not act: buckets are cut by bytes; set fuse_grad_size_in_MB.")
+        if name == "sync_nccl_allreduce" and not self.sync_nccl_allreduce:
+            logger.warning("sync_nccl_allreduce=False does not act: gradients are complete before the optimizer step.")
+        if name.endswith("_configs"):
+            _say_which_keys_do_not_act(name, getattr(self, name))
 
 
 def check_strategy(strategy: object) -> DistributedStrategy:
@@ -236,21 +266,16 @@ def check_strategy(strategy: object) -> DistributedStrategy:
     return strategy
 
 
-def _say_what_does_not_act(dictionary: str, configs: dict[str, Any]) -> None:
+def _say_which_keys_do_not_act(dictionary: str, configs: dict[str, Any]) -> None:
     reasons = dict(WITHOUT_EFFECT.get(dictionary, {}))
     reasons |= {
         key: f"it needs {other}"
         for (of, key), other in NEEDS.items()
-        if of == dictionary and not _is_on(configs, other)
+        if of == dictionary and not is_above_zero(configs, other)
     }
     for key, why in reasons.items():
         if key in configs:
             logger.warning("%s[%r] does not act: %s.", dictionary, key, why)
-
-
-def _is_on(configs: Any, name: str) -> bool:
-    value: Any = configs.get(name, 0)
-    return bool(value > 0)
 
 
 def _refuse_unknown(name: str) -> None:

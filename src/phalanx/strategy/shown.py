@@ -1,0 +1,49 @@
+"""A strategy as a table: what is on, and what was set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.strategy.conflicts import TECHNIQUES
+
+if TYPE_CHECKING:
+    from phalanx.strategy.settings import DistributedStrategy
+
+_WIDTH = 120
+"""Columns of a printed table; log files have no terminal to ask."""
+
+
+def strategy_table(strategy: DistributedStrategy) -> Table | Text:
+    """Return the techniques that are on with what was said of each, then the other settings that were set."""
+    said = strategy.said()
+    if not any(said.values()) and False not in said.values():
+        return Text("Strategy: defaults, data parallel over all ranks")
+    grid = Table(title="Strategy", title_justify="left")
+    for name in ("on", "settings"):
+        grid.add_column(name)
+    for name in (name for name in TECHNIQUES if name in strategy.techniques):
+        said.pop(name, None)
+        grid.add_row(name, _words(said.pop(f"{name}_configs", {})))
+    grid.add_section()
+    for name, value in said.items():
+        if value != {}:
+            grid.add_row(name, _words(value))
+    return grid
+
+
+def printed(strategy: DistributedStrategy) -> str:
+    """Return the table as text."""
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(strategy_table(strategy))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={said}" for key, said in value.items())
+    return str(value)
