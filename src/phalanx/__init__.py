@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.apply import apply, explain
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
     from phalanx.parallel.recipe.clip import clip_grad_norm_
-    from phalanx.parallel.recipe.ema import EMA
+    from phalanx.parallel.recipe.ema import EMA, ema_of
     from phalanx.parallel.step_gate import follow_updates
     from phalanx.parallel.tensor.mark import shard
     from phalanx.parallel.tensor.rows import ModelParallelLinear
@@ -48,6 +48,7 @@ _HOMES = {
     "current": "phalanx.comm.context",
     "distribute": "phalanx.parallel.distribute",
     "correct_at": "phalanx.train.metrics",
+    "ema_of": "phalanx.parallel.recipe.ema",
     "evaluate": "phalanx.train.evaluate",
     "explain": "phalanx.parallel.apply",
     "follow_updates": "phalanx.parallel.step_gate",

@@ -306,9 +306,13 @@ def scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 def _prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     """Change how modules compute, in place; what is not asked for is not imported."""
     if plan.step.sync_bn and context.readers.count > 1:
-        from phalanx.parallel.sync_batch_norm import synchronise
+        from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
 
-        synchronise(model, context, context.readers.group)
+        sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+        if not synchronise(model, context, context.readers.group, is_weighed=sharded):
+            logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
+        if plan.step.compiled:
+            keep_out_of_graph()
     if any(rule.recompute != "none" or rule.offload for rule in plan.modules):
         from phalanx.parallel.recompute import apply_recompute
 

@@ -51,7 +51,12 @@ def pair(
     known.add(model)
     _follow_plan(optimizer, model, made, quiet)
     if is_first:
-        _follow_recipe(optimizer, model, strategy)
+        _follow_recipe(optimizer, strategy)
+    if strategy.ema:
+        from phalanx.parallel.recipe.ema import keep_average
+
+        ema = strategy.ema_configs
+        keep_average(model, optimizer, ema.get("decay", 0.999), warmup=ema.get("warmup", True))
 
 
 def _follow_plan(
@@ -77,7 +82,7 @@ def _follow_plan(
         hook_steps(optimizer, before=updater.before_step, after=updater.after_step)
 
 
-def _follow_recipe(optimizer: Optimizer, model: nn.Module, strategy: DistributedStrategy) -> None:
+def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
     if strategy.amp:
         from phalanx.parallel.precision import accept_amp_init
 

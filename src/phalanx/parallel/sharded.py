@@ -10,6 +10,7 @@ outputs, so every parameter's gradient has the weight.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import weigher
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
+logger = logging.getLogger("phalanx.parallel")
+
 
 def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> None:
     """Cut the parameters of a model over ranks, in place. Collective.
@@ -42,12 +45,15 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
         update: How its parameters are sharded.
     """
     before = dict(model.named_parameters())
+    is_offloaded = update.offload == "cpu" and mesh.device_type != "cpu"
+    if update.offload == "cpu" and not is_offloaded:
+        logger.warning("optimize_offload of sharding does not act: the model is in host memory already.")
     along = mesh.batch_axes if update.along is None else update.along
     settings: dict[str, Any] = {
         "mesh": _device_mesh(mesh, along),
         "reshard_after_forward": update.zero == 3 and update.reshard,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_dtype(update.wire_dtype), cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if update.offload == "cpu" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
     }
     for unit in _units(plan, model):
         fully_shard(unit, **settings)

@@ -27,15 +27,17 @@ class SyncBatchNorm(_BatchNorm):
 
     _context: Context
     _group: Group
+    _is_weighed: bool
+    """Whether gradients that arrive have the weight of this rank's rows already."""
 
     @classmethod
-    def of(cls, layer: _BatchNorm, context: Context, group: Group) -> SyncBatchNorm:
+    def of(cls, layer: _BatchNorm, context: Context, group: Group, is_weighed: bool) -> SyncBatchNorm:
         """Return a layer with the same parameters and buffers, the same objects."""
         made = cls(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
         )
         made._parameters, made._buffers = layer._parameters, layer._buffers
-        made._context, made._group = context, group
+        made._context, made._group, made._is_weighed = context, group, is_weighed
         made.train(layer.training)
         return made
 
@@ -79,7 +81,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _summed(self, x: Tensor) -> Tensor:
         """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
-        weight = row_weight(self._context, self._context.readers)
+        weight = 1.0 if self._is_weighed else row_weight(self._context, self._context.readers)
         before = _weigh(x, 1.0 / weight if weight else 0.0)
         return _weigh(all_reduce(before, group=self._group), weight)
 
@@ -95,8 +97,15 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-def synchronise(model: nn.Module, context: Context, group: Group) -> int:
+def synchronise(model: nn.Module, context: Context, group: Group, *, is_weighed: bool = False) -> int:
     """Put synchronised layers in the place of a model's batch normalisations; names and tensors stay.
+
+    Args:
+        model: On its device.
+        context: Tells the rows of the current batch.
+        group: Ranks that read rows of their own.
+        is_weighed: Whether gradients have the weight of a rank's rows inside the model already (sharding), or get it
+            at the parameters.
 
     Returns:
         How many were replaced.
@@ -105,9 +114,17 @@ def synchronise(model: nn.Module, context: Context, group: Group) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
-                setattr(parent, name, SyncBatchNorm.of(child, context, group))
+                setattr(parent, name, SyncBatchNorm.of(child, context, group, is_weighed))
                 replaced += 1
     return replaced
+
+
+def keep_out_of_graph() -> None:
+    """Keep these layers outside compiled graphs: what they exchange depends on the rows of the batch at hand.
+
+    (Marking them imports torch's compiler, which costs a second, so it is done only where a step is compiled.)
+    """
+    SyncBatchNorm.forward = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[method-assign]
 
 
 class _Weigh(torch.autograd.Function):

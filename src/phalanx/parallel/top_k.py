@@ -42,6 +42,11 @@ class Compressor:
         self._velocity: dict[str, Tensor] = {}
         self._residual: dict[str, Tensor] = {}
         self._held: list[tuple[dict[str, Any], float, float]] = []
+        if all(param.numel() < update.dense_below for param in params.values()):
+            logger.warning(
+                "dgc does not compress: every parameter has fewer than %d elements, and travels whole.",
+                update.dense_below,
+            )
         self.steps = 0
         """Optimizer steps so far."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from phalanx.errors import PlanError
 from phalanx.parallel.mesh import Mesh
 from phalanx.plan.mesh import partition
 from phalanx.plan.value import AllReduce
+
+logger = logging.getLogger("phalanx.parallel")
 
 
 class Sent(Protocol):
@@ -125,6 +128,10 @@ def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context:
             f"use_hierarchical_allreduce needs hosts of equal size, of 2 ranks or more: found {len(parts[0])} ranks, "
             f"{size} on this host. Set hierarchical_allreduce_inter_nranks to a number that divides, or turn it off."
         )
+    if len(parts[0]) == size:
+        if context.rank == 0:
+            logger.warning("use_hierarchical_allreduce does not act: all %d ranks are on one host.", size)
+        return Plain(mesh.group(axes))
     hosts = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
     columns = [part[place::size] for part in parts for place in range(size)]
     inside, across = group_of(hosts), group_of(columns)

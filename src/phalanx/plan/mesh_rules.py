@@ -28,11 +28,14 @@ def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[
     """Return the mesh of a strategy over this many ranks, axes of size 1 left out but for a job of one.
 
     Degrees that are not said: a pipeline, or else sharding, takes the ranks that others leave; else copies do (`dp`).
+    One process holds everything, whatever the degrees, so that a script runs without a launcher too.
 
     Raises:
         PlanError: If the degrees do not make up the ranks; says which were asked for.
     """
     said = _degrees(strategy)
+    if world_size == 1:
+        return (Axis(name=DATA_AXIS, size=1),)
     taken = math.prod(said.values())
     filling = _filling(strategy, said)
     if filling not in said and world_size % taken == 0:

@@ -25,8 +25,43 @@ from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Serv
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.conflicts import first_conflict
 
-ACTING = frozenset({"graph", "a_sync", "pipeline"})
+ACTING = frozenset(
+    (
+        "graph", "amp", "recompute", "gradient_merge", "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc",
+        "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "sharding", "pipeline",
+        "tensor_parallel", "clip", "ema", "a_sync",
+    )
+)  # fmt: skip
 """Techniques that this version carries out."""
+
+EFFECTS = {
+    "graph": "the forward pass and the loss are compiled",
+    "amp": "the forward pass computes in lower precision",
+    "recompute": "activations of named modules are computed again in the backward pass",
+    "gradient_merge": "several batches make one update",
+    "localsgd": "ranks train apart and average their parameters",
+    "adaptive_localsgd": "ranks train apart and average their parameters, less often while the loss is high",
+    "lars": "the step of each parameter follows its norm and its gradient's",
+    "lamb": "the step of each parameter follows its norm and its update's",
+    "dgc": "only the largest entries of gradients travel",
+    "fp16_allreduce": "gradients travel in float16",
+    "use_hierarchical_allreduce": "gradients are added up within each host first",
+    "sync_batch_norm": "batch normalisation takes the rows of all ranks",
+    "sharding": "each rank holds a part of optimizer state, gradients and parameters",
+    "pipeline": "each rank computes some stages of the model",
+    "tensor_parallel": "layers that px.shard names are cut over ranks",
+    "clip": "gradients are clipped before the update",
+    "ema": "a running mean of the weights is kept; px.ema_of(model) returns it",
+}
+"""What techniques do, for those who read a Plan."""
+
+ACROSS_RANKS = frozenset(
+    (
+        "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
+        "sharding", "pipeline", "tensor_parallel",
+    )
+)  # fmt: skip
+"""Techniques that do nothing with one rank."""
 
 
 def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_size: int, servers: int = 0) -> Plan:
@@ -41,13 +76,15 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
         servers: Number of parameter servers.
 
     Raises:
-        PlanError: If several workers share tables and there is no server, or a technique is not there yet.
+        PlanError: If several workers share tables and there is no server, a technique lacks a setting, or is not there
+            yet.
     """
     waiting = sorted(strategy.techniques - ACTING)
     if waiting:
         raise PlanError(
             f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it."
         )
+    _check_complete(strategy)
     conflict = first_conflict(strategy.techniques | ({"a_sync"} if servers else set()))
     if conflict is not None:
         first, second, pair = conflict
@@ -85,6 +122,14 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
     )
 
 
+def _check_complete(strategy: DistributedStrategy) -> None:
+    """Raise if a technique is on that needs a setting nobody gave."""
+    if strategy.clip and not strategy.clip_configs:
+        raise PlanError(
+            'strategy.clip needs to know to what. Set clip_configs = {"norm": 1.0}, {"value": 0.1}, or both.'
+        )
+
+
 def _exceptions(shape: ModelShape, update: Update, push: Push) -> tuple[ParamRule, ...]:
     def exception(param: ParamShape) -> ParamRule | None:
         if param.table:
@@ -109,8 +154,10 @@ def _reasons(strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis,
         reasons.append(Reason(setting="parameter_broadcast=False", effect="each rank keeps its own initial parameters"))
     if not strategy.fuse_all_reduce_ops:
         reasons.append(Reason(setting="fuse_all_reduce_ops=False", effect="one all-reduce per gradient"))
-    if strategy.graph:
-        reasons.append(Reason(setting="graph=True", effect="the forward pass and the loss are compiled"))
+    alone = " (one rank: nothing to do)" if ranks == 1 else ""
+    for name in (name for name in EFFECTS if name in strategy.techniques):
+        effect = EFFECTS[name] + (alone if name in ACROSS_RANKS else "")
+        reasons.append(Reason(setting=f"{name}=True", effect=effect))
     frozen = sum(not p.trainable for p in shape.params)
     if frozen:
         reasons.append(Reason(setting=f"{frozen} parameters without requires_grad", effect="stay as they are"))

@@ -112,7 +112,7 @@ def schedule_from_strategy(strategy: DistributedStrategy, mesh: tuple[Axis, ...]
 
 def scaler_from_strategy(strategy: DistributedStrategy) -> Scaler | None:
     """Return the loss scaling of a strategy; None without float16."""
-    if not strategy.amp or _dtype(strategy) != "float16":
+    if not strategy.amp or strategy.amp_dtype != "float16":
         return None
     configs = strategy.amp_configs
     return Scaler(
@@ -134,12 +134,7 @@ def _precision(strategy: DistributedStrategy) -> tuple[ModuleRule, ...]:
         return ()
     configs = strategy.amp_configs
     pure = configs.get("use_pure_fp16", False) or configs.get("use_pure_bf16", False)
-    return (ModuleRule(match="", dtype=_dtype(strategy), pure=pure),)
-
-
-def _dtype(strategy: DistributedStrategy) -> Literal["bfloat16", "float16"]:
-    configs = strategy.amp_configs
-    return configs.get("dtype", "float16" if configs.get("use_pure_fp16", False) else "bfloat16")
+    return (ModuleRule(match="", dtype=strategy.amp_dtype, pure=pure),)
 
 
 def _axis_size(mesh: tuple[Axis, ...], name: str) -> int:

@@ -49,6 +49,12 @@ def clip_grad_norm_(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
     given = _parameters_of(parameters)
+    is_complete = not any(is_partial(param) for param in given if param.grad is not None)
+    return _clip(given, max_norm if is_complete else math.inf, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def _clip(given: list[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+    """Clip gradients that are complete, and return their norm before."""
     params = [param for param in given if param.grad is not None]
     stages = stages_over(given)
     gradients = [found for param in params if (found := gradient_of(param)) is not None]
@@ -64,7 +70,7 @@ def clip_grad_norm_(
             f"the norm of the gradients is {total.item()}, so they cannot be clipped. Look for the step where the loss "
             "stops being finite, or pass error_if_nonfinite=False."
         )
-    if any(is_partial(param) for param in params):
+    if math.isinf(max_norm):
         return total
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad, _ in gradients:
@@ -96,7 +102,8 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
                     limit = max_value * gradient_scale(param)
                     found[0].clamp_(-limit, limit)
         if max_norm is not None:
-            clip_grad_norm_(params, max_norm)
+            # Around an update gradients are complete, which clip_grad_norm_ could not know.
+            _clip(params, max_norm, 2.0, error_if_nonfinite=False)
 
     hook_steps(optimizer, before=clip)
 

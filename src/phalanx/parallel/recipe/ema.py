@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,30 @@ from torch.optim import Optimizer
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.recipe.norms import local_part
 from phalanx.parallel.step_hooks import hook_steps
+
+_averages: weakref.WeakKeyDictionary[nn.Module, EMA] = weakref.WeakKeyDictionary()
+"""The averages that a strategy asked for, by model."""
+
+
+def ema_of(model: nn.Module) -> EMA:
+    """Return the average of a model's weights that `strategy.ema` keeps: `with px.ema_of(model).swapped(): ...`.
+
+    Raises:
+        ConfigError: If the strategy keeps none of this model.
+    """
+    found = _averages.get(model)
+    if found is None:
+        raise ConfigError(
+            f"no average of the weights of this {type(model).__name__} is kept. Set strategy.ema = True, and give the "
+            "model and its optimizer to distribute; or make one with phalanx.EMA(model, optimizer=optimizer)."
+        )
+    return found
+
+
+def keep_average(model: nn.Module, optimizer: Optimizer, decay: float, *, warmup: bool) -> None:
+    """Average a model's weights after each update of the first optimizer that trains it, for `ema_of`."""
+    if model not in _averages:
+        _averages[model] = EMA(model, decay, warmup=warmup, optimizer=optimizer)
 
 
 class EMA:
@@ -37,7 +62,7 @@ class EMA:
     ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"EMA needs a decay of at least 0 and below 1, found {decay}. 0.999 is usual.")
-        self._model = model
+        self._model = weakref.ref(model)
         self._decay = decay
         self._warmup = warmup
         self._is_swapped = False
@@ -114,7 +139,10 @@ class EMA:
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and the model's weights, in one order; what this rank holds of each."""
-        current = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        model = self._model()
+        if model is None:
+            raise ConfigError("the model of this EMA is gone. Keep it as long as its averages are used.")
+        current = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shadow = [local_part(mine) for mine in self._shadow.values()]
         weights = [local_part(current[name].detach()) for name in self._shadow]
         for name, mine, weight in zip(self._shadow, shadow, weights, strict=True):
