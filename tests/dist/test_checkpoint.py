@@ -256,6 +256,75 @@ def test_sharded_training_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None
             assert all(map(torch.equal, averages, saved[0][2]))
 
 
+# --- cut by the Plan --------------------------------------------------------------------------------------------------
+
+
+def _make_cut(way: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    strategy = px.DistributedStrategy()
+    if "tp" in way:
+        px.shard(model, {"0": "column", "2": "row"})
+        strategy.hybrid_configs = {"sharding_degree" if "sharded" in way else "dp_degree": 2, "mp_degree": 2}
+    elif "sharded" in way:
+        strategy.sharding = True
+    if "stages" in way:
+        strategy.pipeline = True
+        strategy.pipeline_configs = {"accumulate_steps": 2, "cuts": ["2"]}
+    px.distribute(model, optimizer, strategy=strategy)
+    return model, optimizer
+
+
+def _step_cut(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inputs, target = DATA[0][:8], DATA[1][:8] % 3
+    if "stages" in way:
+        step = px.train_step(model, F.cross_entropy, optimizer)
+        step(inputs, target)
+        step(inputs, target)
+        return
+    for _ in range(2):
+        F.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save_cut(folder: Path, way: str) -> None:
+    px.init()
+    model, optimizer = _make_cut(way, 0)
+    _step_cut(way, model, optimizer)
+    px.save(folder / way, model, optimizer)
+
+
+def _load_cut(folder: Path, sources: list[str], way: str) -> None:
+    px.init()
+    for source in sources:
+        model, optimizer = _make_cut(way, 1)
+        px.load(folder / source, model, optimizer)
+        px.save(folder / f"{source}-{way}", model, optimizer)
+        _step_cut(way, model, optimizer)  # the state is of the right kind
+
+
+def _load_alone(folder: Path) -> dict[str, Tensor]:
+    model, optimizer = _make_cut("whole", 2)
+    px.load(folder, model, optimizer)
+    return _state(model, optimizer)
+
+
+def test_what_any_plan_saved_is_the_same_bits_under_any_other(tmp_path: Path) -> None:
+    for way in ("dp", "tp", "tp+sharded"):
+        run_ranks(_save_cut, 4, tmp_path, way)
+    run_ranks(_load_cut, 4, tmp_path, ["dp", "tp+sharded"], "tp")  # tp=2 x dp=2
+    run_ranks(_load_cut, 4, tmp_path, ["dp"], "tp+sharded")
+    run_ranks(_load_cut, 2, tmp_path, ["dp", "tp"], "sharded")
+    run_ranks(_load_cut, 2, tmp_path, ["tp"], "stages")
+    found = {path.name: _load_alone(path) for path in sorted(tmp_path.iterdir())}
+    assert len(found) == 3 + 6
+    for name, state in found.items():
+        assert len(state) == 6 * 4
+        assert _same(state, found[name.partition("-")[0]]), name
+
+
 # --- ranks that train apart ------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,12 @@ shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
 
 def part(size: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...]) -> Part:
-    return Part("F32", 4, size, shape, offset)
+    return Part("F32", 4, Box(offset, size), shape)
+
+
+def piece_of(size: tuple[int, ...], dim: int, index: int, count: int) -> Part:
+    """A whole slice that is to be lined up with others."""
+    return Part("F32", 4, Box.whole(size), size, ((dim, index, count),))
 
 
 def cut(shape: tuple[int, ...], ranks: int, dim: int | None) -> list[Part]:
@@ -67,25 +72,36 @@ def test_a_large_tensor_of_all_ranks_is_split_over_them_and_small_ones_go_round(
 
 
 def test_what_may_differ_between_ranks_is_written_by_the_first() -> None:
-    buffer = Part("F32", 4, (1 << 20,), (1 << 20,), (0,), split=False)
+    buffer = Part("F32", 4, Box.whole((1 << 20,)), (1 << 20,), split=False)
     assert [p.rank for p in deal_out([{"b": buffer}] * 4)["b"].pieces] == [0]
 
 
 def test_slices_of_unequal_size_are_lined_up() -> None:
     sizes = (3, 1, 2)
-    held = [{"w": Part("F32", 4, (2, n), slices=((1, index, 3),))} for index, n in enumerate(sizes)]
+    held = [{"w": piece_of((2, n), 1, index, 3)} for index, n in enumerate(sizes)]
     entry = deal_out(held)["w"]
     assert entry.shape == (2, 6)
     assert [entry.box_of(parts["w"]).offset for parts in held] == [(0, 0), (0, 3), (0, 4)]
 
 
+def test_slices_that_are_cut_again_are_lined_up() -> None:
+    boxes = [(0, 2), (2, 1)]  # each slice of 3 rows is sharded over two ranks
+    held = [{"w": Part("F32", 4, Box((at,), (n,)), (3,), ((0, index, 2),))} for index in range(2) for at, n in boxes]
+    entry = deal_out(held)["w"]
+    assert entry.shape == (6,)
+    assert [entry.box_of(parts["w"]) for parts in held] == [
+        Box((a,), (n,)) for a, n in ((0, 2), (2, 1), (3, 2), (5, 1))
+    ]
+    assert len(entry.pieces) == 4
+
+
 def test_ranks_that_differ_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"shape of 'w' is \(2,\) on rank 0 and \(3,\) on rank 1"):
+    with pytest.raises(ConfigError, match=r"shape of 'w' is \[2\] on rank 0 and \[3\] on rank 1"):
         deal_out([{"w": part((2,), (2,), (0,))}, {"w": part((3,), (3,), (0,))}])
     with pytest.raises(ConfigError, match="hold 2 of the 4 elements of 'w'"):
         deal_out([{"w": part((2,), (4,), (0,))}])
     with pytest.raises(ConfigError, match="1 of 3 slices of 'w' are held by no rank"):
-        deal_out([{"w": Part("F32", 4, (2,), slices=((0, index, 3),))} for index in (0, 2)])
+        deal_out([{"w": piece_of((2,), 0, index, 3)} for index in (0, 2)])
 
 
 def test_boxes_of_a_tensor_without_dims_are_all_of_it() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
+from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.names import inner, without_wrappers
 from phalanx.checkpoint.planning import Part
 from phalanx.checkpoint.tensor_file import dtype_name
@@ -68,7 +69,7 @@ class ModelView:
         """Further names of tensors that have several."""
 
         self._read()
-        # Parameters whose rows are in a table are in no state dict, and in optimizers all the same.
+        # Parameters that are in a table or of another stage are none of these, and in optimizers all the same.
         self.names = {id(param): without_wrappers(name) for name, param in self.model.named_parameters()}
         self.names |= {id(tensor): name for name, tensor in self.tensors.items()}
 
@@ -83,8 +84,8 @@ class ModelView:
             name = without_wrappers(key)
             if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
-            elif is_handle(value):
-                continue  # its rows are in a table
+            elif is_handle(value) or value.is_meta:
+                continue  # its rows are in a table; it is of a stage that other ranks hold
             elif id(value) in first:
                 self.aliases[name] = first[id(value)]
             else:
@@ -124,16 +125,16 @@ class ModelView:
         Args:
             name: Its name when it is one tensor for all ranks.
             tensor: What this rank holds.
-            placement: How it lies on the ranks, unless it is a DTensor, which says so itself.
+            placement: How it lies on the ranks. A DTensor says itself how its slice does, or all of it.
             split: Whether several ranks may share the writing.
         """
         if isinstance(tensor, DTensor):
-            if placement.slices or placement.is_apart:
+            if placement.is_apart:
                 raise ConfigError(
-                    f"{name!r} is cut by its layer and its slices are sharded again, which a checkpoint cannot put "
-                    "together yet. Save under a strategy with one of tensor_parallel and sharding."
+                    f"{name!r} is cut by its layer, nobody knows how, and its slices are sharded again. Say its layout "
+                    'in the Plan (managed = "module"), or save without sharding.'
                 )
-            return name, _of_dtensor(name, tensor)
+            return name, _of_dtensor(name, tensor, placement.slices)
         if placement.is_apart:
             name, split = own(self.rank, name), True
         return name, of_tensor(tensor, placement.slices, split=split)
@@ -141,6 +142,8 @@ class ModelView:
     def average_held(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
         """Yield the tensors of a running average of the model, which lie as the model's own do."""
         for name, tensor in shadow.items():
+            if name not in self.tensors:
+                continue
             placement = self.placement(name)
             yield self.place(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
 
@@ -154,7 +157,7 @@ class ModelView:
         for name, entries in state.items():
             param = self.tensors.get(name)
             if param is None:
-                continue  # its rows are in a table, with their state
+                continue  # its state is where its rows are
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     yield self.place(f"{OPTIMIZER}{name}/{key}", value, self._placement_of_state(name, param, value))
@@ -187,31 +190,17 @@ def of_tensor(tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, 
             f"a tensor of shape {list(data.shape)} is {'meta' if data.is_meta else data.layout}, and only dense ones "
             "can be saved. Make it dense, or register it with persistent=False."
         )
-    size = tuple(data.shape)
-    whole = () if slices else size
-    part = Part(
-        dtype=dtype_name(data.dtype),
-        item_bytes=data.dtype.itemsize,
-        size=size,
-        shape=None if slices else whole,
-        offset=None if slices else (0,) * len(size),
-        slices=slices,
-        split=split,
-    )
+    shape = tuple(data.shape)
+    part = Part(dtype_name(data.dtype), data.dtype.itemsize, Box.whole(shape), shape, slices, split)
     return Held(data, part)
 
 
-def _of_dtensor(name: str, tensor: DTensor) -> Held:
+def _of_dtensor(name: str, tensor: DTensor, slices: tuple[tuple[int, int, int], ...]) -> Held:
     if any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(f"{name!r} is a sum that is not added up yet ({tensor.placements}). Save after the step.")
     # What torch's own checkpoint planners ask a tensor: uneven and strided shards included.
     (chunk,) = tensor.__create_chunk_list__()
-    part = Part(
-        dtype=dtype_name(tensor.dtype),
-        item_bytes=tensor.dtype.itemsize,
-        size=tuple(chunk.sizes),
-        shape=tuple(tensor.shape),
-        offset=tuple(chunk.offsets),
-    )
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    part = Part(dtype_name(tensor.dtype), tensor.dtype.itemsize, box, tuple(tensor.shape), slices)
     with torch.no_grad():
         return Held(tensor.to_local(), part)

@@ -213,7 +213,9 @@ class _Loading:
                     self._require_joinable(OPTIMIZER + name)
         if self.training.ema is not None:
             saved = saved_names(self.manifest.tensors, AVERAGE)
-            require_same("averaged weights", self.training.ema.state_dict()["shadow"], saved, folder)
+            averaged = self.training.ema.state_dict()["shadow"].keys()
+            # Rank 0 may hold one stage of several.
+            require_same("averaged weights", averaged, saved & averaged, folder)
         if not self._is_same_size:
             self._require_common_values()
 
@@ -313,7 +315,7 @@ class _Loading:
                     state[name] |= numbers
         for name in saved_names(self.manifest.tensors, OPTIMIZER):
             param, _, key = name.rpartition("/")
-            if param in state:
+            if param in state and param in self.view.tensors:
                 present = optimizer.state.get(self.view.tensors[param], {}).get(key)
                 state[param][key] = self._state_tensor(param, OPTIMIZER + name, present)
         return {name: found for name, found in state.items() if found}

@@ -27,36 +27,28 @@ class Part:
 
     dtype: str
     item_bytes: int
-    size: tuple[int, ...]
-    """Shape of what it holds."""
+    box: Box
+    """What it holds."""
 
-    shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor; None for one that is lined up."""
+    shape: tuple[int, ...]
+    """Shape of what `box` is a part of: the whole tensor, or a slice of it."""
 
-    offset: tuple[int, ...] | None = None
     slices: tuple[tuple[int, int, int], ...] = ()
-    """For a tensor that is lined up: (dim, which slice this is, how many there are)."""
+    """For a slice: (dim, which slice this is, how many there are), by dim. Slices are lined up to the whole."""
 
     split: bool = True
     """Whether several ranks may share the writing. Ranks' buffers may differ, and one of them is to be read again."""
 
     def to_json(self) -> list[Any]:
         """Return the fields as a JSON list."""
-        return [self.dtype, self.item_bytes, self.size, self.shape, self.offset, self.slices, self.split]
+        return [self.dtype, self.item_bytes, self.box.offset, self.box.size, self.shape, self.slices, self.split]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Part:
         """Return the part that `to_json` described."""
-        dtype, item_bytes, size, shape, offset, slices, split = value
-        return cls(
-            dtype,
-            item_bytes,
-            tuple(size),
-            None if shape is None else tuple(shape),
-            None if offset is None else tuple(offset),
-            tuple((int(d), int(i), int(n)) for d, i, n in slices),
-            split,
-        )
+        dtype, item_bytes, offset, size, shape, slices, split = value
+        box = Box(tuple(offset), tuple(size))
+        return cls(dtype, item_bytes, box, tuple(shape), tuple((int(d), int(i), int(n)) for d, i, n in slices), split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +71,10 @@ class Entry:
 
     def box_of(self, part: Part) -> Box:
         """Return which part of the whole tensor a rank holds."""
-        if part.offset is not None:
-            return Box(part.offset, part.size)
-        offset = [0] * len(part.size)
+        offset = list(part.box.offset)
         for dim, index, _ in part.slices:
-            offset[dim] = self.starts[dim][index]
-        return Box(tuple(offset), part.size)
+            offset[dim] += self.starts[dim][index]
+        return Box(tuple(offset), part.box.size)
 
     def to_json(self) -> list[Any]:
         """Return the fields as a JSON list."""
@@ -148,23 +138,17 @@ def _pieces(name: str, box: Box, ranks: Sequence[int], part: Part) -> list[Piece
 
 def _line_up(name: str, parts: Mapping[int, Part]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Return where every slice starts along the dims that are cut, and the shape of the whole tensor."""
-    _require_one(name, "shape", {rank: part.shape for rank, part in parts.items()})
+    _require_one(name, "cut", {rank: [(dim, n) for dim, _, n in part.slices] for rank, part in parts.items()})
     some = next(iter(parts.values()))
-    if some.shape is not None:
-        return {}, some.shape
-    starts, shape = {}, list(some.size)
+    starts, shape = {}, list(some.shape)
     for position, (dim, _, count) in enumerate(some.slices):
-        sizes: list[int | None] = [None] * count
-        for part in parts.values():
-            sizes[part.slices[position][1]] = part.size[dim]
-        known = [n for n in sizes if n is not None]
-        if len(known) < count:
-            raise ConfigError(f"{count - len(known)} of {count} slices of {name!r} are held by no rank.")
-        *before, shape[dim] = accumulate(known, initial=0)
+        sizes = {part.slices[position][1]: part.shape[dim] for part in parts.values()}
+        if len(sizes) < count:
+            raise ConfigError(f"{count - len(sizes)} of {count} slices of {name!r} are held by no rank.")
+        *before, shape[dim] = accumulate((sizes[index] for index in range(count)), initial=0)
         starts[dim] = tuple(before)
-    for part in parts.values():
-        if any(part.size[d] != n for d, n in enumerate(shape) if d not in starts):
-            _require_one(name, "shape", {rank: part.size for rank, part in parts.items()})
+    uncut = {rank: [n for d, n in enumerate(part.shape) if d not in starts] for rank, part in parts.items()}
+    _require_one(name, "shape", uncut)
     return starts, tuple(shape)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.held import ModelView
+from phalanx.checkpoint.held import MODEL, ModelView
 from phalanx.checkpoint.names import require_same, stripped
 from phalanx.checkpoint.planning import Entry
 from phalanx.checkpoint.tensor_file import TensorFile
@@ -33,16 +33,16 @@ def load_weights(source: str | Path | Mapping[str, Tensor], view: ModelView, lay
     """
     where = "the state dict" if isinstance(source, Mapping) else str(source)
     found = _of_mapping(source) if isinstance(source, Mapping) else _of_file(Path(source))
-    plain, prefixes = stripped(found, view.tensors)
+    plain, prefixes = stripped(found, {_plain(name) for name in layout})
     if prefixes:
         logger.info("took %s off the names in %s", " and ".join(map(repr, prefixes)), where)
     for alias, name in view.aliases.items():
         if alias in plain:
             plain.setdefault(name, plain.pop(alias))
-    require_same("parameters and buffers", view.tensors, plain, where)
+    require_same("parameters and buffers", (_plain(name) for name in layout), plain, where)
     held = dict(view.held())
     for name in held:
-        entry, tensor = layout[name], plain[name.partition("model/")[2]]
+        entry, tensor = layout[name], plain[_plain(name)]
         if tuple(tensor.shape) != entry.shape:
             raise ConfigError(
                 f"{where} does not fit: {name!r} has shape {list(tensor.shape)} there and {list(entry.shape)} in this "
@@ -50,8 +50,12 @@ def load_weights(source: str | Path | Mapping[str, Tensor], view: ModelView, lay
             )
     for name, one in held.items():
         box = layout[name].box_of(one.part)
-        tensor = plain[name.partition("model/")[2]]
+        tensor = plain[_plain(name)]
         one.tensor.copy_(tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.size, strict=True))])
+
+
+def _plain(name: str) -> str:
+    return name.partition(MODEL)[2]
 
 
 def _of_mapping(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
