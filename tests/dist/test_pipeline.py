@@ -33,6 +33,7 @@ from pipeline_models import (
     trained,
 )
 from ranks import run_ranks
+from tensor_models import BLOCK, Transformer, tokens, whole, whole_loss
 
 pytestmark = pytest.mark.dist
 
@@ -236,3 +237,59 @@ def test_a_strategy_makes_the_same_pipeline():
                 torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
         told = ranks[0][name]["told"]
         assert "stage 0 on rank 0 of its axis: 0" in told, told
+
+
+STYLES = BLOCK | {"tokens": "vocab", "head": "column"}
+
+
+def cut_three_ways() -> dict[str, Any]:
+    px.init()
+    model, optimizer, data = whole_batches()
+    px.shard(model, STYLES)
+    model, optimizer, loader = px.distribute(
+        model,
+        optimizer,
+        torch.utils.data.TensorDataset(*data),
+        global_batch=10,
+        shuffle=False,
+        strategy=px.DistributedStrategy(
+            hybrid_configs={"dp_degree": 2, "mp_degree": 2, "pp_degree": 2},
+            pipeline_configs={"accumulate_steps": 2, "schedule_mode": "ZeroBubble", "cuts": ["norm"]},
+        ),
+    )
+    step = px.train_step(model, whole_loss, optimizer)
+    losses = [px.global_mean(step(ids, target).loss).item() for ids, target in loader]
+    held = {name: whole(model, name, param) for name, param in model.named_parameters() if not param.is_meta}
+    gradients = {name: whole(model, name, model.get_parameter(name).grad) for name in held}
+    with torch.no_grad():
+        output = model.eval()(data[0][:3])
+    return {"losses": losses, "parameters": held, "gradients": gradients, "output": output}
+
+
+def whole_batches() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Transformer().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), tokens(28)
+
+
+def test_stages_of_cut_layers_in_copies_equal_one_process():
+    model, optimizer, data = whole_batches()
+    losses = []
+    # Shares of 5 rows are one micro-batch, those of the last 8 rows two.
+    for ids, target in zip(*(part.split(10) for part in data), strict=True):
+        optimizer.zero_grad()
+        loss = whole_loss(model(ids), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        output = model(data[0][:3])
+    ranks = run_ranks(cut_three_ways, 8)
+    assert {name for found in ranks for name in found["parameters"]} == set(model.state_dict())
+    for found in ranks:
+        assert found["losses"] == pytest.approx(losses, abs=1e-12)
+        torch.testing.assert_close(found["output"], output, rtol=0, atol=1e-12)
+        for name, value in found["parameters"].items():
+            param = model.get_parameter(name)
+            torch.testing.assert_close(value, param.detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(found["gradients"][name], param.grad, rtol=0, atol=1e-12)
