@@ -145,6 +145,29 @@ def test_a_tied_weight_is_saved_once_and_read_under_either_name(tmp_path: Path) 
     px.load(tmp_path / "tied", Tied())
 
 
+def test_the_average_that_a_strategy_keeps_is_saved_with_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    def averaged() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer, _ = make()
+        px.distribute(model, optimizer, strategy=px.DistributedStrategy(ema=True))
+        return model, optimizer
+
+    plain, plain_optimizer, _ = make()
+    px.save(tmp_path / "plain", plain, plain_optimizer)
+    model, optimizer = averaged()
+    model(DATA[0]).sum().backward()
+    optimizer.step()
+    px.save(tmp_path / "averaged", model, optimizer)
+    other, other_optimizer = averaged()
+    px.load(tmp_path / "averaged", other, other_optimizer)
+    assert same(px.ema_of(other).state_dict(), px.ema_of(model).state_dict())
+    assert "begins anew" not in caplog.text
+    px.load(tmp_path / "plain", other, other_optimizer)
+    assert "has no running average of the weights, which begins anew" in caplog.text
+    px.load(tmp_path / "averaged", plain)
+
+
 def test_a_model_alone_takes_the_weights_and_leaves_random_numbers_alone(tmp_path: Path) -> None:
     model, optimizer, _ = make()
     px.save(tmp_path, model, optimizer)

@@ -41,7 +41,7 @@ class Checkpointer:
         optimizer: The optimizer.
         loader: The loader that `px.distribute` returned.
         scheduler: A learning-rate scheduler.
-        ema: A running average of the weights.
+        ema: A running average of the weights; that of `strategy.ema` when omitted.
         every: Steps between two saves; only `save()` and SIGTERM save when omitted.
         keep: How many checkpoints to keep.
         background: Whether the saves of `step()` write while training goes on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,7 +18,7 @@ from phalanx.checkpoint.capture import Training, combine, load_optimizer, load_s
 from phalanx.checkpoint.find import newest_good, none_there
 from phalanx.checkpoint.held import AVERAGE, MODEL, OPTIMIZER, RANKS, Held, ModelView, own
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.names import require_same
+from phalanx.checkpoint.names import inner, require_same
 from phalanx.checkpoint.planning import Entry, Part, deal_out
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.read import Reader, saved_names
@@ -27,7 +27,7 @@ from phalanx.checkpoint.weights import load_weights
 from phalanx.data.seeding import seed_all
 from phalanx.errors import ConfigError
 from phalanx.parallel.kept_state import kept_state
-from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.recipe.ema import EMA, kept_average
 from phalanx.parallel.recipe.norms import local_part
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -70,7 +70,7 @@ def load(
         optimizer: Takes state and options of its groups.
         loader: Its next iteration goes on with the batch after the last that was trained on.
         scheduler: Takes its state.
-        ema: Takes the running average of the weights.
+        ema: Takes the running average of the weights; beside an optimizer that of `strategy.ema` when omitted.
 
     Returns:
         Path, step and extra of what was loaded.
@@ -116,13 +116,24 @@ def load_newest(
     reader = Reader(manifest)
     if manifest.tables and has_tables(model):
         load_tables(manifest.folder / manifest.tables)
-    loading = _Loading(ranks, training, reader)
+    loading = _Loading(ranks, _with_kept_average(training, manifest), reader)
     loading.check()
     ranks.decide("loaded", loading.run, lambda _: None)
     if ranks.rank == 0:
         saved = manifest.world_size
         logger.info("loaded %s, step %d of %d ranks, into %d", manifest.folder, manifest.step, saved, ranks.world_size)
     return Loaded(manifest.folder, manifest.step, loading.extra())
+
+
+def _with_kept_average(training: Training, manifest: Manifest) -> Training:
+    """Return the objects that train, with the running average that the strategy keeps of the model."""
+    kept = None if training.optimizer is None else kept_average(inner(training.model))
+    if training.ema is not None or kept is None:
+        return training
+    if "ema" not in manifest.values[0]:
+        logger.warning("%s has no running average of the weights, which begins anew", manifest.folder)
+        return training
+    return replace(training, ema=kept)
 
 
 class _Loading:

@@ -20,12 +20,13 @@ from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.capture import Captured, Training, capture
 from phalanx.checkpoint.folder import clean, next_numbers, prune, step_folder, sweep
 from phalanx.checkpoint.manifest import write_manifest
+from phalanx.checkpoint.names import inner
 from phalanx.checkpoint.planning import Entry, Part, deal_out
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tables import save_tables
 from phalanx.checkpoint.tensor_file import write_tensors
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.recipe.ema import EMA, kept_average
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -59,7 +60,7 @@ def save(
         optimizer: The optimizer over its parameters.
         loader: The loader that `px.distribute` returned. Inside the loop the batch in hand counts as done.
         scheduler: A learning-rate scheduler.
-        ema: A running average of the weights (`px.EMA`).
+        ema: A running average of the weights (`px.EMA`); that of `strategy.ema` when omitted.
         step: Number of the checkpoint; one more than the highest there when omitted.
         extra: Anything else, as numbers, text, tensors, lists, tuples, dicts; `px.load(...).extra` returns it.
         background: Return when the state is copied to memory and write it while training goes on. The next save waits
@@ -82,6 +83,7 @@ def save(
         raise ConfigError(f"asked to keep {keep} checkpoints. Keep at least 1.")
     if step is not None and step < 0:
         raise ConfigError(f"asked to save step {step}. Give 0 or more.")
+    ema = kept_average(inner(model)) if ema is None else ema
     training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     begun = _begin(ranks, Path(folder), step, training, extra)
     save_tables(ranks, begun.path / f"tables-{begun.name}", model)

@@ -25,13 +25,18 @@ def ema_of(model: nn.Module) -> EMA:
     Raises:
         ConfigError: If the strategy keeps none of this model.
     """
-    found = _averages.get(model)
+    found = kept_average(model)
     if found is None:
         raise ConfigError(
             f"no average of the weights of this {type(model).__name__} is kept. Set strategy.ema = True, and give the "
             "model and its optimizer to distribute; or make one with phalanx.EMA(model, optimizer=optimizer)."
         )
     return found
+
+
+def kept_average(model: nn.Module) -> EMA | None:
+    """Return the average that `strategy.ema` keeps of a model's weights, or None."""
+    return _averages.get(model)
 
 
 def keep_average(model: nn.Module, optimizer: Optimizer, decay: float, *, warmup: bool) -> None:
