@@ -19,7 +19,7 @@ from phalanx.plan import explain
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Average, Axis, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Shard, Step
 from phalanx.strategy import DistributedStrategy
-from tensor_models import BLOCK, SEQUENCE, Transformer, mlp
+from tensor_models import BLOCK, SEQUENCE, Transformer, mlp, tokens, whole_loss
 
 
 def plan_of(model: nn.Module, world_size: int = 4, **settings: object) -> Plan:
@@ -92,6 +92,17 @@ def test_one_process_has_the_axis_and_cuts_nothing():
     plan = plan_of(px.shard(mlp(), {"0": "column"}, axis="model", size=2), world_size=1)
     assert plan.axis_size("model") == 1
     assert not plan.modules
+
+
+def test_the_same_script_trains_alone():
+    model = px.shard(Transformer(), BLOCK | SEQUENCE | {"tokens": "vocab", "head": "vocab"}, axis="model", size=2)
+    plain = copy.deepcopy(model)
+    px.distribute(model)
+    ids, target = tokens(3)
+    loss = px.vocab_cross_entropy(model(ids), target, axis="model")
+    loss.backward()
+    whole_loss(plain(ids), target).backward()
+    assert torch.equal(model.tokens.weight.grad, plain.tokens.weight.grad)
 
 
 def test_the_plan_survives_json_and_says_what_a_rank_holds():
