@@ -273,6 +273,17 @@ def test_a_request_in_shared_memory_survives_a_second_loss_on_a_link_without_any
     assert sums == [10_000] * 3
 
 
+@pytest.mark.parametrize("retry_s", [0.0, 0.3])
+def test_an_answer_that_memory_cannot_hold_is_an_error_and_no_wait(monkeypatch, retry_s):
+    def refuse(*_):
+        raise MemoryError
+
+    with serving(answer) as listener, connected(listener, retry_s=retry_s) as connection:
+        monkeypatch.setattr("phalanx.ps.wire.pending.Incoming", refuse)
+        with pytest.raises(PeerLostError, match="MemoryError"):
+            connection.call("rows", {"n": 10})
+
+
 def test_a_frame_over_the_limit_is_an_error_and_the_connection_lives(monkeypatch):
     monkeypatch.setattr("phalanx.ps.wire.dial._connect", tcp_only)
     with serving(answer, max_frame_bytes=1 << 20) as listener, connected(listener) as connection:

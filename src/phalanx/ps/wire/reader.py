@@ -68,7 +68,7 @@ class Reader:
                 why = "reading its answer was interrupted"
                 self._take(self.link, deadline)
                 why = None
-        except (OSError, FrameError) as error:
+        except (OSError, FrameError, MemoryError) as error:
             why = words(error)
         finally:
             with self._changed:
