@@ -26,8 +26,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """Attention and an MLP with residuals; a rank may hold some of the heads."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, head_norm: bool) -> None:
         super().__init__()
+        self.head_norm = nn.LayerNorm(width // heads) if head_norm else nn.Identity()
         self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v = (nn.Linear(width, width, bias=bias) for bias in (True, False, True))
@@ -40,16 +41,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (f(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(self.head_norm(q), k, v, is_causal=True)
         x = x + self.drop(self.o(y.transpose(1, 2).flatten(2)))
         return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
-    def __init__(self, dropout: float = 0.0, *, tied: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, *, tied: bool = False, head_norm: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=7)
-        self.block = Block(WIDTH, 4, dropout)
+        self.block = Block(WIDTH, 4, dropout, head_norm)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
         if tied:
@@ -66,7 +67,7 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 
 BLOCK = {"block.[qkv]": "column", "block.o": "row", "block.mlp.0": "column", "block.mlp.3": "row"}
-SEQUENCE = {"*norm*": "sequence", "block.drop": "sequence"}
+SEQUENCE = {"*norm[12]": "sequence", "norm": "sequence", "block.drop": "sequence"}
 
 
 def tokens(rows: int) -> tuple[Tensor, Tensor]:

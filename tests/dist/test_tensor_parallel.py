@@ -53,6 +53,9 @@ CASES = {
     "columns alone": Case(mlp, {"*": "column"}, MODEL2, (features, 9)),
     "row alone": Case(mlp, {"2": "row"}, MODEL2, (features, 9)),
     "block": Case(Transformer, BLOCK | {"head": "column"}, MODEL2, (tokens, 5)),
+    "norm of heads": Case(
+        partial(Transformer, head_norm=True), BLOCK | {"block.head_norm": "column"}, MODEL2, (tokens, 5)
+    ),
     "written": Case(mlp, {}, {}, (features, 9), plan=WRITTEN),
     "vocabulary": Case(Transformer, BLOCK | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss),
     "tied": Case(

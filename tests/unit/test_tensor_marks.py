@@ -119,7 +119,7 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
     ("styles", "message"),
     [
         ({"hed": "column"}, r"px.shard\('hed': 'column'\) matches no module. Did you mean 'head'\?"),
-        ({"norm": "column"}, r"matches only LayerNorm. Styles column and row are for nn.Linear itself"),
+        ({"norm*": "column"}, r"matches only LayerNorm. Styles column and row are for nn.Linear itself"),
         ({"tokens": "row"}, r"matches only Embedding"),
         ({"head": "colum"}, r"px.shard knows the styles column, row, vocab, sequence, found 'colum' for 'head'"),
     ],

@@ -42,7 +42,7 @@ class Styled:
 
     bias: str | None = None
     others: tuple[str, ...] = ()
-    """Plain names of parameters that stay whole, of a module that works on a part of the sequence."""
+    """Plain names of parameters that stay whole, of a module that works on a part of an activation."""
 
     inputs: int | None = None
     """Dim along which its input arrives cut; whole when None."""
@@ -79,6 +79,7 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
             outputs=_layout(axis, None if is_hybrid else one.outputs),
         )
         for one in styled
+        if one.style != "column" or not one.others  # such a module computes what it did
     )
     params = (rule for one in styled for rule in _param_rules(plan, one, axis))
     names = ", ".join(f"{one.module or 'the model'} ({one.style})" for one in styled[:4])
@@ -132,7 +133,7 @@ def _param_rules(plan: Plan, one: Styled, axis: str) -> Iterator[ParamRule]:
         yield _cut(plan, one.weight, axis, CUT_DIM[one.style])
     if one.bias is not None and one.style != "row":
         yield _cut(plan, one.bias, axis, 0)
-    summed = one.others if one.style == "sequence" else ()
+    summed = one.others
     if one.bias is not None and one.style == "row" and one.outputs is not None:
         summed = (one.bias,)
     for name in summed:

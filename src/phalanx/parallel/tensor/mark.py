@@ -52,7 +52,8 @@ def shard(
     Args:
         model: A plain module.
         styles: From a module's name, or a glob over names, to how it is cut; a later match wins.
-            `column`: an `nn.Linear` by output features. `row`: an `nn.Linear` by input features.
+            `column`: an `nn.Linear` by output features; by its full name, also what works on cut features between a
+            column and its row, such as a dropout or a norm of each head. `row`: an `nn.Linear` by input features.
             `vocab`: an `nn.Embedding` by rows, or the `nn.Linear` that makes logits, which stay cut
             (`vocab_cross_entropy` takes them).
             `sequence`: anything that works on each token alone (a norm, a dropout), on this rank's part of the
@@ -149,8 +150,8 @@ def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
 def _can_be(module: nn.Module, style: Style, *, is_named: bool) -> bool:
     if style == "sequence":
         return type(module) is nn.Dropout or next(module.parameters(), None) is not None
-    if style == "column" and type(module) is nn.Dropout:
-        return is_named  # a glob over a whole block says nothing of a dropout between layers
+    if style == "column" and is_named and not isinstance(module, nn.Linear | nn.Embedding):
+        return type(module) is nn.Dropout or next(module.parameters(), None) is not None
     return type(module) is nn.Linear or (style == "vocab" and type(module) is nn.Embedding)
 
 
@@ -171,7 +172,7 @@ def _flows(model: nn.Module, chosen: Mapping[str, Style], sequence: int | None) 
 def _alone(name: str, style: Style, module: nn.Module, sequence: int | None) -> Styled:
     if style == "sequence":
         return Styled(module=name, style=style, inputs=sequence, outputs=sequence)
-    if isinstance(module, nn.Dropout):
+    if not isinstance(module, nn.Linear | nn.Embedding):
         return Styled(module=name, style=style, inputs=-1, outputs=-1)
     if style == "row" or isinstance(module, nn.Embedding):
         return Styled(module=name, style=style, outputs=sequence)
@@ -201,7 +202,7 @@ def _pairs(
 
 def _styled(module: nn.Module, one: Styled, first: Mapping[int, str]) -> Styled:
     """Return it with the plain names of the module's parameters."""
-    if one.style == "sequence":
+    if one.style == "sequence" or not isinstance(module, nn.Linear | nn.Embedding):
         return replace(one, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
     own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
     return replace(one, weight=own.get("weight"), bias=own.get("bias"))

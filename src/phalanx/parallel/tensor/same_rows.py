@@ -1,4 +1,7 @@
-"""Ranks that hold layers together must read the same rows, and drop the same units: looked at in the first steps."""
+"""Ranks that hold layers together must read the same rows, drop the same units and train the same whole parameters.
+
+Looked at in the first steps, where a mistake of the script shows; it would train, and be wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,21 @@ from phalanx.comm.collectives import all_gather
 from phalanx.comm.groups import Group
 from phalanx.data.stream import digest
 from phalanx.errors import ConfigError
+from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.recipe.norms import local_part
 
 logger = logging.getLogger("phalanx.parallel")
 
 
 class SameRows:
-    """A hook before the forward pass of a model that compares its inputs over the ranks of a group.
+    """A hook before the forward pass of a model that compares inputs and parameters over the ranks of a group.
 
     Collective in the first passes in training mode; those of a compiled model are not looked at.
     """
 
-    PASSES = 2
-    """Passes that are looked at; the first may be a probe with inputs that are all alike."""
+    PASSES = 4
+    """Passes that are looked at: the first may be a probe with inputs that are all alike, or gradients be added up over
+    several."""
 
     def __init__(self, axis: str, group: Group) -> None:
         self._axis, self._group = axis, group
@@ -58,3 +64,23 @@ class SameRows:
                 "units of the same activations. Seed with px.current().readers.index in place of the rank.",
                 self._axis,
             )
+        elif apart := self._come_apart(model):
+            self._left = 0
+            logger.warning(
+                "parameters that ranks along axis %r hold whole have come apart: %s%s. Their gradients differ, as each "
+                "rank uses them for a part: name their module in px.shard, with style column between a column and its "
+                "row, with style sequence where tokens are cut.",
+                self._axis,
+                ", ".join(apart[:8]),
+                f" and {len(apart) - 8} more" if len(apart) > 8 else "",
+            )
+
+    def _come_apart(self, model: nn.Module) -> list[str]:
+        """Return the names of whole parameters whose values differ."""
+        whole = {name: param for name, param in model.named_parameters() if not is_module_held(param)}
+        if not whole:
+            return []
+        sums = torch.stack([local_part(param.detach()).abs().sum(dtype=torch.float64) for param in whole.values()])
+        everyone = all_gather(sums.unsqueeze(0), same_shapes=True, group=self._group)
+        differs = (everyone != everyone[0]).any(0).tolist()
+        return [name for name, is_apart in zip(whole, differs, strict=True) if is_apart]
