@@ -13,8 +13,8 @@ from benchmarks.report import Row, arguments, measure_pairs, show
 
 ROOT = Path(__file__).parent.parent
 RANK_SCRIPT = ROOT / "benchmarks" / "data_parallel_rank.py"
-STEPS = {"lenet": 300, "resnet18": 40}
-"""Timed steps of one run; LeNet is where latency counts, ResNet-18 where bytes count."""
+STEPS = {"lenet": 300, "mlp": 100, "resnet18": 40}
+"""Timed steps of one run; LeNet is where latency counts, the MLP where bytes do, ResNet-18 where arithmetic does."""
 
 
 def samples_per_s(engine: str, model: str, steps: int) -> float:

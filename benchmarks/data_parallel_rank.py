@@ -23,8 +23,17 @@ def lenet() -> nn.Module:
     )  # fmt: skip
 
 
+def mlp() -> nn.Module:
+    """Return the network where bytes count beside little arithmetic: 2.1 million parameters."""
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+
+
 WORK = {
     "lenet": (lenet, (64, 1, 28, 28), 10),
+    "mlp": (mlp, (64, 784), 10),
     "resnet18": (lambda: ResNet(class_dim=100, layers=18), (8, 3, 64, 64), 100),
 }
 """Model, shape of one rank's batch, classes."""

@@ -1,0 +1,147 @@
+"""The arithmetic and the rings of shared memory: two ranks of one group in one process, one thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from phalanx.comm.shared_memory.buffers import TYPES, Landing, even, reduction, shares, to_move, to_reduce
+from phalanx.errors import ConfigError
+
+core = pytest.importorskip("phalanx._core")
+
+
+@contextmanager
+def members(size: int) -> Iterator[list[Any]]:
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, core.SharedGroup.bytes_for(size))
+        groups = [core.SharedGroup(fd, rank, size, f"rank {rank}", 5.0) for rank in range(size)]
+    finally:
+        os.close(fd)
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def all_reduced(tensors: list[Tensor], op: object) -> list[Tensor]:
+    """Reduce tensors small enough for one round, in which no rank has to go on before another can."""
+    results = [t.clone() for t in tensors]
+    with members(len(tensors)) as groups:
+        calls = [
+            group.all_reduce(*to_reduce(t, "all_reduce"), reduction(op, t, "all_reduce"))
+            for group, t in zip(groups, results, strict=True)
+        ]
+        for group, call in zip(groups, calls, strict=True):
+            group.wait(call)
+    return results
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_float_goes_through_float32_and_back(dtype: torch.dtype):
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    (result,) = all_reduced([every], ReduceOp.SUM)
+    numbers = ~every.isnan()
+    assert torch.equal(bits(result[numbers]), bits(every[numbers]))
+    assert result[~numbers].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_floats_are_added_in_float32_and_rounded_once(dtype: torch.dtype):
+    random = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1e-7, 1e-4, 1.0, 300.0, 60_000.0]).repeat(600)
+    parts = [(torch.randn(3000, generator=random) * scales).to(dtype) for _ in range(3)]
+    wanted = (parts[0].float() + parts[1].float() + parts[2].float()).to(dtype)
+    for result in all_reduced(parts, ReduceOp.SUM):
+        assert torch.equal(bits(result), bits(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_whole_numbers_wrap_as_torchs_do(dtype: torch.dtype):
+    top = torch.iinfo(dtype).max
+    parts = [torch.tensor([top, -top, 7], dtype=dtype), torch.tensor([2, -5, 3], dtype=dtype)]
+    for op, wanted in ((ReduceOp.SUM, parts[0] + parts[1]), (ReduceOp.PRODUCT, parts[0] * parts[1])):
+        assert torch.equal(all_reduced(parts, op)[0], wanted)
+
+
+def test_all_ranks_get_the_same_bits():
+    random = torch.Generator().manual_seed(0)
+    results = all_reduced([torch.randn(1000, generator=random) for _ in range(4)], ReduceOp.AVG)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_messages_are_found_by_their_tag_and_sender():
+    with members(3) as (first, second, third):
+        sent = {tag: torch.full((5,), float(tag)) for tag in (1, 2, 3)}
+        for tag in (1, 2):
+            assert first.send(sent[tag].data_ptr(), 20, 1, tag).is_done
+        third.send(sent[3].data_ptr(), 20, 1, 3)
+        got = torch.empty(5)
+        for tag, source, sender in ((2, 0, 0), (3, -1, 2), (1, -1, 0)):
+            call = second.receive(got.data_ptr(), 20, source, tag)
+            second.wait(call)
+            assert call.peer == sender
+            assert torch.equal(got, sent[tag])
+
+
+def test_a_message_longer_than_the_ring_waits_for_its_receiver():
+    with members(2) as (first, second):
+        long = torch.arange(200_000)
+        got = torch.empty_like(long)
+        sent = first.send(long.data_ptr(), 1_600_000, 1, 0)
+        assert not sent.is_done
+        received = second.receive(got.data_ptr(), 1_600_000, 0, 0)
+        while not received.is_done:  # every call moves on what waits
+            first.receive(0, 0, 1, 9)
+            second.receive(0, 0, 0, 9)
+        assert sent.is_done
+        assert torch.equal(got, long)
+
+
+def test_operations_under_way_fail_when_the_group_ends():
+    with members(2) as (first, _):
+        call = first.barrier()
+        first.close()
+        with pytest.raises(RuntimeError, match="the process group was ended before this was done"):
+            first.wait(call)
+
+
+def test_a_dtype_without_a_code_moves_as_bytes_and_is_not_reduced():
+    x = torch.zeros(3, dtype=torch.complex128)
+    assert to_move(x)[1:] == (48, TYPES[torch.uint8])
+    assert to_reduce(x, "all_reduce")[1:] == (6, TYPES[torch.float64])
+    with pytest.raises(ConfigError, match=r"all_reduce has no kernel for torch\.uint64.*backend='gloo'"):
+        to_reduce(torch.zeros(3, dtype=torch.uint64), "all_reduce")
+    with pytest.raises(ConfigError, match=r"all_reduce cannot take MAX of torch\.complex128"):
+        reduction(ReduceOp.MAX, x, "all_reduce")
+    with pytest.raises(ConfigError, match=r"reduce cannot take BXOR of torch\.float32"):
+        reduction(ReduceOp.BXOR, torch.zeros(1), "reduce")
+
+
+def test_cuts_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"add up to dim 0 of shape \(4, 2\), found \[1, 2\]"):
+        shares(torch.zeros(4, 2), [1, 2], "all_to_all_single input")
+    assert [n.length for n in shares(torch.zeros(4, 2), [1, 3], "all_to_all_single input")] == [2, 6]
+    with pytest.raises(ConfigError, match="all_gather over 2 ranks needs one tensor 2 times as long"):
+        even(torch.zeros(5), torch.zeros(2), 2, "all_gather")
+
+
+def test_a_tensor_with_gaps_is_filled_through_memory_of_its_own():
+    whole = torch.zeros(3, 2)
+    landing = Landing([whole[:, 1]])
+    landing.memory[0].fill_(7)
+    assert landing.then is not None
+    landing.then()
+    assert whole.tolist() == [[0, 7]] * 3
+    assert Landing([whole]).then is None
