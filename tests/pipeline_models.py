@@ -20,14 +20,14 @@ WIDTH, CLASSES, STEPS = 6, 3, 3
 
 
 class Scaled(nn.Module):
-    """A unit that hands a tuple on."""
+    """A unit that hands a tuple on, and in it something that its input has no part in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return x * self.weight, {"squares": (x * x).transpose(0, 1)}
+        return x * self.weight, {"squares": (x * x).transpose(0, 1), "shift": self.weight.tanh()}
 
 
 class Joined(nn.Module):
@@ -36,7 +36,7 @@ class Joined(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, pair: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-        return self.linear(pair[0]) + pair[1]["squares"].transpose(0, 1)
+        return self.linear(pair[0]) + pair[1]["squares"].transpose(0, 1) + pair[1]["shift"]
 
 
 def chain(norm: type[nn.Module] = nn.LayerNorm) -> nn.Module:
@@ -218,6 +218,7 @@ TWO = {
     "glue, zero bubble in a v": Case(Glued, GLUED4, ZERO_V),
     "glue, interleaved": Case(Glued, GLUED4, INTERLEAVED),
     "frozen start": Case(frozen_start, {"0": 0, "1": 0, "2": 1, "3": 1, "4": 1, "5": 1}, F1B1),
+    "frozen start, zero bubble in a v": Case(frozen_start, {"0": 0, "1": 0, "2": 1, "3": 2, "4": 3, "5": 3}, ZERO_V),
     # The last batch has 6 rows: three micro-batches.
     "last batch": Case(Glued, GLUED2, GPIPE, total=22),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
 from phalanx.parallel import pipeline_values
 from phalanx.parallel.pipeline_values import Border, Form, pack, unpack
 from phalanx.plan.value import Schedule
+
+logger = logging.getLogger("phalanx.parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +120,23 @@ def schedule_for(
         microbatches: How many (`microbatches_of`).
         loss: From the last stage's tensors and the number of a micro-batch, shape (1,), to its term of the loss.
     """
+    kind = route.schedule.kind
+    looks = {index: (_looks(taken), _looks(given)) for index, (taken, given) in ends.items()}
+    whole = [stage.index for stage in stages if kind == "zero_bubble" and not _splits(stage, *ends[stage.index])]
     made: list[Any] = [
         PipelineStage(
             stage,
             stage.index,
             route.count,
             route.device,
-            input_args=_looks(ends[stage.index][0]),
-            output_args=_looks(ends[stage.index][1]),
+            input_args=looks[stage.index][0],
+            output_args=looks[stage.index][1],
             group=route.group,
+            dw_builder=_nothing_left if stage.index in whole else None,
         )
         for stage in stages
     ]
     settings: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
-    kind = route.schedule.kind
     if kind == "zero_bubble":
         return (ScheduleZBVZeroBubble if route.schedule.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
     if kind == "interleaved":
@@ -137,6 +144,54 @@ def schedule_for(
     # With fewer micro-batches than stages the two are the same, and torch's 1F1B refuses.
     is_gpipe = kind == "gpipe" or microbatches < route.count
     return (ScheduleGPipe if is_gpipe else Schedule1F1B)(made[0], **settings)
+
+
+def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Return whether torch can take a stage's backward pass apart: gradients of its inputs first, its own later.
+
+    Tried on the micro-batch at hand, whose graph is used up: torch finds its way along the inputs, and misses, or
+    cannot walk to, parameters that the outputs depend on in another way (frozen stages before, one parameter used
+    twice).
+    """
+    params = [param for param in stage.parameters() if param.requires_grad]
+    outputs = [tensor for tensor in given if tensor.requires_grad]
+    if not stage.index or not params or not outputs:
+        return True  # the first has no inputs to wait for
+    before = [param.grad for param in params]
+    ones = [torch.ones_like(tensor) for tensor in outputs]
+    whole = torch.autograd.grad(outputs, params, ones, retain_graph=True, allow_unused=True)
+    for param in params:
+        param.grad = None
+    try:
+        _, groups = stage_backward_input(outputs, ones, list(taken), stage.parameters())  # type: ignore[arg-type]
+        stage_backward_weight(stage.parameters(), groups)
+        is_same = all(_are_close(param.grad, grad) for param, grad in zip(params, whole, strict=True))
+    except RuntimeError:  # autograd's words for a part of the graph that is walked twice
+        is_same = False
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad
+    if not is_same:
+        logger.warning(
+            "the backward pass of stage %d cannot be taken apart, as the schedule zero_bubble would: it runs whole, "
+            "and fills no bubbles.",
+            stage.index,
+        )
+    return is_same
+
+
+def _are_close(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return torch.allclose(found, expected, rtol=1e-2, atol=1e-6)
+
+
+def _nothing_left() -> Callable[..., None]:
+    """Return what computes gradients of parameters after those of inputs: nothing, they are there."""
+    return _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def microbatches_of(route: Route, rows: int) -> tuple[int, int]:
