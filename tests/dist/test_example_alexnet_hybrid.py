@@ -42,6 +42,8 @@ def one_step() -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     model, _, loader = px.distribute(
         model, None, torch.utils.data.TensorDataset(*images()), global_batch=3, shuffle=False
     )
+    held = sum(param.numel() * param.element_size() for param in model.parameters())
+    assert held == sum(row.rank_bytes for row in px.explain(model).rows)
     torch.manual_seed(100 + rank)
     inputs, target = next(iter(loader))
     F.cross_entropy(model(inputs), target).backward()
