@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
+    from torch.optim import Optimizer
+
     from phalanx.parallel.pipeline import Pipeline
     from phalanx.parallel.updates import Updater
 
@@ -105,7 +107,7 @@ def name_of(param: Tensor) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
-def explain(model: nn.Module, *inputs: Any) -> Explanation:
+def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) -> Explanation:
     """Say what the Plan applied to a model does to it: what lives where, what travels, and why.
 
     `print` shows a table; `to_json()` gives the same for programs. Not collective, unless inputs are given.
@@ -113,7 +115,9 @@ def explain(model: nn.Module, *inputs: Any) -> Explanation:
     Args:
         model: A distributed model.
         *inputs: Arguments of its forward pass. When given, one pass measures which kinds of layers hold the parameters
-            and which compute; every rank must call it, if layers are cut over ranks.
+            and which compute, and one in training what is kept for the backward pass; every rank must call it, if
+            layers are cut over ranks.
+        optimizer: Its optimizer, whose state then counts as memory of this rank.
 
     Raises:
         ConfigError: If the model is not distributed.
@@ -124,7 +128,26 @@ def explain(model: nn.Module, *inputs: Any) -> Explanation:
             f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
             "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
         )
-    return explain_plan(made.plan, made.shape, layer_kinds(model, inputs) if inputs else ())
+    from phalanx.parallel.kept_memory import activation_bytes, as_trained, is_averaged, state_of
+
+    shape = as_trained(made.shape, model)
+    found = explain_plan(
+        made.plan,
+        shape,
+        layer_kinds(model, inputs) if inputs else (),
+        rank=context_of.current().rank,
+        state=None if optimizer is None else state_of(optimizer),
+        averaged=is_averaged(model),
+    )
+    if not inputs or _computes_elsewhere(made):
+        return found
+    return replace(found, activation_bytes=activation_bytes(model, inputs))
+
+
+def _computes_elsewhere(made: Applied) -> bool:
+    """Return whether a forward pass in training does more than this process can count, or may not be tried."""
+    is_ours = made.is_sharded or made.pipeline is not None or bool(made.plan.tables)
+    return is_ours or made.plan.step.compiled
 
 
 def apply(plan: Plan, model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.fractions import LayerKind, fractions, fractions_table
+from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
 from phalanx.plan.mesh import reduced_along, sharded_along
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
@@ -84,6 +86,12 @@ class Explanation:
     """Kinds of layers, when they were measured."""
 
     stages: tuple[StageRow, ...] = ()
+    rank: int = 0
+    """The rank whose memory is told."""
+
+    memory: Memory | None = None
+    activation_bytes: int | None = None
+    """What one forward pass keeps for its backward pass, when it was measured."""
 
     def to_json(self) -> str:
         """Return everything the table shows as one JSON object."""
@@ -97,6 +105,8 @@ class Explanation:
                 "tables": [{name: getattr(row, name) for name in TableRow.__slots__} for row in self.tables],
                 "fractions": fractions(self.kinds),
                 "stages": [{name: getattr(row, name) for name in StageRow.__slots__} for row in self.stages],
+                "memory": None if self.memory is None else dataclasses.asdict(self.memory) | {"rank": self.rank},
+                "activation_bytes": self.activation_bytes,
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
@@ -118,7 +128,11 @@ class Explanation:
         parts: list[RenderableType] = [grid, *self._tables()]
         if self.kinds:
             parts.append(fractions_table(self.kinds))
+        if self.memory is not None:
+            parts.append(memory_table(self.memory, self.rank))
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
+        if self.activation_bytes is not None:
+            lines.append(Text(f"one forward pass keeps {self.activation_bytes:,} bytes of activations"))
         lines += [Text(line) for line in self._stages()]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
@@ -145,13 +159,24 @@ class Explanation:
         return [grid]
 
 
-def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> Explanation:
+def explain(
+    plan: Plan,
+    shape: ModelShape,
+    kinds: Sequence[LayerKind] = (),
+    *,
+    rank: int = 0,
+    state: StateOf | None = None,
+    averaged: bool = False,
+) -> Explanation:
     """Say what a Plan does to a model of this shape. Pure.
 
     Args:
         plan: The Plan.
         shape: The model's parameters.
         kinds: Its kinds of layers, when they were measured.
+        rank: The rank whose memory is told.
+        state: What its optimizer keeps for each parameter.
+        averaged: Whether a running mean of the weights is kept.
     """
     shares = shares_of(plan, shape)
     rounds = [all_reduce_buckets(plan, share) for share in shares] if plan.world_size > 1 else [[]]
@@ -182,6 +207,8 @@ def explain(plan: Plan, shape: ModelShape, kinds: Sequence[LayerKind] = ()) -> E
         tables=tuple(_table(table, plan) for table in plan.tables),
         kinds=tuple(kinds),
         stages=tuple(_stages(plan, shape, len(shares))),
+        rank=rank,
+        memory=memory_of(plan, shape, rank, state, averaged=averaged),
     )
 
 

@@ -39,6 +39,11 @@ def kept_average(model: nn.Module) -> EMA | None:
     return _averages.get(model)
 
 
+def is_averaged(model: nn.Module) -> bool:
+    """Return whether a strategy keeps an average of this model's weights."""
+    return model in _averages
+
+
 def keep_average(model: nn.Module, optimizer: Optimizer, decay: float, *, warmup: bool) -> None:
     """Average a model's weights after each update of the first optimizer that trains it, for `ema_of`."""
     if model not in _averages:
