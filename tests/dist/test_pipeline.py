@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,3 +294,31 @@ def test_stages_of_cut_layers_in_copies_equal_one_process():
             param = model.get_parameter(name)
             torch.testing.assert_close(value, param.detach(), rtol=0, atol=1e-12)
             torch.testing.assert_close(found["gradients"][name], param.grad, rtol=0, atol=1e-12)
+
+
+def saved(folder: str) -> dict[str, Any]:
+    px.init()
+    found = {}
+    for name, stages in (("saved", GLUED2), ("loaded", {**GLUED2, "blocks.1": 1})):
+        case = case_of(Glued, stages)
+        model, optimizer, (inputs, target) = made(case)
+        px.distribute(model, optimizer, plan=case.plan())
+        step = px.train_step(model, F.cross_entropy, optimizer)
+        if name == "loaded":
+            px.load(folder, model, optimizer)
+        else:
+            step(inputs, target)
+            px.save(folder, model, optimizer)
+        found[name] = step(inputs, target).loss.item()
+        del model, optimizer, step
+        gc.collect()
+    return found
+
+
+def test_a_checkpoint_of_stages_loads_into_other_stages_and_one_process(tmp_path: Path):
+    for found in run_ranks(saved, 2, str(tmp_path / "saved")):
+        assert found["saved"] == found["loaded"]
+    model, optimizer, (inputs, target) = made(TWO["glue"])
+    px.load(str(tmp_path / "saved"), model, optimizer)
+    assert F.cross_entropy(model(inputs), target).item() == pytest.approx(found["saved"], abs=1e-12)
+    assert len(optimizer.state) == len(list(model.parameters()))

@@ -58,6 +58,7 @@ class ModelView:
         self.model = inner(model)
         applied = applied_to(self.model) or applied_to(model)
         self._plan: Plan | None = applied.plan if applied else None
+        self._has_stages = applied is not None and applied.pipeline is not None
         context = context_of.current()
         self.rank = context.rank
         self._position = Position(self._plan.mesh, context.rank) if self._plan else None
@@ -116,8 +117,14 @@ class ModelView:
     def held(self) -> Iterator[tuple[str, Held]]:
         """Yield the model's tensors by their names in a checkpoint."""
         for name, tensor in self.tensors.items():
+            if self._is_elsewhere(tensor):
+                continue
             is_param = isinstance(tensor, nn.Parameter)
             yield self.place(MODEL + name, tensor, self.placement(name), split=is_param)
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether other ranks hold a tensor: those of another stage do."""
+        return tensor.is_meta and self._has_stages
 
     def place(self, name: str, tensor: Tensor, placement: Placement, *, split: bool = True) -> tuple[str, Held]:
         """Return a tensor as this rank holds it, by its name in a checkpoint.
@@ -142,7 +149,7 @@ class ModelView:
     def average_held(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
         """Yield the tensors of a running average of the model, which lie as the model's own do."""
         for name, tensor in shadow.items():
-            if name not in self.tensors:
+            if name not in self.tensors or self._is_elsewhere(tensor):
                 continue
             placement = self.placement(name)
             yield self.place(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
