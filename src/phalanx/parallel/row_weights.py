@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.collectives import apply_function
 from phalanx.comm.context import Context, Readers
 
 
@@ -22,10 +24,7 @@ def weigher(context: Context, readers: Readers, gain: float = 1.0) -> Callable[[
     """
 
     def weigh(gradient: Tensor) -> Tensor:
-        factor = gain * row_weight(context, readers)
-        if factor == 1.0:
-            return gradient
-        return gradient * factor if factor else torch.zeros_like(gradient)
+        return _times(gradient, gain * row_weight(context, readers))
 
     return weigh
 
@@ -34,3 +33,26 @@ def row_weight(context: Context, readers: Readers) -> float:
     """Return the weight of this rank's rows: 1 for an even part, 0 for a batch that does not count."""
     share = context.batch
     return 1.0 if share is None else share.weight * readers.count
+
+
+def with_gradient_times(x: Tensor, factor: Callable[[], float]) -> Tensor:
+    """Return `x`; its gradient is multiplied by what `factor` returns when it comes."""
+    return apply_function(_GradientTimes, x, factor)
+
+
+class _GradientTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Callable[[], float]) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _times(grads[0], ctx.factor()), None
+
+
+def _times(gradient: Tensor, factor: float) -> Tensor:
+    if factor == 1.0:
+        return gradient
+    # What does not count may be undefined, so it is not multiplied by zero.
+    return gradient * factor if factor else torch.zeros_like(gradient)

@@ -6,8 +6,6 @@ through both over all ranks. Rows of a batch that does not count (`Context.batch
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +14,7 @@ from phalanx.comm.collectives import all_reduce
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
-from phalanx.parallel.row_weights import row_weight
+from phalanx.parallel.row_weights import row_weight, with_gradient_times
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -82,8 +80,8 @@ class SyncBatchNorm(_BatchNorm):
     def _summed(self, x: Tensor) -> Tensor:
         """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
         weight = 1.0 if self._is_weighed else row_weight(self._context, self._context.readers)
-        before = _weigh(x, 1.0 / weight if weight else 0.0)
-        return _weigh(all_reduce(before, group=self._group), weight)
+        before = with_gradient_times(x, lambda: 1.0 / weight if weight else 0.0)
+        return with_gradient_times(all_reduce(before, group=self._group), lambda: weight)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -125,22 +123,3 @@ def keep_out_of_graph() -> None:
     (Marking them imports torch's compiler, which costs a second, so it is done only where a step is compiled.)
     """
     SyncBatchNorm.forward = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore[method-assign]
-
-
-class _Weigh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None
-
-
-def _weigh(x: Tensor, factor: float) -> Tensor:
-    """Return `x`, whose gradient is multiplied by a factor."""
-    if factor == 1.0:
-        return x
-    weighed: Tensor = _Weigh.apply(x, factor)  # type: ignore[no-untyped-call]
-    return weighed

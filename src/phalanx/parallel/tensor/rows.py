@@ -9,9 +9,6 @@ that `apply` puts on parameters their layer holds.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,32 +16,22 @@ from torch import Tensor, nn
 from phalanx.comm import collectives, context, transfers
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
-from phalanx.parallel.row_weights import row_weight
+from phalanx.parallel.row_weights import row_weight, with_gradient_times
 from phalanx.parallel.tensor.cut import Cut, even_sizes, hold
 from phalanx.parallel.tensor.linear import require_width
 
 
-class _Weighted(torch.autograd.Function):
-    """An identity whose gradient is multiplied by this rank's share of the rows, or divided by it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, divides: bool) -> Tensor:
-        ctx.divides = divides
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = _row_weight()
-        if weight == 1.0 or (ctx.divides and not weight):  # without a row that counts the gradient is zero already
-            return grads[0], None
-        if ctx.divides:
-            return grads[0] / weight, None
-        return (grads[0] * weight if weight else torch.zeros_like(grads[0])), None
-
-
 def _row_weight() -> float:
     """Return how much this rank's rows weigh in the current batch; 1 for an even share."""
-    return row_weight(context.current(), context.current().readers) if context.is_initialized() else 1.0
+    if not context.is_initialized():
+        return 1.0
+    here = context.current()
+    return row_weight(here, here.readers)
+
+
+def _undo_row_weight() -> float:
+    weight = _row_weight()
+    return 1.0 / weight if weight else 1.0  # without a row that counts the gradient is zero already
 
 
 class ModelParallelLinear(nn.Linear):
@@ -156,9 +143,9 @@ def rows_of_all(x: Tensor, cut: Cut) -> list[int]:
 
 def weighted(x: Tensor) -> Tensor:
     """Return `x`; the gradient that enters here is multiplied by the weight of this rank's rows."""
-    return collectives.apply_function(_Weighted, x, False)
+    return with_gradient_times(x, _row_weight)
 
 
 def unweighted(x: Tensor) -> Tensor:
     """Return `x`; the gradient that leaves here is divided by the weight of this rank's rows."""
-    return collectives.apply_function(_Weighted, x, True)
+    return with_gradient_times(x, _undo_row_weight)
