@@ -1,6 +1,6 @@
 """Save, load and stall of a background save against torch's DCP: the same 2 ranks, the same state, in turn.
 
-Files of both are made durable (fsync). Ours also have a SHA-256, computed when they are written and checked when they
+Files of both are made durable (fsync). Ours also have checksums, computed when they are written and compared when they
 are read, which DCP has not.
 """
 

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.folder import is_checkpoint, present
-from phalanx.checkpoint.manifest import Manifest, Marker, check_file, read_manifest
+from phalanx.checkpoint.manifest import Manifest, Marker, read_manifest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
+from phalanx.checkpoint.tensor_file import check_file
 from phalanx.errors import ConfigError, DataError
 
 logger = logging.getLogger("phalanx.checkpoint")
 
 
 def newest_good(ranks: Ranks, folder: Path) -> Manifest | None:
-    """Return the manifest of the newest checkpoint of a folder whose files all have their digests.
+    """Return the manifest of the newest checkpoint of a folder whose files are all as they were written.
 
     Collective. Each rank reads its part of the files to check them. Those that are skipped are logged with the reason.
 
@@ -74,6 +75,8 @@ def _check(ranks: Ranks, path: Path, into: list[Manifest]) -> str | None:
             check_file(path, file)
     except DataError as error:
         return str(error)
+    except OSError as error:
+        return f"{error.filename or path} cannot be read: {error.strerror}."
     into.append(manifest)
     return None
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds, as JSON: the manifest, and the small marker that is written last.
 
     <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
-    <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, a digest of every file
+    <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, checksums of files
     <folder>/step-200/complete.json               names the manifest and its digest
 
 A folder without a marker is not a checkpoint. Files carry the name of their save, so saving the same step again touches
@@ -21,7 +21,7 @@ import torch
 
 from phalanx import __version__
 from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.tensor_file import Slot, Written, digest_of, dtype_of
+from phalanx.checkpoint.tensor_file import Slot, Written, dtype_of
 from phalanx.errors import DataError
 from phalanx.ps.snapshot.durable import sync_directory
 
@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
     if hashlib.sha256(text).hexdigest() != marker.sha256:
         raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
     value = json.loads(text)
-    files = tuple(Written(f["name"], f["bytes"], f["sha256"], ()) for f in value["files"])
+    files = tuple(Written(f["name"], f["bytes"], f["block_bytes"], tuple(f["crc32"])) for f in value["files"])
     for file in files:
         _require_length(folder / file.name, file.bytes)
     unique = value["values"]["unique"]
@@ -165,16 +165,6 @@ def read_manifest(folder: Path) -> Manifest:
         values=[unique[index] for index in value["values"]["of_rank"]],
         tables=value["tables"],
     )
-
-
-def check_file(folder: Path, file: Written) -> None:
-    """Raise unless a file has the digest it was written with. Reads all of it.
-
-    Raises:
-        DataError: If it has another; names it.
-    """
-    if digest_of(folder / file.name) != file.sha256:
-        raise DataError(f"{folder / file.name} is broken: its digest is not that of the manifest. Take another copy.")
 
 
 def _require_length(path: Path, length: int) -> None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,18 +208,22 @@ class Writing:
 
     def _write(self) -> dict[str, Any]:
         ready = {key: tensor.to("cpu").contiguous() for key, tensor in self._tensors.items()}
-        written = write_tensors(self._path, ready)
-        pieces = [
-            [name, box.offset, box.size, begin] for (name, box), begin in zip(self._boxes, written.begins, strict=True)
-        ]
+        written, begins = write_tensors(self._path, ready)
+        pieces = [[name, box.offset, box.size, begin] for (name, box), begin in zip(self._boxes, begins, strict=True)]
         return {
-            "file": {"name": written.name, "bytes": written.bytes, "sha256": written.sha256},
+            "file": asdict(written),
             "pieces": pieces,
             "values": self._begun.captured.values,
         }
 
     def _commit(self, said: list[Any]) -> None:
         begun = self._begun
+        for rank, report in enumerate(said):
+            if not (begun.path / report["file"]["name"]).exists():
+                raise ConfigError(
+                    f"rank {rank} wrote {report['file']['name']} to {begun.path}, where rank 0 does not see it. Name a "
+                    "folder that all hosts share."
+                )
         pieces: dict[str, list[Any]] = {name: [] for name in begun.layout}
         for rank, report in enumerate(said):
             for name, offset, size, begin in report["pieces"]:

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: written in one pass with their digest, read a part at a time.
+"""Files of tensors in the safetensors format: written in one pass with their checksums, read a part at a time.
 
 The format is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors, "Format").
@@ -6,12 +6,12 @@ The format is 8 bytes with the length of a JSON header, the header, and the tens
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,11 @@ from torch import Tensor
 from phalanx.errors import ConfigError, DataError
 
 BLOCK_BYTES = 8 << 20
-"""How much is read at once for a digest; the pages stay in the processor's cache in between."""
+"""Bytes of a file that have one CRC-32.
+
+It finds a damaged byte, block or cut, and where. SHA-256 would find no damage more, as who can change a file can change
+the manifest too, and would cost as much as all the rest of a save (1.9 GB/s against 6.5).
+"""
 
 _NAMES = {
     torch.float64: "F64",
@@ -50,9 +54,32 @@ class Written:
 
     name: str
     bytes: int
-    sha256: str
-    begins: tuple[int, ...]
-    """Offset of every tensor in the file, in the order in which they were given."""
+    block_bytes: int
+    crc32: tuple[int, ...]
+    """Of every block of this many bytes."""
+
+
+class _Checksums:
+    """CRC-32 of every block of a file that passes by."""
+
+    def __init__(self) -> None:
+        self._left, self._running = BLOCK_BYTES, 0
+        self._done: list[int] = []
+
+    def blocks(self, view: memoryview) -> Iterator[memoryview]:
+        """Yield the next bytes of the file in parts of which none crosses the end of a block."""
+        while view:
+            part, view = view[: self._left], view[self._left :]
+            self._running = zlib.crc32(part, self._running)
+            self._left -= len(part)
+            if not self._left:
+                self._done.append(self._running)
+                self._left, self._running = BLOCK_BYTES, 0
+            yield part
+
+    def all(self) -> tuple[int, ...]:
+        """Return the checksums of all blocks, of the last one as far as it goes."""
+        return (*self._done, self._running) if self._left < BLOCK_BYTES else tuple(self._done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,29 +137,31 @@ def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[by
     return struct.pack("<Q", len(text)) + text, {name: start + ends[name] for name in shapes}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, list[int]]:
     """Write a file of tensors and make it durable.
 
     Args:
         path: The file; it must not be there yet.
         tensors: Contiguous tensors on the CPU, by name.
 
+    Returns:
+        The file, and the offset of every tensor in it.
+
     Raises:
         OSError: If the file system does not take it.
     """
     head, begins = lay_out({name: (t.dtype, t.shape) for name, t in tensors.items()})
-    digest, total = hashlib.sha256(), 0
+    contents = (bytes_of(tensors[name]) for name in sorted(begins, key=begins.__getitem__))
+    checksums, total = _Checksums(), 0
     with path.open("xb", buffering=0) as file:
-        contents = (bytes_of(tensors[name]) for name in sorted(begins, key=begins.__getitem__))
         for view in (memoryview(head), *contents):
-            for start in range(0, len(view), BLOCK_BYTES):
-                block = view[start : start + BLOCK_BYTES]
-                digest.update(block)
-                while block:
-                    block = block[file.write(block) :]
             total += len(view)
+            for part in checksums.blocks(view):
+                rest = part
+                while rest:
+                    rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
-    return Written(path.name, total, digest.hexdigest(), tuple(begins[name] for name in tensors))
+    return Written(path.name, total, BLOCK_BYTES, checksums.all()), [begins[name] for name in tensors]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -140,14 +169,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        block = memoryview(bytearray(BLOCK_BYTES))
-        while n := file.readinto(block):
-            digest.update(block[:n])
-    return digest.hexdigest()
+def check_file(folder: Path, file: Written) -> None:
+    """Raise unless the bytes of a file are those that were written. Reads all of it.
+
+    Raises:
+        DataError: If they are not; names the file and the damaged block.
+    """
+    path = folder / file.name
+    with path.open("rb", buffering=0) as found:
+        block = memoryview(bytearray(file.block_bytes))
+        for number, expected in enumerate(file.crc32):
+            n = found.readinto(block)
+            if zlib.crc32(block[:n]) != expected:
+                raise DataError(
+                    f"{path} is broken between bytes {number * file.block_bytes} and {number * file.block_bytes + n}: "
+                    "they do not have the checksum of the manifest. Take another copy."
+                )
 
 
 class TensorFile:
