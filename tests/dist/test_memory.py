@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import memory
 import phalanx as px
+from benchmarks.tracked import bytes_of, held, saved_bytes
 from phalanx.errors import ConfigError
 from ranks import run_ranks
 
@@ -62,9 +62,9 @@ def train(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     explained = px.explain(model, optimizer=optimizer)
     told = explained.memory
     assert f"{told.parameters:,}" in str(explained)
-    averages = memory.bytes_of(px.ema_of(model).state_dict()["shadow"].values()) if strategy.ema else 0
+    averages = bytes_of(px.ema_of(model).state_dict()["shadow"].values()) if strategy.ema else 0
     names = ("parameters", "gradients", "optimizer", "residuals", "averages")
-    return {name: getattr(told, name) for name in names}, memory.held(model, optimizer) | {"averages": averages}
+    return {name: getattr(told, name) for name in names}, held(model, optimizer) | {"averages": averages}
 
 
 def train_all() -> dict[str, tuple[dict[str, int], dict[str, int]]]:
@@ -107,7 +107,7 @@ def measured(recompute: dict[str, Any] | None) -> tuple[int, int]:
     layers = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh()) for _ in range(3)]
     model, _, _ = px.distribute(nn.Sequential(*layers), strategy=strategy)
     inputs = torch.randn(32, 16)
-    return px.explain(model, inputs).activation_bytes, memory.saved_bytes(model, inputs)
+    return px.explain(model, inputs).activation_bytes, saved_bytes(model, inputs)
 
 
 def measured_all() -> list[tuple[int, int]]:
