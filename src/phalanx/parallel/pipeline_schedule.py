@@ -163,7 +163,7 @@ def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> b
     for param in params:
         param.grad = None
     try:
-        _, groups = stage_backward_input(outputs, ones, list(taken), stage.parameters())  # type: ignore[arg-type]
+        _, groups = stage_backward_input(outputs, ones, list(taken), stage.parameters())
         stage_backward_weight(stage.parameters(), groups)
         is_same = all(_are_close(param.grad, grad) for param, grad in zip(params, whole, strict=True))
     except RuntimeError:  # autograd's words for a part of the graph that is walked twice
