@@ -18,7 +18,9 @@ def test_every_module_named_is_there() -> None:
     assert not {name for name in NAMED if not (SOURCE / f"{name}.py").exists()}
 
 
-@pytest.mark.parametrize("package", ["cluster", "comm", "plan", "parallel", "checkpoint", "train", "diagnose", "launch"])
+@pytest.mark.parametrize(
+    "package", ["cluster", "comm", "plan", "parallel", "checkpoint", "train", "diagnose", "launch"]
+)
 def test_every_module_is_named(package: str) -> None:
     there = {f"{package}/{path.stem}" for path in (SOURCE / package).glob("[!_]*.py")}
     assert there <= NAMED, there - NAMED
