@@ -46,6 +46,7 @@ bench: $(STAMP)  ## every benchmark, against its peer
 
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
+	$(BIN)/python -m phalanx.strategy.page docs/strategy.md
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build log

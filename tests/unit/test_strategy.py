@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from phalanx.errors import StrategyError, StrategyTypeError
 from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
-from phalanx.strategy import DistributedStrategy, check_strategy
+from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
 from phalanx.strategy.conflicts import TECHNIQUES, verdict
 from phalanx.strategy.menu import NOT_YET, RENAMED, WITHOUT_EFFECT
+from phalanx.strategy.page import filled
 
 
 def test_every_default_is_valid_and_copies_compare_equal():
@@ -310,3 +312,13 @@ def test_a_strategy_prints_what_is_on_and_what_was_set():
 def test_every_key_that_does_not_act_exists():
     for dictionary, reasons in WITHOUT_EFFECT.items():
         assert set(reasons) <= set(DistributedStrategy.model_fields[dictionary].annotation.__annotations__)
+
+
+def test_the_page_is_made_from_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "strategy.md").read_text()
+    assert page == filled(page), "run: make docs"
+    assert conflicts.table() in page
+    for name, field in DistributedStrategy.model_fields.items():
+        assert f"| `{name}` |" in page
+        for key in getattr(field.annotation, "__annotations__", ()) if name.endswith("_configs") else ():
+            assert f"| `{key}` |" in page

@@ -71,26 +71,26 @@ def _errors() -> dict[frozenset[str], str]:
 
 _ERRORS = _errors()
 
-_PENDING = {
-    frozenset(pair)
-    for pair in (
-        ("graph", "pipeline"),
-        ("sync_batch_norm", "pipeline"),
-        ("sharding", "pipeline"),
-        ("dgc", "pipeline"),
-        ("dgc", "tensor_parallel"),
-        ("use_hierarchical_allreduce", "pipeline"),
-        ("use_hierarchical_allreduce", "tensor_parallel"),
-        ("a_sync", "gradient_merge"),
-        ("a_sync", "fp16_allreduce"),
-        ("a_sync", "use_hierarchical_allreduce"),
-        ("a_sync", "sync_batch_norm"),
-        ("a_sync", "amp"),
-        ("a_sync", "clip"),
-        ("a_sync", "recompute"),
+_NOT_TRIED = "the two together are not there yet"
+
+_PENDING: dict[frozenset[str], str] = {
+    frozenset(pair): why
+    for pair, why in {
+        ("graph", "pipeline"): "stages are not compiled yet",
+        ("sync_batch_norm", "pipeline"): "statistics would be those of a micro-batch, not of the batch",
+        ("sharding", "pipeline"): "the parameters of a stage are not sharded yet",
+        ("dgc", "pipeline"): "residuals are kept for whole models only",
+        ("dgc", "tensor_parallel"): "residuals are kept for whole parameters only",
+        ("use_hierarchical_allreduce", "pipeline"): "hosts are found along one mesh axis only",
+        ("use_hierarchical_allreduce", "tensor_parallel"): "hosts are found along one mesh axis only",
+    }.items()
+} | {
+    frozenset(("a_sync", other)): _NOT_TRIED
+    for other in (
+        "gradient_merge", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "amp", "clip", "recompute",
     )
-}
-"""Pairs that make sense and are not there yet."""
+}  # fmt: skip
+"""Pairs that make sense and are not there yet, and what is missing."""
 
 
 def verdict(first: str, second: str) -> Pair:
@@ -99,7 +99,7 @@ def verdict(first: str, second: str) -> Pair:
     if pair in _ERRORS:
         return Pair("error", _ERRORS[pair])
     if pair in _PENDING:
-        return Pair("pending", "the two together are not there yet")
+        return Pair("pending", _PENDING[pair])
     return Pair("supported")
 
 
@@ -115,7 +115,8 @@ def first_conflict(on: set[str]) -> tuple[str, str, Pair] | None:
 def table() -> str:
     """Return every pair as a Markdown table, and the reasons below it."""
     letters = {"supported": "✓", "error": "✗", "pending": "…"}
-    lines = ["| |" + "|".join(f" {name} " for name in TECHNIQUES) + "|", "|---|" + ":-:|" * len(TECHNIQUES)]
+    short = {name: name.replace("use_hierarchical_allreduce", "hierarchical").replace("_", " ") for name in TECHNIQUES}
+    lines = ["| |" + "|".join(f" {short[name]} " for name in TECHNIQUES) + "|", "|---|" + ":-:|" * len(TECHNIQUES)]
     for row in TECHNIQUES:
         cells = ("" if row == column else letters[verdict(row, column).verdict] for column in TECHNIQUES)
         lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
