@@ -111,7 +111,6 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         agree("strategy", strategy.model_dump(mode="json"))
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
         plan = with_marks(plan, model)
-        _check_marks(strategy, plan)
         if context.rank == 0 and not applied():
             for said in strategy.idle():
                 logger.warning("%s", said)
@@ -124,16 +123,6 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         assembly.incomplete.add(model)
     model.register_forward_hook(ForwardWatch(), with_kwargs=True)
     return model
-
-
-def _check_marks(strategy: DistributedStrategy, plan: Plan) -> None:
-    """Raise if layers are to be cut over ranks and nobody said which."""
-    is_cut = any(rule.style for rule in plan.modules) or any(rule.managed == "module" for rule in plan.params)
-    if "tensor_parallel" in strategy.techniques and plan.world_size > 1 and not is_cut:
-        raise PlanError(
-            "strategy.tensor_parallel cuts the layers that px.shard names, and it named none. Call px.shard(model, "
-            '{"layers.*": "column"}) before the model is distributed, or turn tensor_parallel off.'
-        )
 
 
 def add_optimizer(optimizer: OptimizerT) -> OptimizerT:

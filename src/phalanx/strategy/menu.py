@@ -7,6 +7,8 @@ RENAMED = {
     "forward_recompute": "recompute",
     "recompute_checkpoints": 'recompute_configs = {"checkpoints": [...]}',
     "use_local_sgd": "localsgd",
+    "save_to_prototxt": 'save("menu.yaml")',
+    "load_from_prototxt": 'load("menu.yaml")',
 }
 """Settings of older Fleet releases, and what replaced them."""
 
