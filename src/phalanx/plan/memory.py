@@ -87,7 +87,8 @@ def memory_of(
 
 def memory_table(memory: Memory, rank: int) -> Grid:
     """Return it as a table, kinds of which there is something."""
-    grid = Grid(title=f"Memory of rank {rank} between steps", title_justify="left")
+    title = f"Memory of rank {rank} between steps"
+    grid = Grid(title=title, title_justify="left", min_width=len(title))
     grid.add_column("kind")
     grid.add_column("bytes", justify="right")
     for field in fields(memory):
