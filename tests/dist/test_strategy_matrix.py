@@ -48,7 +48,7 @@ MENU: dict[str, dict[str, Any]] = {
     "lars": {"lars_coeff": 0.02, "exclude_from_weight_decay": ["bias"]},
     "lamb": {"lamb_weight_decay": 0.02},
     "dgc": {"sparsity": [0.75], "rampup_begin_step": 1},
-    "sharding": {"stage": 2, "sharding_degree": 2},
+    "sharding": {"sharding_degree": 2},
     "pipeline": {"accumulate_steps": 2},
     "tensor_parallel": {"tensor_parallel_degree": 2},
     "clip": {"norm": 0.3},
@@ -79,6 +79,8 @@ def cases() -> list[Case]:
 def settings(case: Case) -> dict[str, Any]:
     said: dict[str, Any] = dict.fromkeys(case, True)
     said |= {f"{name}_configs": dict(MENU[name]) for name in case if name in MENU}
+    if "sharding" in case:  # each stage with some of the others
+        said["sharding_configs"]["stage"] = 1 + sum(map(TECHNIQUES.index, case)) % 3
     if "pipeline" in case:
         said["hybrid_configs"] = {"pp_degree": 2}
     if "use_hierarchical_allreduce" in case:
