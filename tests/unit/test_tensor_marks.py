@@ -119,6 +119,7 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
     ("styles", "message"),
     [
         ({"hed": "column"}, r"px.shard\('hed': 'column'\) matches no module. Did you mean 'head'\?"),
+        ({"zzz.*": "column"}, r"matches no module. print\(model\) shows the names"),
         ({"norm*": "column"}, r"matches only LayerNorm. Styles column and row are for nn.Linear itself"),
         ({"tokens": "row"}, r"matches only Embedding"),
         ({"head": "colum"}, r"px.shard knows the styles column, row, vocab, sequence, found 'colum' for 'head'"),
@@ -133,6 +134,7 @@ def test_a_pattern_that_cannot_act_is_an_error(styles, message):
     ("options", "settings", "message"),
     [
         ({"axis": "model", "size": 3}, {}, "asks for 3 ranks along 'model', which do not divide the 4 ranks"),
+        ({"axis": "modle"}, {}, "asks for axis 'modle', and the mesh has data. Did you mean 'model'"),
         ({"axis": "data", "size": 2}, {}, "asks for 2 ranks along 'data', but the mesh has data=4"),
         ({}, {}, "module 'tokens' has style 'vocab', which needs ranks that read the same rows"),
         (
@@ -158,10 +160,10 @@ def test_a_frozen_layer_is_cut_and_stays_frozen():
     assert {type(rule.update) for name in ("head.weight", "norm.weight") if (rule := plan.rule_for(name))} == {Frozen}
 
 
-def written(*modules: ModuleRule, params: dict[str, Shard], axis: str = "model") -> Plan:
+def written(*modules: ModuleRule, params: dict[str, Shard], axis: str = "model", ranks: int = 2) -> Plan:
     """A Plan as a person writes it."""
     return Plan(
-        mesh=(Axis(name="data", size=2), Axis(name="model", size=2)),
+        mesh=(Axis(name="data", size=2), Axis(name="model", size=ranks)),
         params=(
             ParamRule(match="*"),
             *(
@@ -189,6 +191,10 @@ WEIGHT, BIAS = {"head.weight": Shard(dim=0)}, {"head.bias": Shard(dim=0)}
         (
             written(COLUMN, params={"head.weight": Shard(dim=0, sizes=(9, 1))} | BIAS),
             r"\(9, 1\), which are not 2 above 0 that add",
+        ),
+        (
+            written(COLUMN, params={"head.weight": Shard(dim=0)} | BIAS, ranks=12),
+            r"params\[head.weight\] has 11 slices along dim 0 for the 12 ranks of axis 'model'. Leave 'head' out",
         ),
         (written(params=WEIGHT), r"cuts parameter 'head.weight', which module 'head' \(Linear\) uses whole"),
         (written(COLUMN, params=WEIGHT), r"so its bias is cut as its weight is, found \{'weight': \(6, 5\)\}"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.errors import PlanError, did_you_mean
-from phalanx.plan.mesh_rules import DATA_AXIS
+from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
 from phalanx.plan.value import (
     Average,
     Axis,
@@ -107,6 +107,12 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
             )
         return plan
     data = found.get(DATA_AXIS, 1)
+    if size is None and plan.world_size > 1 and axis != MODEL_AXIS:
+        hint = did_you_mean(axis, {*found, MODEL_AXIS})
+        raise PlanError(
+            f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(found)}.{hint} An axis of your own needs "
+            "size=, the ranks along it."
+        )
     size = size or data
     if plan.world_size == 1:
         size = 1

@@ -140,9 +140,10 @@ def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
         kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
         found = f"matches only {', '.join(kinds)}" if names else "matches no module"
         hint = "" if names else did_you_mean(pattern, [name for name, _ in model.named_modules()])
+        shown = "" if names or hint else " print(model) shows the names; * stands for anything."
         raise ConfigError(
-            f"px.shard({pattern!r}: {style!r}) {found}.{hint} Styles column and row are for nn.Linear itself, vocab "
-            "for nn.Embedding and nn.Linear; subclasses may compute something else."
+            f"px.shard({pattern!r}: {style!r}) {found}.{hint}{shown} Styles column and row are for nn.Linear itself, "
+            "vocab for nn.Embedding and nn.Linear; subclasses may compute something else."
         )
     yield from fitting
 

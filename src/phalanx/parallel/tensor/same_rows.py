@@ -69,7 +69,8 @@ class SameRows:
             logger.warning(
                 "parameters that ranks along axis %r hold whole have come apart: %s%s. Their gradients differ, as each "
                 "rank uses them for a part: name their module in px.shard, with style column between a column and its "
-                "row, with style sequence where tokens are cut.",
+                "row, with style sequence where tokens are cut. If gradients were clipped by torch, use "
+                "px.clip_grad_norm_.",
                 self._axis,
                 ", ".join(apart[:8]),
                 f" and {len(apart) - 8} more" if len(apart) > 8 else "",

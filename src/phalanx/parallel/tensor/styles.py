@@ -153,10 +153,15 @@ def _check_shards(plan: Plan, one: Planned) -> None:
         if shard.dim % param.dim() != wanted:
             raise PlanError(f"{where} is cut along dim {shard.dim}; style {style!r} needs dim {wanted}. Correct one.")
         found[own] = sizes_of(param, shard, ranks)
+        if shard.sizes is None and param.shape[wanted] < ranks:
+            raise PlanError(
+                f"{where} has {param.shape[wanted]} slices along dim {wanted} for the {ranks} ranks of axis "
+                f"{one.axis!r}. Leave {one.name!r} out of px.shard, or cut it over fewer ranks."
+            )
         if len(found[own]) != ranks or sum(found[own]) != param.shape[wanted] or min(found[own]) < 1:
             raise PlanError(
                 f"{where} has sizes {found[own]}, which are not {ranks} above 0 that add up to {param.shape[wanted]}. "
-                "Correct them, or leave them out for an even cut; more ranks than slices do not fit."
+                "Correct them, or leave them out for an even cut."
             )
     has_bias = isinstance(one.module, nn.Linear) and one.module.bias is not None
     if style in ("column", "vocab") and has_bias and found.get("bias") != found.get("weight"):
