@@ -251,7 +251,8 @@ class Reducer:
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         rank, world = self._context.rank, self._context.world_size
+        why = str(error).rstrip(".")
         return PeerLostError(
-            f"rank {rank} of {world}: the all-reduce of gradients in step {self.steps + 1} failed: {error}. "
+            f"rank {rank} of {world}: the all-reduce of gradients in step {self.steps + 1} failed: {why}. "
             "Another rank ended or stopped answering; its log says why."
         )
