@@ -128,11 +128,19 @@ def only_the_model():
     px.train_step(fleet.distributed_model(nn.Linear(2, 1)), F.mse_loss, optimizer)
 
 
+def a_strategy_without_its_optimizer():
+    model, _, _ = px.distribute(nn.Linear(2, 1), strategy=fleet.DistributedStrategy(lars=True))
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+
+
 def test_half_of_the_set_up_is_warned_about_once():
     for outcome in run_ranks(only_the_optimizer, 2, expect_failure=True):
         assert outcome.output.count("the optimizer is distributed but no model is: gradients are not averaged.") == 1
     for outcome in run_ranks(only_the_model, 1, expect_failure=True):
         assert outcome.output.count("Call fleet.distributed_optimizer(optimizer) too.") == 2, "by the loop, by the step"
+    for outcome in run_ranks(a_strategy_without_its_optimizer, 1, expect_failure=True):
+        assert outcome.output.count("the model is distributed but no optimizer is, so lars cannot act.") == 1
 
 
 def parameters_that_nobody_averages():

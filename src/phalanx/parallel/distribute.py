@@ -24,7 +24,7 @@ from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.pairing import pair
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.parallel.tensor.mark import is_marked, with_marks
-from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly
+from phalanx.parallel.watch import ACTS_AT_UPDATES, ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -89,7 +89,8 @@ def distribute(
     use_strategy(strategy)
     loader = _agreed_loader(data, global_batch, loader_options)
     assembly.loader = loader or assembly.loader
-    add_model(model, plan)
+    at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
+    add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
     if optimizer is not None:
         add_optimizer(optimizer)
     _announce(optimizer, loader)

@@ -37,6 +37,9 @@ class Assembly:
     has_compared: bool = False
 
 
+ACTS_AT_UPDATES = frozenset(("lars", "lamb", "clip", "ema", "gradient_merge", "localsgd", "adaptive_localsgd", "dgc"))
+"""Techniques of a strategy that do nothing, or not all they should, to an optimizer that was never handed over."""
+
 assembly = Assembly()
 """This process's own."""
 
@@ -50,7 +53,11 @@ def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Warn when a model came by `distributed_model`, but this optimizer, or any if None, by no such call."""
     optimizers = assembly.optimizers
     if model in assembly.incomplete and not (optimizers if optimizer is None else optimizer in optimizers):
-        logger.warning("the model is distributed but no optimizer is. Call fleet.distributed_optimizer(optimizer) too.")
+        on = sorted(ACTS_AT_UPDATES.intersection(assembly.strategy.techniques)) if assembly.strategy else []
+        logger.warning(
+            "the model is distributed but no optimizer is%s. Call fleet.distributed_optimizer(optimizer) too.",
+            f", so {', '.join(on)} cannot act" if on else "",
+        )
 
 
 class StepWatch:
