@@ -108,6 +108,7 @@ def servers(
     env: Mapping[str, str] | None = None,
     *,
     state: bool = False,
+    started: bool = True,
     **options: Any,
 ) -> Iterator[Servers]:
     """Run servers; they listen as soon as they can, clients wait for them.
@@ -117,6 +118,7 @@ def servers(
         folder: Where their logs go, and with `state` what they keep for a restart; one of their own when None.
         env: Variables added to their environment.
         state: Whether they keep state.
+        started: Whether they run when the block begins; else the test starts them.
         options: Go to `run`.
 
     Raises:
@@ -129,7 +131,7 @@ def servers(
             for n in range(count)
         )
         try:
-            for server in made:
+            for server in made if started else ():
                 server.start()
             yield made
         finally:

@@ -85,9 +85,7 @@ def test_servers_may_come_after_their_workers_and_in_any_order(monkeypatch, capl
         store.leave()
         store.close()
 
-    with servers(2) as made:
-        for server in made:
-            server.kill()
+    with servers(2, started=False) as made:
         worker = threading.Thread(target=work)
         worker.start()
         said = f"worker 0: waiting for server 0 at {made[0].endpoint} (Connection refused)"
