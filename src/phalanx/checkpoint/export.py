@@ -56,6 +56,7 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
                 "in the whole is not known. Give its layout in the Plan, or save with px.save."
             )
         layout = deal_out([{name: Part.from_json(part) for name, part in parts.items()} for parts in said])
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
         head, _, length = _head(layout, view.aliases)
         _reserve(part, head, length)

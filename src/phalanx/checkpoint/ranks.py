@@ -6,6 +6,7 @@ on, and a rank that does not come is an error with a name instead of a collectiv
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -161,5 +162,11 @@ def _as_ours(error: Exception) -> Exception:
     if not isinstance(error, OSError):
         return error
     where = f" {error.filename}" if error.filename else ""
-    ours = BackendError(f"the file system did not take{where}: {error.strerror}. Make room, or name another folder.")
-    return ours
+    do_this = _REMEDIES.get(error.errno or 0, "Name another folder")
+    return BackendError(f"the file system did not take{where}: {error.strerror}. {do_this}.")
+
+
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or name another folder") | dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS), "Let this user write there, or name another folder"
+)
+"""What to do about errors of the file system."""

@@ -23,7 +23,7 @@ from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.pairing import pair
 from phalanx.parallel.step_hooks import hook_steps
-from phalanx.parallel.tensor.mark import is_marked, with_marks
+from phalanx.parallel.tensor.mark import is_marked, told, with_marks
 from phalanx.parallel.watch import ACTS_AT_UPDATES, ForwardWatch, StepWatch, assembly
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -109,7 +109,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     if plan is None:
         check_model(model)
         strategy = use_strategy(None)
-        agree("strategy", strategy.model_dump(mode="json"))
+        agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": told(model)})
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
         plan = with_marks(plan, model)
         if context.rank == 0 and not applied():

@@ -111,6 +111,15 @@ def is_marked(model: nn.Module) -> bool:
     return model in _asked
 
 
+def told(model: nn.Module) -> dict[str, str]:
+    """Return what `shard` was told of this model, in words: the style and axis of each module."""
+    return {
+        one.module: f"{one.style} along {asked.axis or 'the model axis'}"
+        for asked in _asked.get(model, ())
+        for one in asked.styled
+    }
+
+
 def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
     """Say of each `ModelParallelLinear` over all ranks how it is cut, for checkpoints and explanations."""
     if len(plan.step.batch_axes) != 1:
