@@ -11,7 +11,7 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.capture import Training
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.saving import save
+from phalanx.checkpoint.saving import save_training
 from phalanx.checkpoint.stopping import StopEdge
 from phalanx.errors import ConfigError
 from phalanx.parallel.recipe.ema import EMA
@@ -62,7 +62,7 @@ class Checkpointer:
     ) -> None:
         if every is not None and every < 1:
             raise ConfigError(f"asked to save every {every} steps. Give at least 1.")
-        Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+        self._training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
         self.folder = Path(folder)
         self.steps = 0
         """Steps done, over all runs of the job."""
@@ -70,8 +70,6 @@ class Checkpointer:
         self.extra: dict[str, Any] = {}
         """Saved and loaded with the rest; yours to fill."""
 
-        self._objects = (model, optimizer, loader)
-        self._named = {"scheduler": scheduler, "ema": ema}
         self._every, self._keep, self._background = every, keep, background
         self._saved_at: int | None = None
         ranks = Ranks.meet("px.Checkpointer", {"folder": str(folder), "every": every, "keep": keep})
@@ -80,7 +78,7 @@ class Checkpointer:
 
     def resume(self) -> Loaded | None:
         """Go on from the newest whole checkpoint of the folder; return what was loaded, None where there is none."""
-        found = load_newest(self.folder, *self._objects, **self._named)
+        found = load_newest(self.folder, self._training)
         if found is not None:
             self.steps = self._saved_at = found.step
             self.extra = dict(found.extra or {})
@@ -106,10 +104,9 @@ class Checkpointer:
 
     def save(self, *, background: bool = False) -> Path:
         """Save now; see `px.save`."""
-        path = save(
+        path = save_training(
             self.folder,
-            *self._objects,
-            **self._named,
+            self._training,
             step=self.steps,
             extra=self.extra,
             background=background,

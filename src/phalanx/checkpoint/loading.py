@@ -74,31 +74,22 @@ def load(
             anything is changed.
         DataError: If no checkpoint in the folder is whole; says why of each.
     """
-    found = load_newest(source, model, optimizer, loader, scheduler=scheduler, ema=ema)
+    found = load_newest(source, Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema))
     if found is None:
         assert not isinstance(source, Mapping)
         raise none_there(Path(source))
     return found
 
 
-def load_newest(
-    source: str | Path | Mapping[str, Tensor],
-    model: Any,
-    optimizer: Any = None,
-    loader: Any = None,
-    *,
-    scheduler: Any = None,
-    ema: EMA | None = None,
-) -> Loaded | None:
+def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -> Loaded | None:
     """Do what `load` does, or return None where the folder has no checkpoint. Collective."""
     background_saves.wait()
-    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     if isinstance(source, Mapping) or Path(source).is_file():
         given = [word for word in training.words if word != "model"]
         if given:
             raise ConfigError(f"a file of weights has no state for {', '.join(given)}. Load it into the model alone.")
         ranks = Ranks.meet("px.load", "weights")
-        view = ModelView(model)
+        view = ModelView(training.model)
         layout = agree_on_layout(ranks, dict(view.held()), lambda _: None)
         load_weights(source, view, layout)
         return Loaded(Path("state dict" if isinstance(source, Mapping) else source))
@@ -108,7 +99,7 @@ def load_newest(
     if manifest is None:
         return None
     reader = Reader(manifest)
-    if manifest.tables and has_tables(model):
+    if manifest.tables and has_tables(training.model):
         load_tables(manifest.folder / manifest.tables)
     restoring = Restoring(ranks, _with_kept_average(training, manifest), reader)
     restoring.check()

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,20 @@ def save(
         BackendError: If a file system does not take the files, on whichever rank; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
+    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+    return save_training(folder, training, step=step, extra=extra, background=background, keep=keep)
+
+
+def save_training(
+    folder: str | Path,
+    training: Training,
+    *,
+    step: int | None,
+    extra: Mapping[str, Any] | None,
+    background: bool,
+    keep: int | None,
+) -> Path:
+    """Do what `save` does, of objects that were checked. Collective."""
     background_saves.wait()
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
@@ -83,10 +97,10 @@ def save(
         raise ConfigError(f"asked to keep {keep} checkpoints. Keep at least 1.")
     if step is not None and step < 0:
         raise ConfigError(f"asked to save step {step}. Give 0 or more.")
-    ema = kept_average(inner(model)) if ema is None else ema
-    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+    if training.ema is None:
+        training = replace(training, ema=kept_average(inner(training.model)))
     begun = _begin(ranks, Path(folder), step, training, extra)
-    save_tables(ranks, begun.path / f"tables-{begun.name}", model)
+    save_tables(ranks, begun.path / f"tables-{begun.name}", training.model)
     writing = Writing(ranks, begun, keep, training, started)
     if background:
         writing.copy()
