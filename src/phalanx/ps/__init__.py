@@ -25,23 +25,6 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no
         Uniform,
     )
 
-_RULES = (
-    "FTRL",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Constant",
-    "CountFilter",
-    "Momentum",
-    "Normal",
-    "Probability",
-    "RMSprop",
-    "RowWiseAdagrad",
-    "ShowClick",
-    "Uniform",
-)
-_HOMES = dict.fromkeys(_RULES, "rules") | {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
-
 __all__ = [
     "FTRL",
     "SGD",
@@ -61,5 +44,6 @@ __all__ = [
     "prefetch",
 ]
 
+_HOMES = dict.fromkeys(__all__, "rules") | {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
