@@ -262,4 +262,4 @@ def test_workers_must_mean_the_same_files() -> None:
     with pytest.raises(ConfigError, match="another order"):
         leases.check(0, ["b", "a"])
     with pytest.raises(ConfigError, match="does not hold"):
-        leases.check_done(1, 0, "a")
+        leases.check_done(1, 0, "a", 1)

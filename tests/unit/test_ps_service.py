@@ -276,6 +276,16 @@ def test_leases_go_through_the_service() -> None:
     assert one.call("lease", ask).meta["file"] == "b"
     with pytest.raises(ConfigError, match="does not hold"):
         one.call("done", {"epoch": 0, "file": "z", "offset": 1})
+    for op, wrong in (
+        ("lease", {"epoch": [], "files": ["a"]}),
+        ("lease", {"epoch": 1, "files": 7}),
+        ("lease", {"epoch": 1, "files": [{}]}),
+        ("done", {"epoch": 0, "file": "b", "offset": "end"}),
+        ("done", {"epoch": 0, "file": "b"}),
+    ):
+        with pytest.raises(ConfigError, match=r"of a lease must be|is malformed"):
+            one.call(op, wrong)
+    assert one.call("done", {"epoch": 0, "file": "b", "offset": 1}).meta == {}, "the server goes on"
 
 
 def test_bounded_lets_a_worker_run_ahead_by_the_bound() -> None:

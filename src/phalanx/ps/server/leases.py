@@ -18,8 +18,12 @@ class Leases:
         """Check that all workers mean the same files.
 
         Raises:
-            ConfigError: If an epoch began with other files; names the first that differs.
+            ConfigError: If an epoch began with other files; names the first that differs. Or if these are no names.
         """
+        _require("epoch", epoch, int)
+        _require("files", files, list)
+        for file in files:
+            _require("files", file, str)
         known = self._epochs.get(epoch)
         if known is None or list(known.offsets) == list(files):
             return
@@ -56,12 +60,14 @@ class Leases:
             state.done.add(file)
             state.holders.pop(file, None)
 
-    def check_done(self, worker: int, epoch: int, file: str) -> None:
+    def check_done(self, worker: int, epoch: int, file: str, offset: int) -> None:
         """Check that a worker holds the file it reports on.
 
         Raises:
-            ConfigError: If it does not.
+            ConfigError: If it does not, or reports what is no place in a file.
         """
+        for word, value, kind in (("epoch", epoch, int), ("file", file, str), ("offset", offset, int)):
+            _require(word, value, kind)
         state = self._epochs.get(epoch)
         if state is None or state.holders.get(file) != worker:
             raise ConfigError(
@@ -95,3 +101,11 @@ class _Epoch:
         self.offsets: dict[str, int] = dict.fromkeys(files, 0)
         self.done: set[str] = set()
         self.holders: dict[str, int] = {}
+
+
+def _require(word: str, value: object, kind: type) -> None:
+    """Raise unless a value that a worker sent is of this type, before it is written to the log."""
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{word} of a lease must be {kind.__name__}, found {value!r}. Run the same version of phalanx everywhere."
+        )

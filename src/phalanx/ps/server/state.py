@@ -221,7 +221,7 @@ class State:
 
     def _check_done(self, entry: Entry) -> None:
         worker = self.clients[entry.client].worker
-        self.leases.check_done(worker, entry.meta["epoch"], entry.meta["file"])
+        self.leases.check_done(worker, entry.meta["epoch"], entry.meta["file"], entry.meta["offset"])
 
     def _done(self, entry: Entry) -> dict[str, Any]:
         meta = entry.meta
