@@ -72,7 +72,7 @@ class LocalStore:
 
     def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
         """Report progress on a leased file. See `Store.done`."""
-        self._leases.check_done(0, epoch, file)
+        self._leases.check_done(0, epoch, file, offset)
         self._leases.done(epoch, file, offset, end=end)
 
     def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:

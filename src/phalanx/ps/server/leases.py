@@ -21,7 +21,8 @@ class Leases:
             ConfigError: If an epoch began with other files; names the first that differs. Or if these are no names.
         """
         _require("epoch", epoch, int)
-        _require("files", files, list)
+        if not isinstance(files, (list, tuple)):
+            raise ConfigError(f"files of a lease must be a list of names, found {files!r}.")
         for file in files:
             _require("files", file, str)
         known = self._epochs.get(epoch)
