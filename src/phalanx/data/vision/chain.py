@@ -1,0 +1,83 @@
+"""Several operations one after the other, on a batch at once wherever they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.draws import Draws
+from phalanx.data.seeding import seeded
+from phalanx.data.vision.base import Transform, as_tensor
+from phalanx.errors import ConfigError
+
+Operation = Callable[[Any], Any]
+
+
+class Chain:
+    """Operations in order: transforms, and any other callables on one sample.
+
+    Rows of one shape go through a transform side by side. Others, and callables that are no transforms, go one by
+    one; torch's, NumPy's and Python's generators are started from the row's own numbers before such a call, so what
+    it draws does not depend on ranks, workers or batches either.
+
+    Args:
+        operations: One operation or a list of them.
+
+    Raises:
+        ConfigError: If one is not callable.
+    """
+
+    def __init__(self, operations: Operation | Sequence[Operation]) -> None:
+        self.operations = list(operations) if isinstance(operations, Sequence) else [operations]
+        for operation in self.operations:
+            if isinstance(operation, type) or not callable(operation):
+                raise ConfigError(
+                    f"Asked to map {operation!r}, which is not an operation. Give a transform such as "
+                    "vision.HWC2CHW(), with its brackets, or a function of one sample."
+                )
+
+    def __call__(self, sample: Any, draws: Draws | None = None) -> Any:
+        """Return one sample after all operations."""
+        return self.batched([sample], draws or Draws.from_torch(1))[0]
+
+    def batched(self, samples: Tensor | Sequence[Any], draws: Draws) -> Tensor | list[Any]:
+        """Return the rows after all operations: a tensor (n, ...) where they have one shape at the end, else a list.
+
+        Args:
+            samples: A tensor (n, ...), or n samples of any kind.
+            draws: Random numbers of the n rows.
+        """
+        for operation in self.operations:
+            if isinstance(operation, Transform):
+                samples = _transformed(operation, samples, draws)
+            else:
+                samples = [_called(operation, *pair) for pair in zip(samples, draws.words().tolist(), strict=True)]
+        return _side_by_side(samples)
+
+
+def _transformed(operation: Transform, samples: Tensor | Sequence[Any], draws: Draws) -> Tensor | list[Any]:
+    if not isinstance(samples, Tensor):
+        samples = _side_by_side([as_tensor(sample) for sample in samples])
+    return operation.batched(samples, draws) if isinstance(samples, Tensor) else _one_by_one(operation, samples, draws)
+
+
+def _side_by_side(samples: Tensor | Sequence[Any]) -> Tensor | list[Any]:
+    if isinstance(samples, Tensor):
+        return samples
+    kinds = {(sample.shape, sample.dtype) if isinstance(sample, Tensor) else None for sample in samples}
+    return torch.stack(list(samples)) if len(kinds) == 1 and None not in kinds else list(samples)
+
+
+def _one_by_one(operation: Transform, tensors: list[Tensor], draws: Draws) -> list[Tensor]:
+    rows = [draws.row(i) for i in range(len(tensors))]
+    done = [operation(tensor, row) for tensor, row in zip(tensors, rows, strict=True)]
+    draws.skip_like(rows[0])
+    return done
+
+
+def _called(operation: Operation, sample: Any, seed: int) -> Any:
+    with seeded(seed):
+        return operation(sample)
