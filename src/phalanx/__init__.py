@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.tensor.vocab import vocab_cross_entropy
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
+    from phalanx.train.callbacks.base import Callback
     from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
     from phalanx.train.metrics import accuracy, correct_at, global_mean
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Callback": "phalanx.train.callbacks.base",
     "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",

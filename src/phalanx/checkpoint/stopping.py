@@ -62,8 +62,10 @@ class StopEdge:
     def is_at(self, edge: int) -> bool:
         """Return whether all ranks stop at this step edge; called by each at every edge.
 
+        Ranks that all ask before the same edge stop at it.
+
         Args:
-            edge: Steps done.
+            edge: Steps done; any numbers that rise, the same on all ranks.
 
         Raises:
             PeerLostError: If a rank has not said its edge in time.
@@ -71,10 +73,10 @@ class StopEdge:
         if self._store is None:
             return self._asked.is_set()
         with self._lock:
-            is_asked = self._said.is_set()
-            if not is_asked:
-                self._next_edge = edge + 1
-        if not is_asked:
+            has_asked = self._asked.is_set()  # then it stops here, if no other rank has gone further
+            self._next_edge = edge if has_asked else edge + 1
+            waits = has_asked or self._said.is_set()
+        if not waits:
             return False
         if not self._known.wait(EDGES_TIMEOUT_S):
             raise PeerLostError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import context
+from phalanx.comm.context import BatchShare
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError, DataError
 
@@ -90,11 +91,15 @@ def global_mean(value: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and type, without gradient; float32 at least while it is added up.
     """
+    return mean_over_ranks(value, context.current().batch if context.is_initialized() else None)
+
+
+def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:
+    """Do what `global_mean` does, for the batch of which this rank had `share`. Collective."""
     value = value.detach()
     if not context.is_initialized():
         return value.clone()
-    here = context.current()
-    weight = here.batch.weight if here.batch is not None else 1 / here.readers.count
+    weight = share.weight if share is not None else 1 / context.current().readers.count
     wide = torch.promote_types(value.dtype, torch.float32)
     weighted = value.to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
     return sum_over_ranks(weighted).to(value.dtype)

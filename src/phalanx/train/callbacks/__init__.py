@@ -1,0 +1,1 @@
+"""Callbacks: what acts at the edges of a training loop without being part of it."""

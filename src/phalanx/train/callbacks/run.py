@@ -1,0 +1,314 @@
+"""One training run as its callbacks see it: where it is, and the edges at which all ranks act alike.
+
+    run = Run(model=model, optimizer=optimizer, loader=loader, epochs=10, callbacks=callbacks)
+    run.resume(folder)                                    # or not
+    with run:                                             # on_train_begin; on_train_end, and close in any case
+        while run.begin_epoch():                          # False after the last epoch, or once training was stopped
+            for x, y in loader:
+                has_updated = run.batch_done(step(x, y).loss)   # on_update
+                if has_updated and run.end_step():        # on_step_end; True when training stops here
+                    break
+            else:
+                with run.evaluating():
+                    metrics = px.evaluate(...)
+                run.end_evaluation(metrics)               # on_eval_end
+                run.end_epoch()                           # on_epoch_end
+
+In a sink of k steps, `batch_done` comes after each and `end_step` after the last. A batch that updates nothing
+(`batch_done` returned False, under gradient_merge) ends no step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpoint.capture import Training
+from phalanx.checkpoint.loading import Loaded, load_newest
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.stopping import StopEdge
+from phalanx.comm import context
+from phalanx.comm.context import BatchShare
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.step_gate import has_updated
+from phalanx.train.callbacks.base import Callback, names_of, read_callbacks
+from phalanx.train.metrics import mean_over_ranks
+
+logger = logging.getLogger("phalanx.train")
+
+
+class Run:
+    """Where training is, for callbacks; and what tells them.
+
+    Collective: every rank makes one with the same callbacks and calls the same methods at the same places.
+
+    Args:
+        model: The model that trains.
+        optimizer: Its optimizer.
+        loader: The `ShardedLoader` that training iterates over.
+        epochs: Passes over the data.
+        callbacks: Act in this order, those that act last after the others.
+        steps_in_sink: Steps of a sink; 1 without sinks.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        epochs: int,
+        callbacks: Callback | Iterable[Callback] | None = None,
+        steps_in_sink: int = 1,
+    ) -> None:
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.epochs = epochs
+        """Passes over the data to make."""
+
+        self.epoch = 0
+        """Pass in progress, counted from 0."""
+
+        self.step = 0
+        """Updates of the parameters so far, over all epochs."""
+
+        self.samples = 0
+        """Rows trained on so far, over all ranks."""
+
+        self.steps_in_sink = steps_in_sink
+        self.loss: Tensor | None = None
+        """This rank's mean loss of the batch in hand, detached; None before the first."""
+
+        self.metrics: Mapping[str, float] = {}
+        """Result of the last evaluation."""
+
+        self.train_s = 0.0
+        """Seconds of steps, without those in which something was compiled; written by whoever makes the steps."""
+
+        self.compile_s = 0.0
+        """Seconds of steps in which something was compiled, likewise."""
+
+        self.stop_reason: str | None = None
+        """Why training was stopped before its end, the same on every rank; None when it was not."""
+
+        self.resumed_from: Loaded | None = None
+        self.ema: EMA | None = None
+        """The average of the weights that a callback keeps, for checkpoints."""
+
+        self.callbacks = read_callbacks(callbacks)
+        self._names = names_of(self.callbacks)
+        _check_sinks(self.callbacks, steps_in_sink)
+        here = context.init()
+        self.rank, self.world_size = here.rank, here.world_size
+        self.steps_per_epoch = _length(loader)
+        """Batches of one epoch; None when the data has no length."""
+
+        self._first_epoch = loader.epoch
+        self._share: BatchShare | None = None
+        self._global_loss: tuple[int, float] | None = None
+        self._failure: tuple[str, Exception] | None = None
+        self._reason: str | None = None
+        self._edges = 0
+        self._ranks = Ranks.meet("training", {"epochs": epochs, "callbacks": self._names, "sink": steps_in_sink})
+        self._stop = StopEdge(self.rank, self.world_size, self._ranks.store, f"{self._ranks.prefix}/stop")
+        for callback in self.callbacks:
+            callback.setup(self)
+
+    # -- for callbacks ---------------------------------------------------------------------------------------------
+
+    def global_loss(self) -> float:
+        """Return the mean loss over the rows of all ranks. Collective; a host round trip, once a step at most."""
+        if self.loss is None:
+            raise ConfigError("run.global_loss() was called before the first step. Call it in on_step_end or later.")
+        if self._global_loss is None or self._global_loss[0] != self.samples:
+            self._global_loss = self.samples, float(mean_over_ranks(self.loss, self._share))
+        return self._global_loss[1]
+
+    def stop(self, reason: str) -> None:
+        """Stop training on all ranks.
+
+        Not collective. Called by all ranks at one place, they stop at the edge (of a step, sink or epoch) that follows;
+        called by some, at an edge soon after on which all agree.
+        """
+        self._reason = self._reason or reason
+        self._stop.ask()
+
+    def stop_on_signal(self) -> None:
+        """Take SIGTERM of any rank as a request to stop on all; until the run is closed."""
+        self._stop.listen()
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal stopped training, on whichever rank."""
+        return self.stop_reason == SIGNALLED
+
+    @property
+    def training(self) -> Training:
+        """What a checkpoint of this run holds."""
+        return Training(model=self.model, optimizer=self.optimizer, loader=self.loader, ema=self.ema)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run is and the states of its callbacks; checkpoints hold it as `extra["run"]`."""
+        states = {name: callback.state_dict() for name, callback in zip(self._names, self.callbacks, strict=True)}
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "first_epoch": self._first_epoch,
+            "callbacks": {name: state for name, state in states.items() if state},
+        }
+
+    # -- for whoever trains ----------------------------------------------------------------------------------------
+
+    def resume(self, folder: str | Path) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a folder; return what was loaded, None where there is none.
+
+        Collective. The loader goes on inside its epoch; `begin_epoch` goes on with the pass it was in.
+        """
+        self.resumed_from = found = load_newest(folder, self.training)
+        if found is not None:
+            state = (found.extra or {}).get("run")
+            if state is None:
+                raise ConfigError(
+                    f"{found.path} was not saved by a callback, so where its run was is not known. Load it with "
+                    "phalanx.load before training."
+                )
+            self._take_over(state)
+        return found
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        self.step, self.samples, self._first_epoch = state["step"], state["samples"], state["first_epoch"]
+        self.epoch = self.loader.epoch - self._first_epoch
+        for name, callback in zip(self._names, self.callbacks, strict=True):
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
+            elif callback.state_dict():
+                logger.warning("callback %s begins anew: the checkpoint has no state of it", name)
+
+    def __enter__(self) -> Run:
+        """Begin: `on_train_begin`."""
+        self._each("on_train_begin")
+        return self
+
+    def begin_epoch(self) -> bool:
+        """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
+        if self._edge() or self.stop_reason is not None or self.epoch >= self.epochs:
+            return False
+        self._each("on_epoch_begin")
+        return True
+
+    def batch_done(self, loss: Tensor, share: BatchShare | None = None) -> bool:
+        """Count a batch; return whether the parameters were updated (not by every batch under gradient_merge).
+
+        Args:
+            loss: This rank's mean loss, detached.
+            share: The rows of this batch; those of the batch the loader handed out last when omitted.
+        """
+        self.loss, self._share = loss, share or context.current().batch
+        self.samples += self._share.global_rows if self._share is not None else 0
+        updated = has_updated(self.optimizer)
+        if updated:
+            self.step += 1
+            self._each("on_update")
+        return updated
+
+    def end_step(self) -> bool:
+        """End a step or sink: `on_step_end`; return whether training stops here."""
+        self._each("on_step_end")
+        return self._edge()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let callbacks prepare the model for an evaluation inside the block."""
+        with contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback.evaluating(self))
+            yield
+
+    def end_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Tell callbacks the result of an evaluation: `on_eval_end`."""
+        self.metrics = metrics
+        self._each("on_eval_end")
+
+    def end_epoch(self) -> None:
+        """End an epoch: `on_epoch_end`."""
+        self._each("on_epoch_end")
+        self.epoch += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        """End: `on_train_end` unless there was an error, and `close` in any case.
+
+        Raises:
+            SystemExit: With code 0, when a signal stopped training.
+        """
+        try:
+            if kind is None:
+                self._each("on_train_end")
+                self._ranks.decide("end", self._say, lambda _: None)
+        finally:
+            self._stop.close()
+            for callback in self.callbacks:
+                callback.close()
+        if kind is None and self.was_signalled:
+            raise SystemExit(0)
+
+    # -- edges -----------------------------------------------------------------------------------------------------
+
+    def _each(self, method: str) -> None:
+        """Call a method of every callback; a failure is kept until the next edge, where all ranks hear of it."""
+        for name, callback in zip(self._names, self.callbacks, strict=True):
+            try:
+                getattr(callback, method)(self)
+            except Exception as error:  # noqa: BLE001 -- raised at the next edge
+                if self._failure is None:
+                    self._failure = f"callback {name} failed in {method} at step {self.step}", error
+                    self._stop.ask()
+
+    def _edge(self) -> bool:
+        """Return whether all ranks stop here.
+
+        Raises:
+            PhalanxError: If a callback failed, on any rank; on all.
+        """
+        self._edges += 1
+        if self.stop_reason is not None or not self._stop.is_at(self._edges):
+            return self.stop_reason is not None
+        self.stop_reason = self._ranks.decide("stop", self._say, lambda said: next(filter(None, said), SIGNALLED))
+        if self.rank == 0:
+            logger.info("training stops at step %d: %s", self.step, self.stop_reason)
+        return True
+
+    def _say(self) -> str | None:
+        """Return why this rank asked to stop, or raise what failed here."""
+        if self._failure is None:
+            return self._reason
+        what, error = self._failure
+        if isinstance(error, PhalanxError):
+            error.add_note(what)
+            raise error
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+SIGNALLED = "asked to end (SIGTERM)"
+"""The reason when no rank gave one."""
+
+
+def _check_sinks(callbacks: Iterable[Callback], steps_in_sink: int) -> None:
+    for callback in callbacks:
+        if steps_in_sink > 1 and callback.needs_every_step:
+            raise ConfigError(
+                f"callback {type(callback).__name__} must act after every step, and sinks of {steps_in_sink} steps "
+                "were asked for. Leave it out, or train with dataset_sink_mode=False."
+            )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
