@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ from phalanx.ps.snapshot.durable import sync_directory
 
 COMPLETE = "complete.json"
 VERSION = 1
+
+BLOCK_BYTES_LIMIT = 1 << 30
+"""Largest block of a file with a checksum of its own that is read."""
+
+_PLAIN = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
+_WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+"""What JSON of another shape raises where it is taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +138,19 @@ def read_marker(folder: Path) -> Marker:
                 f"{path} has version {value.get('version')}; this version of phalanx reads {VERSION}. Load it with the "
                 "version that saved it."
             )
-        return Marker(**value)
+        marker = Marker(**value)
+        for field in fields(marker):
+            found = type(getattr(marker, field.name)).__name__
+            if found != field.type:
+                raise ValueError(f"{field.name} is of type {found}, not {field.type}")
+        _require_plain(marker.manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
+    except _WRONG as error:
         raise DataError(f"{path} is broken: {error}. Take another copy.") from None
+    return marker
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,20 +168,46 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path} cannot be read: {error.strerror}. Take another copy.") from None
     if hashlib.sha256(text).hexdigest() != marker.sha256:
         raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
-    value = json.loads(text)
-    files = tuple(Written(f["name"], f["bytes"], f["block_bytes"], tuple(f["crc32"])) for f in value["files"])
-    for file in files:
+    try:
+        manifest = _manifest(folder, marker, json.loads(text))
+    except _WRONG as error:
+        raise DataError(f"{path} does not describe a checkpoint: {error!r}. Take another copy.") from None
+    for file in manifest.files:
         _require_length(folder / file.name, file.bytes)
-    unique = value["values"]["unique"]
+    return manifest
+
+
+def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Manifest:
+    """Return a manifest of which every part is there, and every place inside the files of its folder."""
+    files = tuple(_file(said) for said in value["files"])
+    unique, of_rank = value["values"]["unique"], value["values"]["of_rank"]
+    if not len(files) == len(of_rank) == value["world_size"]:
+        raise ValueError(f"{value['world_size']} ranks have {len(files)} files and {len(of_rank)} values")
+    if value["tables"] is not None:
+        _require_plain(value["tables"])
     return Manifest(
         folder=folder,
         step=marker.step,
         world_size=value["world_size"],
         files=files,
-        tensors={name: _tensor(said) for name, said in value["tensors"].items()},
-        values=[unique[index] for index in value["values"]["of_rank"]],
+        tensors={name: _tensor(name, said, files) for name, said in value["tensors"].items()},
+        values=[unique[index] for index in of_rank],
         tables=value["tables"],
     )
+
+
+def _file(said: dict[str, Any]) -> Written:
+    file = Written(said["name"], said["bytes"], said["block_bytes"], tuple(said["crc32"]))
+    _require_plain(file.name)
+    if not 0 < file.block_bytes <= BLOCK_BYTES_LIMIT or len(file.crc32) != -(-file.bytes // file.block_bytes):
+        raise ValueError(f"{file.name} of {file.bytes} bytes has {len(file.crc32)} blocks of {file.block_bytes}")
+    return file
+
+
+def _require_plain(name: str) -> None:
+    """Raise unless a name is that of a file beside the one that names it: none may lead out of the folder."""
+    if not _PLAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of a checkpoint")
 
 
 def _require_length(path: Path, length: int) -> None:
@@ -176,10 +219,15 @@ def _require_length(path: Path, length: int) -> None:
         raise DataError(f"{path} ends at byte {found}, it was written with {length}. Take another copy.")
 
 
-def _tensor(said: list[Any]) -> SavedTensor:
-    dtype, shape, pieces = said
-    return SavedTensor(
-        dtype_of(dtype),
-        tuple(shape),
-        tuple(SavedPiece(Box(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in pieces),
-    )
+def _tensor(name: str, said: list[Any], files: tuple[Written, ...]) -> SavedTensor:
+    dtype, shape, pieces = dtype_of(said[0]), tuple(said[1]), said[2]
+    found = tuple(SavedPiece(Box(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in pieces)
+    for piece in found:
+        places = zip(piece.box.offset, piece.box.size, shape, strict=True)
+        is_inside = all(at >= 0 and n >= 0 and at + n <= extent for at, n, extent in places)
+        end = piece.begin + piece.box.count * dtype.itemsize
+        if not is_inside or piece.rank < 0 or piece.begin < 0 or end > files[piece.rank].bytes:
+            raise ValueError(f"a piece of {name!r} lies outside of it, or of its file")
+    if sum(piece.box.count for piece in found) < math.prod(shape):
+        raise ValueError(f"parts of {name!r} are in no file")
+    return SavedTensor(dtype, shape, found)

@@ -7,6 +7,7 @@ The format is 8 bytes with the length of a JSON header, the header, and the tens
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ BLOCK_BYTES = 8 << 20
 It finds a damaged byte, block or cut, and where. SHA-256 would find no damage more, as who can change a file can change
 the manifest too, and would cost as much as all the rest of a save (1.9 GB/s against 6.5).
 """
+
+HEADER_BYTES = 100_000_000
+"""Longest header that is read, as in the format's own library: a length in a broken file may be anything."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -45,6 +50,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_METADATA = "__metadata__"
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -120,18 +126,17 @@ def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[by
     Args:
         shapes: dtype and shape by name.
     """
+    if _METADATA in shapes:
+        raise ConfigError(f"a tensor cannot be called {_METADATA!r}: the format uses that name. Rename it.")
     # Larger items first, so that every tensor begins at a multiple of its item size.
     order = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
     header, ends, at = {}, {}, 0
     for name in order:
         dtype, shape = shapes[name]
         ends[name] = at
-        count = 1
-        for extent in shape:
-            count *= extent
-        at += count * dtype.itemsize
+        at += math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [ends[name], at]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text = json.dumps({_METADATA: {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + ends[name] for name in shapes}
@@ -176,7 +181,7 @@ def check_file(folder: Path, file: Written) -> None:
         DataError: If they are not; names the file and the damaged block.
     """
     path = folder / file.name
-    with path.open("rb", buffering=0) as found:
+    with path.open("rb") as found:  # buffered: it fills the block, however little the system hands out at once
         block = memoryview(bytearray(file.block_bytes))
         for number, expected in enumerate(file.crc32):
             n = found.readinto(block)
@@ -193,6 +198,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise DataError(f"{path} is empty. Take another copy.")
             # Copy on access only keeps torch from complaining about memory it may not write; nothing is written.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -202,9 +209,7 @@ class TensorFile:
         Raises:
             DataError: If the file ends before it.
         """
-        count = 1
-        for extent in slot.shape:
-            count *= extent
+        count = math.prod(slot.shape)
         if not count:
             return torch.empty(slot.shape, dtype=slot.dtype)
         if slot.begin + count * slot.dtype.itemsize > len(self._map):
@@ -219,13 +224,17 @@ class TensorFile:
         """
         length = int.from_bytes(self._map[:8], "little")
         try:
-            if length > len(self._map) - 8:
+            if length > min(len(self._map) - 8, HEADER_BYTES):
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(self._map[8 : 8 + length])
-            header.pop("__metadata__", None)
-            return {
-                name: Slot(dtype_of(said["dtype"]), tuple(said["shape"]), 8 + length + said["data_offsets"][0])
-                for name, said in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            header.pop(_METADATA, None)
+            return {name: _slot(name, said, 8 + length) for name, said in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{self.path} is no safetensors file: {error}.") from None
+
+
+def _slot(name: str, said: Mapping[str, Any], start: int) -> Slot:
+    dtype, shape, (begin, end) = dtype_of(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} of shape {list(shape)} cannot lie between bytes {begin} and {end}")
+    return Slot(dtype, shape, start + begin)

@@ -70,7 +70,9 @@ def _of_mapping(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _of_file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
-        if file.read(2) in (b"PK", b"\x80\x02"):
+        head = file.read(9)
+        # The first bytes of our format are a length, which may be those of a pickle or a zip; its ninth is a brace.
+        if head[8:] != b"{" and head.startswith((b"PK", b"\x80")):
             raise ConfigError(
                 f"{path} is a pickle, which runs code of whoever wrote it when it is read. If you trust it, read it "
                 "yourself and hand over the dict: px.load(torch.load(path, weights_only=True), model)."
