@@ -65,8 +65,8 @@ def distribute(
     """Make a model, its optimizer and its data train on all ranks.
 
     Collective: every rank calls it. Works with one process and no launcher too. On a parameter server it serves until
-    all workers have left, and ends the process. Model, optimizer and data may be made
-    before or after `phalanx.init()`, which this calls if nobody did.
+    all workers have left, and ends the process. Model, optimizer and data may be made before or after `phalanx.init()`,
+    which this calls if nobody did.
 
     Args:
         model: A plain module; changed in place, keys and class stay.
@@ -88,7 +88,8 @@ def distribute(
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     use_strategy(strategy)
     loader = _agreed_loader(data, global_batch, loader_options)
-    assembly.loader = loader or assembly.loader
+    if loader is not None:  # a stream has no length, and so no truth
+        assembly.loader = loader
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
     add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
     if optimizer is not None:
@@ -140,7 +141,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     factor = factor_for(
         use_strategy(None),
         context.world_size,
-        loader.global_batch if loader else None,
+        None if loader is None else loader.global_batch,
         _steps_per_epoch(loader),
     )
     if factor is not None:
