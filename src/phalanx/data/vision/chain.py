@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.data.draws import Draws
 from phalanx.data.seeding import seeded
 from phalanx.data.vision.base import Transform, as_tensor
+from phalanx.data.vision.pointwise import fused
 from phalanx.errors import ConfigError
 
 Operation = Callable[[Any], Any]
@@ -31,13 +32,15 @@ class Chain:
     """
 
     def __init__(self, operations: Operation | Sequence[Operation]) -> None:
-        self.operations = list(operations) if isinstance(operations, Sequence) else [operations]
-        for operation in self.operations:
-            if isinstance(operation, type) or not callable(operation):
+        listed = list(operations) if isinstance(operations, Sequence) else [operations]
+        for operation in listed:
+            is_class = isinstance(operation, type) and issubclass(operation, Transform)
+            if is_class or not callable(operation):
                 raise ConfigError(
                     f"Asked to map {operation!r}, which is not an operation. Give a transform such as "
                     "vision.HWC2CHW(), with its brackets, or a function of one sample."
                 )
+        self.operations = fused(listed)
 
     def __call__(self, sample: Any, draws: Draws | None = None) -> Any:
         """Return one sample after all operations."""
