@@ -83,18 +83,18 @@ def distribute(
     Raises:
         ConfigError: If something cannot work; the same error on all ranks, before training starts.
     """
-    _join("distribute")
+    join("distribute")
     if plan is not None and strategy is not None:
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
     use_strategy(strategy)
-    loader = _agreed_loader(data, global_batch, loader_options)
+    loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
         assembly.loader = loader
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
     add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
     if optimizer is not None:
         add_optimizer(optimizer)
-    _announce(optimizer, loader)
+    announce(optimizer, loader)
     return model, optimizer, loader
 
 
@@ -106,7 +106,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         plan: A Plan to apply instead of the one the strategy makes.
         expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
     """
-    context = _join("distributed_model")
+    context = join("distributed_model")
     if plan is None:
         check_model(model)
         strategy = use_strategy(None)
@@ -136,7 +136,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
     if optimizer in assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
-    context, loader = _join("distributed_optimizer"), assembly.loader
+    context, loader = join("distributed_optimizer"), assembly.loader
     hook_steps(optimizer, before=StepWatch())
     factor = factor_for(
         use_strategy(None),
@@ -223,8 +223,12 @@ def _refuse_word(word: str, *_: Any, **__: Any) -> None:
     raise ConfigError(f"optimizer.{word}(): {replacement(word)}")
 
 
-def _join(verb: str) -> Context:
-    """Return the Context, made now if need be. On a server: serve, and end the process when all workers have left."""
+def join(verb: str) -> Context:
+    """Return the Context, made now if need be. On a server: serve, and end the process when all workers have left.
+
+    Raises:
+        RoleError: If this process does not train; names `verb`, what was called.
+    """
     context = context_of.init()
     if context.role.is_server:
         from phalanx.parallel.tables import serve
@@ -239,8 +243,12 @@ def _join(verb: str) -> Context:
     return context
 
 
-def _agreed_loader(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
-    """Return the loader, once all ranks cut their epochs alike. What is wrong on one rank is an error on all."""
+def agreed_loader(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
+    """Return the loader, once all ranks cut their epochs alike; None without data. Collective.
+
+    Raises:
+        ConfigError: If they do not, or one cannot load; on all ranks.
+    """
     try:
         loader = _loader_of(data, global_batch, options)
     except ConfigError as error:
@@ -284,7 +292,8 @@ def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:
         return None
 
 
-def _announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
+def announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
+    """Say, on rank 0, what the ranks train with."""
     context = context_of.current()
     if context.rank:
         return
