@@ -182,3 +182,66 @@ def test_gradients_accumulate_without_travelling() -> None:
             (model(half).square().mean() / 2).backward()
     for name, param in model.named_parameters():
         torch.testing.assert_close(ranks[1][name], param.grad, rtol=1e-12, atol=0)
+
+
+class Tied(nn.Module):
+    """Returns two outputs of which one is made from the other; two units share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.middle(self.tokens(ids)))
+        return self.head(hidden), hidden
+
+
+def tied() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Tied().double()
+    # The four ranks have 3, 2, 2 and 2 rows.
+    return model, torch.optim.SGD(model.parameters(), lr=0.5), torch.arange(9) % 7, torch.arange(9) % 3
+
+
+def both(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs[0], target) + outputs[1].square().mean()
+
+
+def train_tied(settings: dict) -> dict[str, torch.Tensor]:
+    px.init()
+    bare = nn.Linear(2, 2)
+    bare.scale = nn.Parameter(torch.tensor(2.0))
+    with pytest.raises(PlanError, match=r"and 'scale' has no dims. Give it shape \(1,\)"):
+        px.distribute(bare, strategy=px.DistributedStrategy(**settings))
+    model, optimizer, ids, target = tied()
+    data = torch.utils.data.TensorDataset(ids, target)
+    model, optimizer, loader = px.distribute(
+        model, optimizer, data, global_batch=9, shuffle=False, strategy=px.DistributedStrategy(**settings)
+    )
+    for _ in range(4):
+        for inputs, labels in loader:
+            both(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: whole(param.detach()) for name, param in model.named_parameters()}
+
+
+def test_shared_weights_several_outputs_and_any_order_of_axes() -> None:
+    settings = {
+        "sharding": True,
+        "hybrid_configs": {"dp_degree": 2, "sharding_degree": 2, "order": ["sharding", "dp"]},
+        "gradient_merge": True,
+        "gradient_merge_configs": {"k_steps": 2},
+    }
+    model, optimizer, ids, target = tied()
+    for _ in range(2):
+        optimizer.zero_grad()
+        both(model(ids), target).backward()
+        optimizer.step()
+    for found in run_ranks(train_tied, 4, settings):
+        assert list(found) == ["tokens.weight", "middle.weight", "middle.bias"]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-12, atol=1e-13)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.describe import is_handle
+from phalanx.parallel.row_weights import weighted_outputs
 from phalanx.parallel.step_gate import gate_steps
 
 logger = logging.getLogger("phalanx.parallel")
@@ -87,7 +87,11 @@ class GradientMerge:
 
     def weight(self, gradient: Tensor) -> Tensor | None:
         """Give an incoming gradient its share of the mean, by the rows of its batch."""
-        return gradient * (self._relative_rows() / self._steps) if self._avg else None
+        return gradient * self.factor() if self._avg else None
+
+    def factor(self) -> float:
+        """Return the share of the current batch in the update."""
+        return self._relative_rows() / self._steps if self._avg else 1.0
 
     def admit(self, optimizer: Optimizer) -> bool:
         """Hold a step back, or complete the group and let it through."""
@@ -176,12 +180,8 @@ def _is_sharded(model: nn.Module) -> bool:
     return made_by is not None and isinstance(model, made_by.FSDPModule)
 
 
-def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> None:
-    def weigh(output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(merge.weight)
-
-    tree_map_only(Tensor, weigh, outputs)
+def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return weighted_outputs(outputs, merge.factor)
 
 
 class _ZeroGrad:

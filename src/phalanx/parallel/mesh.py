@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.context import Context, Readers
 from phalanx.comm.groups import Group, group_of
@@ -56,9 +57,10 @@ class Mesh:
         return Readers(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Return torch's mesh of these axes, in the order of the Plan's mesh. Collective."""
-        axes = self.position.axes
-        whole = init_device_mesh(
-            self.device_type, tuple(a.size for a in axes), mesh_dim_names=tuple(a.name for a in axes)
+        """Return torch's mesh of these axes, in this order. Collective."""
+        sizes = {axis.name: axis.size for axis in self.position.axes}
+        order = [*(name for name in sizes if name not in names), *names]  # torch takes axes out of a mesh in its order
+        ranks = (
+            torch.arange(self.size(order)).view(*sizes.values()).permute([list(sizes).index(name) for name in order])
         )
-        return whole[names] if names else whole
+        return DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(order))[names]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.context import Context, Readers
@@ -38,6 +39,19 @@ def row_weight(context: Context, readers: Readers) -> float:
 def with_gradient_times(x: Tensor, factor: Callable[[], float]) -> Tensor:
     """Return `x`; its gradient is multiplied by what `factor` returns when it comes."""
     return apply_function(_GradientTimes, x, factor)
+
+
+def weighted_outputs(outputs: Any, factor: Callable[[], float]) -> Any:
+    """Return a model's outputs; gradients that enter the model through them are multiplied by `factor()` then.
+
+    Each of several outputs has a way in of its own: one may be computed from another, and what comes back through it
+    has its weight already. A single one stays the tensor it is, which may be changed in place.
+    """
+    tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda gradient: _times(gradient, factor()))
+        return outputs
+    return tree_map_only(Tensor, lambda x: with_gradient_times(x, factor) if x.requires_grad else x, outputs)
 
 
 class _GradientTimes(torch.autograd.Function):

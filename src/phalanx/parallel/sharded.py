@@ -11,15 +11,15 @@ outputs, so every parameter's gradient has the weight.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
 
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
@@ -27,7 +27,7 @@ from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import held_over, is_module_held, mark_held
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
-from phalanx.parallel.row_weights import weigher
+from phalanx.parallel.row_weights import row_weight, weighted_outputs
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -43,8 +43,17 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
         model: On its device, equal on all ranks.
         mesh: This rank's place.
         update: How its parameters are sharded.
+
+    Raises:
+        PlanError: If a parameter has no dim to cut.
     """
     before = dict(model.named_parameters())
+    for name, param in before.items():
+        if not param.dim():
+            raise PlanError(
+                f"sharding cuts parameters along dim 0, and {name!r} has no dims. Give it shape (1,): "
+                "nn.Parameter(torch.ones(1))."
+            )
     is_offloaded = update.offload == "cpu" and mesh.device_type != "cpu"
     if update.offload == "cpu" and not is_offloaded:
         logger.warning("optimize_offload of sharding does not act: the model is in host memory already.")
@@ -75,18 +84,12 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
         reducer: Keeps the buffers equal.
         context: Tells the weight of the current batch.
     """
-    weigh_rows = weigher(context, context.readers)
 
-    def weigh(gradient: Tensor) -> Tensor:
+    def weight() -> float:
         reducer.begin()
-        return weigh_rows(gradient)
+        return row_weight(context, context.readers)
 
-    def watch(output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(weigh)
-        return output
-
-    model.register_forward_hook(lambda _module, _inputs, outputs: tree_map_only(Tensor, watch, outputs))
+    model.register_forward_hook(lambda _module, _inputs, outputs: weighted_outputs(outputs, weight))
 
 
 @contextmanager
@@ -112,10 +115,20 @@ def _device_mesh(mesh: Mesh, along: tuple[str, ...]) -> DeviceMesh:
 
 
 def _units(plan: Plan, model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered on their own, inner ones first."""
+    """Return the modules that are gathered on their own, inner ones first.
+
+    Not those that share a parameter with a module outside: it is gathered with what holds both.
+    """
     patterns = [rule.match for rule in plan.modules if rule.unit]
     named = [(name, module) for name, module in model.named_modules() if name]
-    return [module for name, module in reversed(named) if any(matches(pattern, name) for pattern in patterns)]
+    units = [module for name, module in reversed(named) if any(matches(pattern, name) for pattern in patterns)]
+    holders = _holders(model)
+    return [unit for unit in units if all(holders[param] == count for param, count in _holders(unit).items())]
+
+
+def _holders(module: nn.Module) -> Counter[int]:
+    """Return how many modules hold each parameter, by its identity."""
+    return Counter(id(param) for part in module.modules() for param in part.parameters(recurse=False))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
