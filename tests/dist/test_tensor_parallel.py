@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import phalanx as px
 from phalanx.plan import Plan
 from ranks import run_ranks
 from tensor_models import (
@@ -124,3 +127,37 @@ def test_four_ranks_in_a_mesh_of_two_by_two_train_as_one():
 def test_four_ranks_along_one_axis_train_as_one():
     names = ["hybrid"]
     check(run_ranks(trained_all, 4, names), names)
+
+
+def begun() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    """Return a model that has trained one step already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    one_step(model, optimizer, *data)
+    return model, optimizer, data
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, target: Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), target).backward()
+    optimizer.step()
+
+
+def go_on() -> dict[str, Tensor]:
+    px.init()
+    model, optimizer, data = begun()
+    px.shard(model, {"0": "column", "1": "row"}, axis="model", size=2)
+    px.distribute(model, optimizer)
+    one_step(model, optimizer, *data)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_state_of_an_optimizer_is_cut_as_its_parameters_are():
+    model, optimizer, data = begun()
+    one_step(model, optimizer, *data)
+    first, second = run_ranks(go_on, 2)
+    for name, dim in (("0.weight", 0), ("0.bias", 0), ("1.weight", 1)):
+        found = torch.cat([first[name], second[name]], dim)
+        torch.testing.assert_close(found, model.get_parameter(name).detach(), rtol=1e-12, atol=1e-13)

@@ -1,8 +1,9 @@
 """Optimizers follow the parameters they were made for when a technique puts others in their place.
 
-Sharding replaces a module's Parameter objects, and so do stages of a pipeline. The optimizer stays the same object: its
-groups get the new parameters, its state is cut as they are, so schedulers, hooks and loaded state survive. Around a
-step, groups that hold plain and sharded tensors are split, because torch's fused loops over many tensors take one kind.
+Sharding replaces a module's Parameter objects, and so do stages of a pipeline; cut layers shrink them. The optimizer
+stays the same object: its groups get the new parameters, its state is cut as they are, so schedulers, hooks and loaded
+state survive. Around a step, groups that hold plain and sharded tensors are split, because torch's fused loops over
+many tensors take one kind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.tensor.cut import held_part
 
 
 class Replaced:
@@ -59,6 +61,9 @@ replaced = Replaced()
 
 def rebind(optimizer: Optimizer) -> None:
     """Let an optimizer hold the parameters that stand in the place of those it was made for. Changes nothing else."""
+    for param, state in optimizer.state.items():
+        cut = {k: held_part(param, v) for k, v in state.items() if isinstance(v, Tensor)}
+        state.update({key: part for key, part in cut.items() if part is not None})
     moved = {}
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.comm.groups import Group
 from phalanx.data.shards import even_split
@@ -47,6 +48,10 @@ class Cut:
         return self  # A copied layer is of the same group, and groups cannot be copied.
 
 
+_held = WeakTensorKeyDictionary()
+"""How parameters are cut, by identity: the dim and the slices."""
+
+
 @torch.no_grad()
 def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
     """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
@@ -61,3 +66,22 @@ def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
     if grad is not None:
         param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
     mark_held(param, cut.group)
+    _held[param] = dim, cut
+
+
+def held_part(param: Tensor, value: Tensor) -> Tensor | None:
+    """Return this rank's slice of what an optimizer keeps of a whole parameter; None if `value` is nothing of that.
+
+    Args:
+        param: The parameter, which may be cut.
+        value: Some of its optimizer's state.
+    """
+    if param not in _held:
+        return None
+    dim, cut = _held[param]
+    whole = list(param.shape)
+    whole[dim] = sum(cut.sizes)
+    if list(value.shape) != whole:
+        return None
+    part: Tensor = cut.part(value, dim).clone(memory_format=torch.contiguous_format)
+    return part
