@@ -61,3 +61,13 @@ def test_an_optimizer_clips_values_then_the_norm_before_each_update() -> None:
     weight.grad = torch.tensor([30.0, -4.0])
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.tensor([-1.0, 1.0]) * 2.5 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_closure_whose_gradients_nothing_would_clip_is_refused(named: bool) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    clip_steps(optimizer, max_norm=2.5)
+    with pytest.raises(ConfigError, match="acts on the gradients before the update, where a closure has not computed"):
+        optimizer.step(closure=lambda: 0.0) if named else optimizer.step(lambda: 0.0)
+    optimizer.step(None)

@@ -50,7 +50,7 @@ class MasterWeights:
         self._masters = WeakTensorKeyDictionary()
         self._away: list[_Away] = []
         self._loading: dict[int, dict[str, Any]] = {}
-        hook_steps(optimizer, before=self._put_in_place, after=self._put_back)
+        hook_steps(optimizer, before=self._put_in_place, after=self._put_back, on_gradients=True)
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)

@@ -105,7 +105,7 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
             # Around an update gradients are complete, which clip_grad_norm_ could not know.
             _clip(params, max_norm, 2.0, error_if_nonfinite=False)
 
-    hook_steps(optimizer, before=clip)
+    hook_steps(optimizer, before=clip, on_gradients=True)
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
