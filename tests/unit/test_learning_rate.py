@@ -54,3 +54,20 @@ def test_the_step_uses_the_factor_and_the_user_keeps_the_value():
         scheduler.step()
     assert moved == pytest.approx([0.1 * 2.0, 0.05 * 3.0, 0.025 * 3.0])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+def test_a_step_that_was_interrupted_leaves_no_factor_behind():
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [param]}, {"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=0.1)
+    apply_factor(optimizer, LearningRateFactor(3.0, 0))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = optimizer.register_step_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    hook.remove()
+    optimizer.param_groups[1]["lr"] = 0.4  # the script's own from now on
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4]

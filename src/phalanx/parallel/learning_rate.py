@@ -78,20 +78,28 @@ class _Warmup:
 
     def __init__(self, factor: LearningRateFactor) -> None:
         self._factor = factor
-        self._own: list[Any] = []
+        self._raised: list[tuple[dict[str, Any], Any, Any]] = []
+        """Groups, with the rate that is the user's and the one in its place."""
+
         self.step = 0
 
     def multiply(self, optimizer: Optimizer) -> None:
         """Apply the factor of the step that begins."""
-        self._own = [group["lr"] for group in optimizer.param_groups]
+        self._take_off()  # the step before may have been interrupted
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self._factor.at(self.step)
+            own, group["lr"] = group["lr"], group["lr"] * self._factor.at(self.step)
+            self._raised.append((group, own, group["lr"]))
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def restore(self, _optimizer: Optimizer) -> None:
         """Take the factor off again, and count the step."""
         self.step += 1
-        for group, lr in zip(optimizer.param_groups, self._own, strict=True):
-            group["lr"] = lr
+        self._take_off()
+
+    def _take_off(self) -> None:
+        for group, own, raised in self._raised:
+            if group["lr"] is raised:  # else a script has set another since
+                group["lr"] = own
+        self._raised.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many steps were made."""
