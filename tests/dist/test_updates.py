@@ -11,7 +11,9 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel import distribute
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.top_k import Compressor
 from phalanx.plan import Plan
 from phalanx.plan.value import AllReduce, Average, Axis, ParamRule, Step, TopK, Update
 from ranks import run_ranks
@@ -302,3 +304,89 @@ def test_what_cannot_be_trained_this_way_is_refused() -> None:
     for sparse, adaptive in run_ranks(wrong_settings, 2):
         assert "strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found Adam" in sparse
         assert "adaptive_localsgd follows the loss, and no step told one" in adaptive
+
+
+def interrupted(_: object, *__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def unusual_steps() -> None:
+    rank = px.init().rank
+    share = shares(0, 2)[rank]
+    everything = TopK(sparsity=(0.0,), dense_below=1)
+
+    def distributed(update: Update, **settings: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+        px.distribute(model, optimizer, plan=plan_for(update, 2))
+        return model, optimizer
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return F.cross_entropy(model(rows()[0][share]), rows()[1][share])
+
+    # A sum over ranks has the decay of weights once.
+    model, optimizer = distributed(everything.model_copy(update={"reduce": "sum"}), weight_decay=0.5)
+    loss_of(model).backward()
+    optimizer.step()
+    expected = net()
+    sum(F.cross_entropy(expected(rows()[0][s]), rows()[1][s]) for s in shares(0, 2)).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1, weight_decay=0.5).step()
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+    # A closure would compute gradients that nothing exchanges.
+    with pytest.raises(ConfigError, match="where a closure has not computed them"):
+        optimizer.step(lambda: loss_of(model))
+
+    # Momentum is there again after a step that ended half-way.
+    model, optimizer = distributed(everything, momentum=0.9)
+    loss_of(model).backward()
+    hook = optimizer.register_step_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    hook.remove()
+    optimizer.step()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+    # Each of two optimizers counts its own steps.
+    model = net()
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    px.distribute(model, pair[0], plan=plan_for(TopK(sparsity=(0.5,), rampup_begin_step=2, dense_below=1), 2))
+    distribute.add_optimizer(pair[1])
+    compressor = applied_to(model).updaters[0]
+    for sent in (0, 0, 12):  # half of 21 weights, and 2 of 3 biases
+        loss_of(model).backward()
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert compressor.sent == sent
+
+    # A loss that is not finite leaves the distance of averages as it is.
+    model, optimizer = distributed(Average(every=2, adaptive=True))
+    for loss in (1.0, 1.0, math.nan, math.nan, math.inf, math.inf):
+        loss_of(model).backward()
+        px.report(loss=torch.tensor(loss))
+        optimizer.step()
+    assert applied_to(model).updaters[0].every == 2
+
+    # State that is loaded before the optimizer comes.
+    saved = applied_to(model).updaters[0].state_dict()
+    model, _, _ = px.distribute(net(), plan=plan_for(Average(every=2, begin_step=5), 2))
+    local = applied_to(model).updaters[0]
+    local.load_state_dict(saved)
+    distribute.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert local.state_dict()["steps"] == saved["steps"] == 6
+
+
+def test_unusual_steps_lose_nothing() -> None:
+    run_ranks(unusual_steps, 2)
+
+
+def test_gradients_of_several_dtypes_travel_in_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {str(d): nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float32)}
+    sent: list[torch.dtype] = []
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda flat, **_: sent.append(flat.dtype))
+    compressor = Compressor(params, TopK(sparsity=(0.5,), dense_below=10), None, 2)
+    compressor._exchange_whole([(param, param.detach()) for param in params.values()])
+    assert sent == [param.dtype for param in params.values()]

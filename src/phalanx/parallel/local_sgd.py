@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,21 @@ from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.flat import synced_buffers
+from phalanx.parallel.step_hooks import hook_steps
 from phalanx.plan.value import Average
 
 logger = logging.getLogger("phalanx.parallel")
 
 MOST_STEPS = 16
 """Steps between two averages that the adaptive form never exceeds."""
+
+
+class _Progress(NamedTuple):
+    """How far an optimizer is."""
+
+    steps: int
+    last: int
+    """Step after which parameters were averaged last."""
 
 
 class LocalSgd:
@@ -46,8 +55,8 @@ class LocalSgd:
         self._update = update
         self._group = group
         self._reducer = reducer
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
+        self._resumed_at = _Progress(0, 0)
         self._first: tuple[float, float] | None = None
         self._loss: Tensor | None = None
         self.every = update.every
@@ -58,22 +67,10 @@ class LocalSgd:
 
         self._pause(0)
 
-    def before_step(self, _optimizer: Optimizer) -> None:
-        """Nothing comes before an update."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step, and average what the optimizer trains when it is time. Collective then."""
-        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._pause(step)
-        begun = max(self._update.begin_step - 1, 0)
-        if step <= begun or step - max(self._last.get(optimizer, 0), begun) < self.every:
-            return
-        self._last[optimizer] = step
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._average([*params, *self._buffers()])
-        self.averages += 1
-        if self._update.adaptive:
-            self._adapt(float(optimizer.param_groups[0]["lr"]))
+    def bind(self, optimizer: Optimizer) -> None:
+        """Average what an optimizer trains after some of its steps from now on."""
+        self._progress.setdefault(optimizer, self._resumed_at)
+        hook_steps(optimizer, after=self._count)
 
     def observe(self, loss: Tensor) -> None:
         """Take note of this rank's loss, which the adaptive form follows."""
@@ -81,21 +78,31 @@ class LocalSgd:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job needs to average in the same steps."""
-        steps = max(self._steps.values(), default=0)
-        last = max(self._last.values(), default=0)
-        return {"steps": steps, "last": last, "every": self.every, "first": list(self._first or ())}
+        furthest = max(self._progress.values(), default=self._resumed_at)
+        return {**furthest._asdict(), "every": self.every, "first": list(self._first or ())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; optimizers are bound already."""
-        for optimizer in list(self._steps):
-            self._steps[optimizer], self._last[optimizer] = state["steps"], state["last"]
+        """Go on from what `state_dict` returned."""
+        self._resumed_at = _Progress(state["steps"], state["last"])
+        self._progress.update(dict.fromkeys(self._progress, self._resumed_at))
         self.every = state["every"]
         self._first = tuple(state["first"]) or None
         self._pause(state["steps"])
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Begin to count the steps of an optimizer."""
-        self._steps.setdefault(optimizer, 0)
+    def _count(self, optimizer: Optimizer) -> None:
+        """Count a step, and average when it is time. Collective then."""
+        step, last = self._progress[optimizer].steps + 1, self._progress[optimizer].last
+        begun = max(self._update.begin_step - 1, 0)
+        is_due = step > begun and step - max(last, begun) >= self.every
+        self._progress[optimizer] = _Progress(step, step if is_due else last)
+        self._pause(step)
+        if not is_due:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._average([*params, *self._buffers()])
+        self.averages += 1
+        if self._update.adaptive:
+            self._adapt(float(optimizer.param_groups[0]["lr"]))
 
     def _pause(self, steps: int) -> None:
         """Let the reducer rest once the next step is one in which ranks train apart."""
@@ -127,8 +134,10 @@ class LocalSgd:
         loss = self._loss.double().reshape(1) / dist.get_world_size(self._group)
         dist.all_reduce(loss, group=self._group)
         now = max(loss.item(), 0.0)
+        if not math.isfinite(now):
+            return  # such a loss says nothing
         if self._first is None:
             self._first = rate, now
         first_rate, first_loss = self._first
         grown = math.sqrt(first_rate * now / (rate * first_loss)) if rate and first_loss else 1.0
-        self.every = min(max(math.ceil(grown * self._update.every), 1), MOST_STEPS)
+        self.every = math.ceil(min(max(grown * self._update.every, 1), MOST_STEPS))

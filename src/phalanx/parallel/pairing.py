@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from phalanx.parallel.apply import Applied
 from phalanx.parallel.kept_state import keep_state
 from phalanx.parallel.rebind import rebind
-from phalanx.parallel.step_hooks import hook_steps
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.parallel")
@@ -79,7 +78,6 @@ def _follow_plan(
         keep_state(optimizer, "loss_scale", scale, elsewhere="first")
     for updater in made.updaters:
         updater.bind(optimizer)
-        hook_steps(optimizer, before=updater.before_step, after=updater.after_step)
 
 
 def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:

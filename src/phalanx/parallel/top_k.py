@@ -8,6 +8,7 @@ the sparsity rises over the first steps (warm-up). The optimizer then updates wi
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from phalanx.comm.groups import Group
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
+from phalanx.parallel.step_hooks import hook_steps
 from phalanx.plan.value import TopK
 
 logger = logging.getLogger("phalanx.parallel")
@@ -47,14 +49,13 @@ class Compressor:
                 "dgc does not compress: every parameter has fewer than %d elements, and travels whole.",
                 update.dense_below,
             )
-        self.steps = 0
-        """Optimizer steps so far."""
-
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._resumed_at = 0
         self.sent = 0
         """Entries this rank sent in the last step."""
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer can be corrected.
+        """Exchange gradients before each step of an optimizer from now on.
 
         Raises:
             ConfigError: If it is not SGD, or damps its momentum.
@@ -64,12 +65,26 @@ class Compressor:
                 f"strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found "
                 f"{type(optimizer).__name__}. Use that, or turn dgc off."
             )
+        self._steps.setdefault(optimizer, self._resumed_at)
+        hook_steps(optimizer, before=self._exchange, after=self._give_back, on_gradients=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps, and what waits on this rank."""
+        steps = max(self._steps.values(), default=self._resumed_at)
+        return {"steps": steps, "velocity": dict(self._velocity), "residual": dict(self._residual)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._resumed_at = state["steps"]
+        self._steps.update(dict.fromkeys(self._steps, state["steps"]))
+        self._velocity, self._residual = dict(state["velocity"]), dict(state["residual"])
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer) -> None:
+    def _exchange(self, optimizer: Optimizer) -> None:
         """Put the exchanged gradients in the place of this rank's own. Collective."""
-        self.steps += 1
-        sparsity = self._sparsity()
+        self._give_back(optimizer)  # the step before may have been interrupted
+        self._steps[optimizer] += 1
+        sparsity = self._sparsity(self._steps[optimizer])
         members = [(p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         used = self._used_anywhere([param for param, _ in members])
         whole: list[tuple[Tensor, Tensor]] = []
@@ -80,10 +95,9 @@ class Compressor:
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             if sparsity is None:
                 whole.append((param, gradient))
-            elif param.numel() < self._update.dense_below:
-                whole.append((param, self._with_momentum(param, gradient, group, optimizer)))
-            else:
-                chosen.append((param, self._with_momentum(param, gradient, group, optimizer)))
+                continue
+            moved = whole if param.numel() < self._update.dense_below else chosen
+            moved.append((param, self._with_momentum(param, gradient, group, optimizer)))
         self._exchange_whole(whole)
         if sparsity is not None:
             self._exchange_chosen(chosen, sparsity)
@@ -91,24 +105,15 @@ class Compressor:
                 self._held.append((group, group["momentum"], group["weight_decay"]))
                 group["momentum"] = group["weight_decay"] = 0.0
 
-    def after_step(self, _optimizer: Optimizer) -> None:
+    def _give_back(self, _optimizer: Optimizer) -> None:
         """Give the optimizer its momentum back."""
         for group, momentum, decay in self._held:
             group["momentum"], group["weight_decay"] = momentum, decay
         self._held.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the steps, and what waits on this rank."""
-        return {"steps": self.steps, "velocity": dict(self._velocity), "residual": dict(self._residual)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.steps = state["steps"]
-        self._velocity, self._residual = dict(state["velocity"]), dict(state["residual"])
-
-    def _sparsity(self) -> float | None:
-        """Return the share of entries that stay behind in this step; None while gradients travel whole."""
-        since = self.steps - 1 - self._update.rampup_begin_step
+    def _sparsity(self, step: int) -> float | None:
+        """Return the share of entries that stay behind in a step; None while gradients travel whole."""
+        since = step - 1 - self._update.rampup_begin_step
         if since < 0:
             return None
         ramp = self._update.sparsity
@@ -127,7 +132,7 @@ class Compressor:
     def _with_momentum(self, param: Tensor, gradient: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Tensor:
         """Return what this rank adds to a parameter's update: its gradient with decay, and its own velocity."""
         if group["weight_decay"]:
-            gradient = gradient + group["weight_decay"] * param
+            gradient = gradient + group["weight_decay"] * self._part_of(param)
         momentum = group["momentum"]
         if not momentum:
             return gradient
@@ -141,13 +146,14 @@ class Compressor:
     def _inherited(self, param: Tensor, optimizer: Optimizer) -> Tensor:
         """Return this rank's part of the velocity that the optimizer has gathered while gradients travelled whole."""
         gathered = optimizer.state.get(param, {}).get("momentum_buffer")
-        if gathered is None:
-            return torch.zeros_like(param)
-        part: Tensor = gathered / (self._scale * dist.get_world_size(self._group))
-        return part
+        return torch.zeros_like(param) if gathered is None else self._part_of(gathered)
+
+    def _part_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's even part of what all ranks' exchange adds up to `whole`."""
+        return whole / (self._scale * dist.get_world_size(self._group))
 
     def _exchange_whole(self, moved: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for dtype in {param.dtype for param, _ in moved}:
+        for dtype in dict.fromkeys(param.dtype for param, _ in moved):
             alike = [(param, value) for param, value in moved if param.dtype == dtype]
             flat = torch.cat([value.reshape(-1) for _, value in alike])
             with peers_named("the exchange of gradients", self._group):
@@ -156,7 +162,7 @@ class Compressor:
 
     def _exchange_chosen(self, moved: Sequence[tuple[Tensor, Tensor]], sparsity: float) -> None:
         self.sent = 0
-        for dtype in {param.dtype for param, _ in moved}:
+        for dtype in dict.fromkeys(param.dtype for param, _ in moved):
             alike = [(param, value) for param, value in moved if param.dtype == dtype]
             places, values = self._choose(alike, sparsity)
             flat = values.new_zeros(sum(param.numel() for param, _ in alike))
@@ -170,7 +176,9 @@ class Compressor:
         places, values, start = [], [], 0
         for param, value in moved:
             name = self._names[id(param)]
-            waiting = self._residual.setdefault(name, torch.zeros_like(param)).add_(value).view(-1)
+            if name not in self._residual:
+                self._residual[name] = torch.zeros_like(param)
+            waiting = self._residual[name].add_(value).view(-1)
             count = max(1, round(param.numel() * (1.0 - sparsity)))
             place = waiting.abs().topk(count, sorted=False).indices
             places.append(place + start)

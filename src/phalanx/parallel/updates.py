@@ -20,22 +20,14 @@ from phalanx.plan.value import Average, Plan, TopK
 
 
 class Updater(Protocol):
-    """Acts before and after the steps of every optimizer of a model."""
+    """Acts around the steps of every optimizer of a model."""
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Get to know an optimizer.
+        """Act around the steps of an optimizer from now on.
 
         Raises:
             ConfigError: If it cannot be trained this way.
         """
-        ...
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Act on the gradients that the optimizer is about to use."""
-        ...
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Act on the parameters it has changed."""
         ...
 
 
