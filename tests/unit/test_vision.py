@@ -57,14 +57,18 @@ def drawn(n: int = 9, epoch: int = 0) -> Draws:
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("kind", ["bytes", "floats", "first"])
+@pytest.mark.parametrize("kind", ["bytes", "planes", "floats", "first"])
 def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(name: str, kind: str) -> None:
-    images = {"bytes": pictures(), "floats": pictures() / 255, "first": pictures().permute(0, 3, 1, 2)}[kind]
+    first = pictures().permute(0, 3, 1, 2)
+    planes = first.contiguous().permute(0, 2, 3, 1)
+    images = {"bytes": pictures(), "planes": planes, "floats": pictures() / 255, "first": first}[kind]
     operation, before = MAKE[name](), images.clone()
     together = operation.batched(images, drawn())
     alone = [operation(image, drawn().row(i)) for i, image in enumerate(images)]
     assert torch.equal(together, torch.stack(alone))
     assert torch.equal(images, before)
+    if kind == "planes":
+        assert torch.equal(together, operation.batched(pictures(), drawn()))
 
 
 def test_the_whole_chain_gives_the_same_bits_for_any_batch_and_epochs_differ() -> None:

@@ -8,6 +8,7 @@ A generator object for each row would cost 15 us a row; a counter that is mixed 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,9 +46,8 @@ class Draws:
 
     @classmethod
     def from_torch(cls, rows: int) -> Draws:
-        """Return numbers that follow from torch's global generator, for calls by hand."""
-        words = torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64)
-        return cls(words.numpy().view(np.uint64))
+        """Return numbers that follow from torch's global generator, which is only asked if one is drawn."""
+        return _FromTorch(rows)
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -73,3 +73,16 @@ class Draws:
         """Return 64 random bits for every row, shape (n,)."""
         self._drawn += 1
         return mix64(self.seeds + np.uint64(GOLDEN * self._drawn & WORD))
+
+
+class _FromTorch(Draws):
+    def __init__(self, rows: int) -> None:
+        self._rows, self._drawn = rows, 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @cached_property
+    def seeds(self) -> NDArray[np.uint64]:  # type: ignore[override]
+        words = torch.randint(-(2**63), 2**63 - 1, (self._rows,), dtype=torch.int64)
+        return words.numpy().view(np.uint64)

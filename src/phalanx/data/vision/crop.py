@@ -14,7 +14,14 @@ from torch import Tensor
 from phalanx.data.draws import Draws
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.resize import Interpolation, check_interpolation, resized
-from phalanx.data.vision.sizes import channels_as_before, channels_first, height_and_width, read_padding, read_size
+from phalanx.data.vision.sizes import (
+    as_stored,
+    channels_as_before,
+    channels_first,
+    height_and_width,
+    read_padding,
+    read_size,
+)
 from phalanx.errors import ConfigError
 
 _ATTEMPTS = 10
@@ -37,12 +44,15 @@ class RandomCrop(Transform):
 
     def batched(self, samples: Tensor, draws: Draws) -> Tensor:
         """See `Transform`."""
-        padded = _padded(samples, self.padding)
-        height, width, _ = height_and_width(padded, "RandomCrop")
+        height, width, is_last = height_and_width(samples, "RandomCrop")
+        left, top, right, bottom = self.padding
+        height, width = height + top + bottom, width + left + right
         _check_fits(self, self.size, height, width)
-        tops = draws.integers(height - self.size[0] + 1)
-        lefts = draws.integers(width - self.size[1] + 1)
-        return _parts(padded, self.size, tops.numpy(), lefts.numpy())
+        tops = draws.integers(height - self.size[0] + 1).numpy()
+        lefts = draws.integers(width - self.size[1] + 1).numpy()
+        stored, stored_last = as_stored(samples, is_last)
+        parts = _parts(_padded(stored, self.padding, stored_last), self.size, tops, lefts, stored_last)
+        return channels_as_before(parts, is_last and not stored_last)
 
 
 class CenterCrop(Transform):
@@ -123,19 +133,20 @@ class RandomResizedCrop(Transform):
         return max(1, round(high)), max(1, round(wide))
 
 
-def _padded(images: Tensor, padding: tuple[int, int, int, int]) -> Tensor:
-    _, _, is_last = height_and_width(images, "RandomCrop")
+def _padded(images: Tensor, padding: tuple[int, int, int, int], is_last: bool) -> Tensor:
     left, top, right, bottom = padding
     if not any(padding):
         return images
     return F.pad(images, (0, 0, left, right, top, bottom) if is_last else (left, right, top, bottom))
 
 
-def _parts(images: Tensor, size: tuple[int, int], tops: NDArray[np.int64], lefts: NDArray[np.int64]) -> Tensor:
+def _parts(
+    images: Tensor, size: tuple[int, int], tops: NDArray[np.int64], lefts: NDArray[np.int64], is_last: bool
+) -> Tensor:
     """Return images[i, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width] for every i."""
     # A view with every part of every image, of which one of each is taken; NumPy copies whole rows of a part at once,
     # where torch would go element by element.
-    down, right = (1, 2) if height_and_width(images, "RandomCrop")[2] else (2, 3)
+    down, right = (1, 2) if is_last else (2, 3)
     array = images.numpy()
     shape, strides = list(array.shape), array.strides
     places = shape[down] - size[0] + 1, shape[right] - size[1] + 1

@@ -28,7 +28,7 @@ class RandomHorizontalFlip(Transform):
         is_last = height_and_width(samples, "RandomHorizontalFlip")[2]
         chosen = (draws.uniform() < self.prob).numpy()
         # Rows are taken and put back by NumPy, which copies an image at once; torch has a fast mirror.
-        array = samples.numpy().copy()
+        array = samples.numpy().copy(order="K")
         mirrored = channels_first(torch.from_numpy(array[chosen]), is_last).flip(-1)
         array[chosen] = channels_as_before(mirrored, is_last).numpy()
         return torch.from_numpy(array)

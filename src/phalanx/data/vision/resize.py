@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,9 +48,11 @@ class Resize(Transform):
 
 
 def resized(images: Tensor, size: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """Return images of shape (n, channels, height, width) scaled to `size`; fastest for bytes with channels last."""
+    """Return images of shape (n, channels, height, width) scaled to `size`."""
     if images.shape[2:] == size:
         return images
+    if images.dtype == torch.uint8:
+        images = images.contiguous(memory_format=torch.channels_last)  # three times as fast
     if interpolation == "nearest":
         return F.interpolate(images, size, mode="nearest-exact")
     return F.interpolate(images, size, mode=interpolation, antialias=True, align_corners=False)

@@ -68,6 +68,15 @@ def channels_as_before(images: Tensor, is_last: bool) -> Tensor:
     return images.permute(0, 2, 3, 1) if is_last else images
 
 
+def as_stored(images: Tensor, is_last: bool) -> tuple[Tensor, bool]:
+    """Return (view in the order in which the pixels lie in memory, whether channels are last in it).
+
+    Files such as CIFAR-10's have whole channels one after the other: seen with channels last, they still lie so.
+    """
+    first = channels_first(images, is_last)
+    return (first, False) if first.is_contiguous() else (images, is_last)
+
+
 def _are_whole(values: Any, lengths: Sequence[int]) -> bool:
     is_row = isinstance(values, Sequence) and not isinstance(values, str) and len(values) in lengths
     return is_row and all(isinstance(value, int) for value in values)
