@@ -63,7 +63,7 @@ def evaluate(
     _meet(chosen, loader)
     totals: dict[str, Tensor] = {}
     count = 0
-    with _evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for step, batch in enumerate(_with_progress(loader)):
             assert loader.share is not None
             out, target = (forward or forward_tuple)(model, batch)
@@ -157,7 +157,7 @@ def _loader(data: Any, batch_size: int | None) -> ShardedLoader:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode; put each module back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
