@@ -18,8 +18,8 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.data.device import to_device
 from phalanx.data.fetch import RowFetcher, WorkLoader, load_portions
-from phalanx.data.order import BatchOrder, Order, RowOrder, Shard
-from phalanx.data.ranks import place
+from phalanx.data.order import BatchOrder, Order, RowOrder
+from phalanx.data.ranks import Shard, place
 from phalanx.data.shuffle import mixed_seed
 from phalanx.data.sources import batch_sizes, read_source
 from phalanx.data.stream import PortionDataset, agree, decides_batches
@@ -147,7 +147,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         if self._order is not None:
-            return self._order.plan(self._here().count).steps
+            return self._order.steps(self._here().count)
         try:
             rows = len(self._source.dataset)
         except TypeError:

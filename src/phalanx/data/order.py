@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.ranks import gather_integers
+from phalanx.data.ranks import Shard, gather_integers
 from phalanx.data.seeding import seeded
 from phalanx.data.shards import EpochPlan
 from phalanx.data.shuffle import mixed_seed, shuffled
@@ -19,20 +20,10 @@ from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Which of how many parts of every global batch this process loads."""
-
-    index: int
-    count: int
-    is_checked: bool = True
-    """Whether the other parts belong to ranks that can be asked."""
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """One batch to load."""
 
-    indices: Sequence[int]
+    indices: Sequence[int] | NDArray[np.int64]
     share: BatchShare
     position: int
     """Position of the epoch, over all ranks, once this batch is done."""
@@ -40,12 +31,15 @@ class Work:
     seed: int
     """Where the random numbers of loading it start; another one for each batch, rank and epoch."""
 
+    row_seeds: NDArray[np.uint64] | None = None
+    """Where those of each row start, the same on any rank; for pipelines."""
+
 
 class Order(Protocol):
     """Says which rows each batch of an epoch holds."""
 
-    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
-        """Return the cut of an epoch into global batches, from position `first` on."""
+    def steps(self, shard_count: int) -> int:
+        """Return the number of global batches of a whole epoch."""
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """Yield this shard's batches of `epoch`, from position `first` on."""
@@ -66,23 +60,13 @@ class RowOrder:
     drop_last: bool = False
     sampler: Any = None
 
-    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
-        """See `Order`.
-
-        Raises:
-            ConfigError: If `drop_last` leaves no batch at all.
-        """
-        batch = self.global_batch(shard_count)
-        if self.drop_last and self.rows < batch:
-            raise ConfigError(
-                f"Asked to drop the last batch if it is not full, but {self.rows} rows are not one global batch of "
-                f"{batch}: no batch is left. Give a smaller batch, or drop_last=False."
-            )
-        return EpochPlan(self.rows, batch, self.drop_last, first)
+    def steps(self, shard_count: int) -> int:
+        """See `Order`."""
+        return self._cut(shard_count).steps
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`. With a sampler it is collective at the first batch."""
-        plan = self.plan(shard.count, first)
+        plan = self._cut(shard.count, first)
         pick = self._picker(epoch, shard)
         for step in range(plan.steps):
             part = plan.rank_batch(step, shard.index, shard.count)
@@ -92,6 +76,9 @@ class RowOrder:
                 plan.position_after(step),
                 mixed_seed(self.seed, epoch, step, shard.index),
             )
+
+    def _cut(self, shard_count: int, first: int = 0) -> EpochPlan:
+        return cut(self.rows, self.global_batch(shard_count), self.drop_last, first)
 
     def _picker(self, epoch: int, shard: Shard) -> Callable[[int, int], Sequence[int]]:
         if self.sampler is not None:
@@ -110,14 +97,14 @@ class BatchOrder:
     batch_sampler: Any
     seed: int
 
-    def plan(self, shard_count: int, first: int = 0) -> EpochPlan:
-        """See `Order`; positions count batches."""
-        return EpochPlan(len(self.batch_sampler), shard_count, False, first)
+    def steps(self, shard_count: int) -> int:
+        """See `Order`."""
+        return EpochPlan(len(self.batch_sampler), shard_count).steps
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
-        """See `Order`. Collective at the first batch."""
+        """See `Order`; positions count batches. Collective at the first batch."""
         batches = list_sampler(self.batch_sampler, mixed_seed(self.seed, epoch), shard)
-        plan = self.plan(shard.count, first)
+        plan = EpochPlan(len(batches), shard.count, first=first)
         for step in range(plan.steps):
             part = plan.rank_batch(step, shard.index, shard.count)
             start = plan.first + step * plan.global_batch
@@ -129,6 +116,20 @@ class BatchOrder:
                 plan.position_after(step),
                 mixed_seed(self.seed, epoch, step, shard.index),
             )
+
+
+def cut(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochPlan:
+    """Return the cut of `rows` into global batches, from position `first` on.
+
+    Raises:
+        ConfigError: If `drop_last` leaves no batch at all.
+    """
+    if drop_last and rows < global_batch:
+        raise ConfigError(
+            f"Asked to drop the last batch if it is not full, but {rows} rows are not one global batch of "
+            f"{global_batch}: no batch is left. Give a smaller batch, or drop_last=False."
+        )
+    return EpochPlan(rows, global_batch, drop_last, first)
 
 
 def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
@@ -162,7 +163,7 @@ def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
     return listed
 
 
-def contiguous(indices: Sequence[int]) -> slice | torch.Tensor:
+def contiguous(indices: Sequence[int] | NDArray[np.int64]) -> slice | torch.Tensor:
     """Return an index for tensors: a slice for a run of rows (no copy), an int64 tensor otherwise."""
     if isinstance(indices, range) and indices.step == 1:
         return slice(indices.start, indices.stop)

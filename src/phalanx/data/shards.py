@@ -6,7 +6,9 @@ over the ranks second, so the global batches, and with them the training, are th
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import ConfigError
 
@@ -36,6 +38,23 @@ def even_split(size: int, parts: int, index: int) -> tuple[int, int]:
     """
     length, longer = divmod(size, parts)
     return index * length + min(index, longer), length + (index < longer)
+
+
+def asked_rows(name: str, value: Any) -> int:
+    """Return a number of rows, or of other things, that a user gave.
+
+    Raises:
+        ConfigError: If it is no whole number from 1 on; names the argument.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(
+            f"Asked for {name}={value!r}, found a value of type {type(value).__name__}. "
+            "Give a whole number, such as 64."
+        )
+    rows = operator.index(value)
+    if rows < 1:
+        raise ConfigError(f"Asked for {name}={rows}. Give at least 1.")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

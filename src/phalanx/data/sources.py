@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from phalanx.data.shards import asked_rows
 from phalanx.errors import ConfigError
 
 
@@ -30,7 +30,10 @@ class Source:
 
     dataset: Any
     batch_size: int | None = None
-    """Rows per rank, as a DataLoader's user cut them."""
+    """Rows per rank, as a DataLoader's or a pipeline's user cut them."""
+
+    global_batch: int | None = None
+    """Rows over all ranks, as a pipeline's user cut them."""
 
     shuffle: bool | None = None
     seed: int | None = None
@@ -48,7 +51,7 @@ class Source:
         return isinstance(self.dataset, IterableDataset)
 
 
-class GeneratorDataset(IterableDataset[Any]):
+class FunctionStream(IterableDataset[Any]):
     """A stream read from a function that starts a new generator each time it is called."""
 
     def __init__(self, function: Callable[[], Iterable[Any]]) -> None:
@@ -84,7 +87,7 @@ def read_source(data: Any) -> Source:
             "Give the function that makes it, without calling it, so that each epoch starts anew."
         )
     if callable(data):
-        return Source(dataset=GeneratorDataset(data), loading={})
+        return Source(dataset=FunctionStream(data), loading={})
     raise ConfigError(
         f"Asked to load from a {type(data).__name__}. Give a torch Dataset or DataLoader, a tuple of "
         "tensors, "
@@ -205,28 +208,15 @@ def batch_sizes(source: Source, batch_size: int | None, global_batch: int | None
         raise ConfigError(
             f"Asked for batch_size={batch_size} per rank and global_batch={global_batch}. Give one of the two."
         )
-    batch_size, global_batch = _row_count("batch_size", batch_size), _row_count("global_batch", global_batch)
+    if batch_size is None and global_batch is None:
+        batch_size, global_batch = source.batch_size, source.global_batch
     if global_batch is not None:
-        _check_rows_suffice(source, global_batch)
-        return 0, global_batch
-    rows = batch_size or source.batch_size
-    if rows is None:
+        rows = asked_rows("global_batch", global_batch)
+        _check_rows_suffice(source, rows)
+        return 0, rows
+    if batch_size is None:
         raise ConfigError("No batch size was given. Give batch_size= (rows per rank) or global_batch= (over all).")
-    return rows, 0
-
-
-def _row_count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError(
-            f"Asked for {name}={value!r}, found a value of type {type(value).__name__}. "
-            "Give a whole number of rows, such as 64."
-        )
-    rows = operator.index(value)
-    if rows < 1:
-        raise ConfigError(f"Asked for {name}={rows}. Give at least 1.")
-    return rows
+    return asked_rows("batch_size", batch_size), 0
 
 
 def _check_rows_suffice(source: Source, global_batch: int) -> None:

@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.order import Shard
-from phalanx.data.ranks import gather_integers
+from phalanx.data.ranks import Shard, gather_integers
 from phalanx.data.shards import even_split
 from phalanx.errors import DataError
 
