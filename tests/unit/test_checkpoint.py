@@ -301,7 +301,7 @@ def test_the_newest_good_one_is_taken_and_the_skipped_are_named(
     with pytest.raises(DataError, match=r"no checkpoint in .*step-20 is whole\. .*is broken between"):
         px.load(paths[2], model)
     next(paths[0].glob("manifest*")).write_text("{}")
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole.*did not end.*manifest-.*its digest is not"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is whole.*manifest-.*its digest is not.*did not end"):
         px.load(tmp_path, model)
 
 
@@ -378,13 +378,13 @@ def test_weights_with_prefixes_of_wrappers_are_read(tmp_path: Path, caplog: pyte
 
 def test_wrong_objects_are_named(tmp_path: Path) -> None:
     model, optimizer, _ = make()
-    with pytest.raises(ConfigError, match="needs a torch optimizer second, found ShardedLoader"):
+    with pytest.raises(ConfigError, match="takes one torch optimizer after the model, found ShardedLoader"):
         px.save(tmp_path, model, px.data.ShardedLoader(DATA, global_batch=8))
     with pytest.raises(ConfigError, match="loader is a list, which has no state_dict"):
         px.save(tmp_path, model, optimizer, [])
     with pytest.raises(ConfigError, match=r"Asked to save values.extra.what, which is a set"):
         px.save(tmp_path, model, extra={"what": {1}})
-    with pytest.raises(ConfigError, match="asked to keep 0 checkpoints"):
+    with pytest.raises(ConfigError, match=r"asked for keep=0\. Give a whole number, 1 or more"):
         px.save(tmp_path, model, keep=0)
 
 
@@ -406,7 +406,7 @@ def test_tensor_files_are_those_of_safetensors(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "theirs")
     file = TensorFile(tmp_path / "theirs")
     assert same({name: file.tensor(slot) for name, slot in file.slots().items()}, tensors)
-    with pytest.raises(ConfigError, match=r"tensor of torch.complex128 cannot be saved"):
+    with pytest.raises(ConfigError, match=r".x. is of torch.complex128, which cannot be saved"):
         write_tensors(tmp_path / "wide", {"x": torch.zeros(1, dtype=torch.complex128)})
 
 

@@ -54,9 +54,9 @@ def wait() -> None:
     Raises:
         PhalanxError: What went wrong with it, as `save` says. Raised once.
     """
-    thread, _saves.thread = _saves.thread, None
-    if thread is not None:
-        thread.join()
+    if _saves.thread is not None:
+        _saves.thread.join()
+        _saves.thread = None  # not before: who is interrupted while waiting may save again, over the memory it writes
     error, _saves.error = _saves.error, None
     if error is not None:
         raise error

@@ -33,11 +33,15 @@ class Training:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise ConfigError(f"a checkpoint needs a torch.nn.Module first, found {type(self.model).__name__}.")
+            raise ConfigError(
+                f"a checkpoint takes a folder and a torch.nn.Module, found {type(self.model).__name__} as the model. "
+                "Hold several in one: nn.ModuleDict."
+            )
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise ConfigError(
-                f"a checkpoint needs a torch optimizer second, found {type(self.optimizer).__name__}. Other objects "
-                "have names: loader=, scheduler=."
+                f"a checkpoint takes one torch optimizer after the model, found {type(self.optimizer).__name__}. Other "
+                'objects have names: loader=, scheduler=; a second optimizer goes into extra={"second": '
+                "second.state_dict()}."
             )
         for name in ("loader", "scheduler"):
             given = getattr(self, name)
@@ -80,7 +84,7 @@ def capture(training: Training, extra: Mapping[str, Any] | None = None) -> Captu
     }
     if training.optimizer is not None:
         state, groups = optimizer_state(training.optimizer, view)
-        held |= view.optimizer_held(training.optimizer, state)
+        held |= view.optimizer_held(state)
         numbers = {name: {k: v for k, v in found.items() if not isinstance(v, Tensor)} for name, found in state.items()}
         values["optimizer"] = {"groups": groups, "state": {name: found for name, found in numbers.items() if found}}
     for word in ("loader", "scheduler"):
@@ -94,7 +98,7 @@ def capture(training: Training, extra: Mapping[str, Any] | None = None) -> Captu
         values["extra"] = dict(extra)
     tensors: dict[str, Tensor] = {}
     tree = packed(values, "values", tensors)
-    held |= {own(view.rank, name): of_tensor(local_part(tensor)) for name, tensor in tensors.items()}
+    held |= {own(view.rank, name): of_tensor(name, local_part(tensor)) for name, tensor in tensors.items()}
     return Captured(held, tree)
 
 
@@ -164,6 +168,11 @@ def load_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         mine = [view.names[id(param)] for param in group["params"]]
         options = _options_of(number, mine, groups)
+        options |= {
+            key: torch.full_like(value, options[key])
+            for key, value in group.items()
+            if isinstance(value, Tensor) and isinstance(options.get(key), float)  # a rate that is held as a tensor
+        }
         live.append(options | {"params": [index_of[name] for name in mine]})
         if "param_names" in group:
             live[-1]["param_names"] = group["param_names"]
@@ -190,11 +199,17 @@ def _options_of(number: int, names: list[str], groups: list[dict[str, Any]]) -> 
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Give a scheduler its saved state; JSON has no counters, so those are made again."""
+    """Give a scheduler its saved state; JSON has no counters, so those are made again, also in schedulers of it."""
+    _make_counters(scheduler, state)
+    scheduler.load_state_dict(state)
+
+
+def _make_counters(scheduler: Any, state: dict[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(getattr(scheduler, key, None), Counter):
             state[key] = Counter(value)
-    scheduler.load_state_dict(state)
+    for part, saved in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        _make_counters(part, saved)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.capture import Training
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.saving import save_training
+from phalanx.checkpoint.saving import save_training, whole_number
 from phalanx.checkpoint.stopping import StopEdge
-from phalanx.errors import ConfigError
 from phalanx.parallel.recipe.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -60,8 +59,7 @@ class Checkpointer:
         keep: int | None = 3,
         background: bool = True,
     ) -> None:
-        if every is not None and every < 1:
-            raise ConfigError(f"asked to save every {every} steps. Give at least 1.")
+        every, keep = whole_number("every", every, least=1), whole_number("keep", keep, least=1)
         self._training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
         self.folder = Path(folder)
         self.steps = 0

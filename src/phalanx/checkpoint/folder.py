@@ -25,7 +25,7 @@ def step_folder(parent: Path, step: int) -> Path:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is one checkpoint, whole or not, rather than a folder of checkpoints."""
-    return (folder / COMPLETE).exists() or _NAME.fullmatch(folder.name) is not None
+    return (folder / COMPLETE).exists() or (_NAME.fullmatch(folder.name) is not None and not present(folder))
 
 
 def present(parent: Path) -> dict[Path, Marker | str]:
@@ -52,8 +52,10 @@ def next_numbers(parent: Path) -> tuple[int, int]:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what saves left behind that did not end."""
+    """Remove what saves left behind that did not end; what a link leads to is somebody else's."""
     for folder, marker in present(parent).items():
+        if folder.is_symlink():
+            continue
         if isinstance(marker, Marker):
             clean(folder, marker.save)
         elif not (folder / COMPLETE).exists():
@@ -72,9 +74,12 @@ def clean(folder: Path, keep: str | None) -> None:
 
 
 def prune(parent: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep`."""
+    """Remove all checkpoints but the newest `keep`; of a link to one, only the link."""
     whole = [(folder, marker) for folder, marker in present(parent).items() if isinstance(marker, Marker)]
     for folder, _ in whole[keep:]:
+        if folder.is_symlink():
+            folder.unlink()
+            continue
         # Without its marker it is no checkpoint any more, should this end in between.
         (folder / COMPLETE).unlink()
         clean(folder, None)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
 from phalanx.checkpoint.boxes import Box
@@ -85,7 +84,7 @@ class ModelView:
             name = without_wrappers(key)
             if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
-            elif is_handle(value) or value.is_meta:
+            elif is_handle(value) or (value.is_meta and self._has_stages):
                 continue  # its rows are in a table; it is of a stage that other ranks hold
             elif id(value) in first:
                 self.aliases[name] = first[id(value)]
@@ -117,14 +116,8 @@ class ModelView:
     def held(self) -> Iterator[tuple[str, Held]]:
         """Yield the model's tensors by their names in a checkpoint."""
         for name, tensor in self.tensors.items():
-            if self._is_elsewhere(tensor):
-                continue
             is_param = isinstance(tensor, nn.Parameter)
             yield self.place(MODEL + name, tensor, self.placement(name), split=is_param)
-
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether other ranks hold a tensor: those of another stage do."""
-        return tensor.is_meta and self._has_stages
 
     def place(self, name: str, tensor: Tensor, placement: Placement, *, split: bool = True) -> tuple[str, Held]:
         """Return a tensor as this rank holds it, by its name in a checkpoint.
@@ -142,23 +135,21 @@ class ModelView:
                     'in the Plan (managed = "module"), or save without sharding.'
                 )
             return name, _of_dtensor(name, tensor, placement.slices)
-        if placement.is_apart:
-            name, split = own(self.rank, name), True
-        return name, of_tensor(tensor, placement.slices, split=split)
+        held = of_tensor(name, tensor, placement.slices, split=split or placement.is_apart)
+        return own(self.rank, name) if placement.is_apart else name, held
 
     def average_held(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
         """Yield the tensors of a running average of the model, which lie as the model's own do."""
         for name, tensor in shadow.items():
-            if name not in self.tensors or self._is_elsewhere(tensor):
+            if name not in self.tensors:
                 continue
             placement = self.placement(name)
             yield self.place(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
 
-    def optimizer_held(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[str, Held]]:
+    def optimizer_held(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Held]]:
         """Yield tensors of optimizer state by their names in a checkpoint.
 
         Args:
-            optimizer: The optimizer, for messages.
             state: By parameter name, by key.
         """
         for name, entries in state.items():
@@ -185,20 +176,20 @@ def own(rank: int, name: str) -> str:
     return f"{RANKS}{rank}/{name}"
 
 
-def of_tensor(tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, split: bool = True) -> Held:
+def of_tensor(name: str, tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, split: bool = True) -> Held:
     """Return a plain tensor as a part: all of it, or a slice that is lined up with those of other ranks.
 
     Raises:
-        ConfigError: If it has no plain memory.
+        ConfigError: If it has no plain memory, or a dtype that files do not have; names it.
     """
     data = tensor.detach()
     if data.layout is not torch.strided or data.is_quantized or data.is_meta:
         raise ConfigError(
-            f"a tensor of shape {list(data.shape)} is {'meta' if data.is_meta else data.layout}, and only dense ones "
-            "can be saved. Make it dense, or register it with persistent=False."
+            f"{name!r} of shape {list(data.shape)} is {'meta' if data.is_meta else data.layout}, and only dense "
+            "tensors can be saved. Make it dense, or register it with persistent=False."
         )
     shape = tuple(data.shape)
-    part = Part(dtype_name(data.dtype), data.dtype.itemsize, Box.whole(shape), shape, slices, split)
+    part = Part(dtype_name(name, data.dtype), data.dtype.itemsize, Box.whole(shape), shape, slices, split)
     return Held(data, part)
 
 
@@ -208,6 +199,6 @@ def _of_dtensor(name: str, tensor: DTensor, slices: tuple[tuple[int, int, int], 
     # What torch's own checkpoint planners ask a tensor: uneven and strided shards included.
     (chunk,) = tensor.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    part = Part(dtype_name(tensor.dtype), tensor.dtype.itemsize, box, tuple(tensor.shape), slices)
+    part = Part(dtype_name(name, tensor.dtype), tensor.dtype.itemsize, box, tuple(tensor.shape), slices)
     with torch.no_grad():
         return Held(tensor.to_local(), part)

@@ -91,7 +91,7 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -
         ranks = Ranks.meet("px.load", "weights")
         view = ModelView(training.model)
         layout = agree_on_layout(ranks, dict(view.held()), lambda _: None)
-        load_weights(source, view, layout)
+        load_weights(source, ranks, view, layout)
         return Loaded(Path("state dict" if isinstance(source, Mapping) else source))
     folder = Path(source)
     ranks = Ranks.meet("px.load", {"source": str(source), "into": training.words})
@@ -99,10 +99,10 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -
     if manifest is None:
         return None
     reader = Reader(manifest)
-    if manifest.tables and has_tables(training.model):
-        load_tables(manifest.folder / manifest.tables)
     restoring = Restoring(ranks, _with_kept_average(training, manifest), reader)
     restoring.check()
+    if manifest.tables and has_tables(training.model):
+        load_tables(manifest.folder / manifest.tables)
     ranks.decide("loaded", restoring.run, lambda _: None)
     if ranks.rank == 0:
         saved = manifest.world_size

@@ -82,6 +82,9 @@ class Manifest:
     """All of a checkpoint but the numbers in its tensors."""
 
     folder: Path
+    save: str
+    """Name of the save that wrote it, which no other has."""
+
     step: int
     world_size: int
     files: tuple[Written, ...]
@@ -187,6 +190,7 @@ def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Manifest:
         _require_plain(value["tables"])
     return Manifest(
         folder=folder,
+        save=marker.save,
         step=marker.step,
         world_size=value["world_size"],
         files=files,

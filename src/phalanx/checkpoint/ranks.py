@@ -166,7 +166,9 @@ def _as_ours(error: Exception) -> Exception:
     return BackendError(f"the file system did not take{where}: {error.strerror}. {do_this}.")
 
 
-_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or name another folder") | dict.fromkeys(
-    (errno.EACCES, errno.EPERM, errno.EROFS), "Let this user write there, or name another folder"
+_REMEDIES = (
+    {errno.ENOENT: "Name a folder that all hosts share"}
+    | dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or name another folder")
+    | dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Let this user write there, or name another folder")
 )
 """What to do about errors of the file system."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
@@ -18,6 +19,8 @@ from phalanx.checkpoint.names import require_same
 from phalanx.checkpoint.planning import Entry, Part, deal_out
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.read import Reader, saved_names
+from phalanx.checkpoint.tables import has_tables
+from phalanx.checkpoint.tensor_file import bytes_of
 from phalanx.data.seeding import seed_all
 from phalanx.errors import ConfigError
 from phalanx.parallel.kept_state import kept_state
@@ -101,10 +104,13 @@ class Restoring:
 
     def _require_state(self, said: list[list[str] | None]) -> None:
         folder = self.manifest.folder
-        if missing := [word for word in self.training.words if word != "model" and not self._has(word)]:
+        missing = [word for word in self.training.words if word != "model" and not self._has(word)]
+        if self.manifest.tables is None and has_tables(self.training.model):
+            missing.append("tables")
+        if missing:
             raise ConfigError(
-                f"{folder} holds no {' and no '.join(missing)}: it was saved without. Load it without too, and begin "
-                "with a new one."
+                f"{folder} holds no {' and no '.join(missing)}: it was saved without. Load what it holds, and "
+                "begin anew with the rest."
             )
         if self.training.optimizer is not None:
             wanted = {name for names in said for name in names or ()}
@@ -124,12 +130,12 @@ class Restoring:
     def _require_common_values(self) -> None:
         """Raise if state that is not cut over ranks was another one on every rank: which is this rank's?"""
         for word in ("loader", "scheduler"):
-            if word in self.training.words and len(self._distinct(word)) > 1:
+            if word in self.training.words and not self._is_common(word):
                 raise ConfigError(
                     f"the state of the {word} was another one on every rank, and {self.manifest.world_size} ranks "
                     f"saved it, not {self.ranks.world_size}. Load it with as many, or leave {word} out and begin anew."
                 )
-        if self._has("extra") and len(self._distinct("extra")) > 1:
+        if self._has("extra") and not self._is_common("extra"):
             logger.warning("extra was another on every rank that saved; all ranks get rank 0's")
 
     def run(self) -> None:
@@ -186,13 +192,21 @@ class Restoring:
 
     def _distinct(self, word: str) -> list[int]:
         """Return one saved rank for each different value of a word."""
-        seen: list[Any] = []
-        ranks = []
+        seen: dict[str, int] = {}
         for rank, tree in enumerate(self.manifest.values):
-            if tree[word] not in seen:
-                seen.append(tree[word])
-                ranks.append(rank)
-        return ranks
+            seen.setdefault(json.dumps(tree[word]), rank)
+        return list(seen.values())
+
+    def _is_common(self, word: str) -> bool:
+        """Return whether all saved ranks had the same value of a word, tensors in it included."""
+        first, tensors = own(0, f"values.{word}."), self.manifest.tensors
+        return len(self._distinct(word)) == 1 and all(
+            tensors[name].dtype == tensors[other].dtype
+            and bytes_of(self.reader.whole(name)) == bytes_of(self.reader.whole(other))
+            for name in tensors
+            if name.startswith(first)
+            for other in (own(rank, _common(name)) for rank in range(1, self.manifest.world_size))
+        )
 
     def _merged(self, word: str) -> dict[str, Any]:
         """Return a dict of which every rank may have had a part."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import operator
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +29,7 @@ from phalanx.checkpoint.tables import save_tables
 from phalanx.checkpoint.tensor_file import write_tensors
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.recipe.ema import EMA, kept_average
+from phalanx.ps.snapshot.durable import sync_directory
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -89,14 +92,11 @@ def save_training(
     keep: int | None,
 ) -> Path:
     """Do what `save` does, of objects that were checked. Collective."""
+    step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     background_saves.wait()
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
     ranks = Ranks.meet("px.save", terms)
-    if keep is not None and keep < 1:
-        raise ConfigError(f"asked to keep {keep} checkpoints. Keep at least 1.")
-    if step is not None and step < 0:
-        raise ConfigError(f"asked to save step {step}. Give 0 or more.")
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
     begun = _begin(ranks, Path(folder), step, training, extra)
@@ -109,6 +109,23 @@ def save_training(
     else:
         writing.run()
     return begun.path
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int | None:
+    """Return a count as a Python number, of whatever kind it is; None stays None.
+
+    Raises:
+        ConfigError: If it is no whole number, or less than allowed.
+    """
+    if value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"asked for {name}={value!r}. Give a whole number, {least} or more.")
+    return number
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,7 @@ def _begin(ranks: Ranks, parent: Path, step: int | None, training: Training, ext
         nonlocal digest
         captured.append(capture(training, extra))
         described = {name: held.part.to_json() for name, held in captured[0].held.items()}
-        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([ranks.world_size, described]).encode()).hexdigest()
         return [None if digest == _known.digest else described]
 
     def decide(said: list[Any]) -> dict[str, Any]:
@@ -156,7 +173,10 @@ def _begin(ranks: Ranks, parent: Path, step: int | None, training: Training, ext
                 if described is not None:
                     _known.by_rank[rank] = {name: Part.from_json(part) for name, part in described.items()}
         layout = deal_out(_known.by_rank) if is_new else None
+        made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            sync_directory(folder.parent)
         sweep(parent)
         sequence, following = next_numbers(parent)
         number = following if step is None else step
@@ -213,7 +233,8 @@ class Writing:
             raise  # whether it is complete is not known here; the next save sweeps up if it is not
         except Exception:
             if self._ranks.rank == 0:
-                sweep(self._begun.parent)
+                with contextlib.suppress(OSError):  # the next save sweeps again; why this one failed matters more
+                    sweep(self._begun.parent)
             raise
         if self._ranks.rank == 0:
             size = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -221,7 +242,9 @@ class Writing:
             logger.info("checkpoint %s: complete in %.2f s; rank 0 wrote %d bytes", self._begun.path, seconds, size)
 
     def _write(self) -> dict[str, Any]:
-        ready = {key: tensor.to("cpu").contiguous() for key, tensor in self._tensors.items()}
+        ready = {
+            key: tensor.to("cpu").resolve_conj().resolve_neg().contiguous() for key, tensor in self._tensors.items()
+        }
         written, begins = write_tensors(self._path, ready)
         pieces = [[name, box.offset, box.size, begin] for (name, box), begin in zip(self._boxes, begins, strict=True)]
         return {
@@ -242,12 +265,9 @@ class Writing:
         for rank, report in enumerate(said):
             for name, offset, size, begin in report["pieces"]:
                 pieces[name].append([rank, offset, size, begin])
-        unique: list[Any] = []
-        of_rank = []
-        for report in said:
-            if report["values"] not in unique:
-                unique.append(report["values"])
-            of_rank.append(unique.index(report["values"]))
+        # As text, in which 1 is not True, and NaN is itself.
+        texts = [json.dumps(report["values"]) for report in said]
+        unique = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         tables = f"tables-{begun.name}"
         write_manifest(
             begun.path,
@@ -258,7 +278,7 @@ class Writing:
                 "holds": self._words,
                 "files": [report["file"] for report in said],
                 "tensors": {name: [entry.dtype, entry.shape, pieces[name]] for name, entry in begun.layout.items()},
-                "values": {"unique": unique, "of_rank": of_rank},
+                "values": {"unique": [*map(json.loads, unique)], "of_rank": [unique[text] for text in texts]},
                 "tables": tables if (begun.path / tables).exists() else None,
             },
         )

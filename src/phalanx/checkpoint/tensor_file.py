@@ -98,14 +98,15 @@ class Slot:
     """Offset in the file."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in the format.
+def dtype_name(tensor: str, dtype: torch.dtype) -> str:
+    """Return the name in the format of a tensor's dtype.
 
     Raises:
-        ConfigError: If the format has no such dtype.
+        ConfigError: If the format has no such dtype; names the tensor.
     """
     if dtype not in _NAMES:
-        raise ConfigError(f"a tensor of {dtype} cannot be saved. Convert it to one of {', '.join(map(str, _NAMES))}.")
+        known = ", ".join(str(one).removeprefix("torch.") for one in _NAMES)
+        raise ConfigError(f"{tensor!r} is of {dtype}, which cannot be saved. Convert it to one of {known}.")
     return _NAMES[dtype]
 
 
@@ -135,7 +136,7 @@ def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[by
         dtype, shape = shapes[name]
         ends[name] = at
         at += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [ends[name], at]}
+        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [ends[name], at]}
     text = json.dumps({_METADATA: {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)

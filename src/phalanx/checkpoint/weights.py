@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.held import MODEL, ModelView
 from phalanx.checkpoint.names import require_same, stripped
 from phalanx.checkpoint.planning import Entry
+from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tensor_file import TensorFile
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.checkpoint")
 
 
-@torch.no_grad()
-def load_weights(source: str | Path | Mapping[str, Tensor], view: ModelView, layout: Mapping[str, Entry]) -> None:
-    """Copy whole tensors into a model, of which each rank takes what it holds. Not collective.
+def load_weights(
+    source: str | Path | Mapping[str, Tensor], ranks: Ranks, view: ModelView, layout: Mapping[str, Entry]
+) -> None:
+    """Copy whole tensors into a model, of which each rank takes what it holds.
+
+    Collective: nothing is changed unless the source fits on all ranks.
 
     Args:
         source: A safetensors file, or a state dict.
+        ranks: All ranks.
         view: The model.
         layout: How the ranks hold its tensors.
 
@@ -31,6 +37,17 @@ def load_weights(source: str | Path | Mapping[str, Tensor], view: ModelView, lay
         ConfigError: If the source is a pickle, holds other values than tensors, or other names or shapes.
         DataError: If the file is broken.
     """
+    found: list[tuple[Tensor, Tensor]] = []
+    ranks.decide("fits", lambda: found.extend(_parts(source, view, layout)), lambda _: None)
+    with torch.no_grad():
+        for mine, part in found:
+            mine.copy_(part)
+
+
+def _parts(
+    source: str | Path | Mapping[str, Tensor], view: ModelView, layout: Mapping[str, Entry]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield memory of the model, and the part of the source that belongs there."""
     where = "the state dict" if isinstance(source, Mapping) else str(source)
     found = _of_mapping(source) if isinstance(source, Mapping) else _of_file(Path(source))
     plain, prefixes = stripped(found, {_plain(name) for name in layout})
@@ -40,18 +57,14 @@ def load_weights(source: str | Path | Mapping[str, Tensor], view: ModelView, lay
         if alias in plain:
             plain.setdefault(name, plain.pop(alias))
     require_same("parameters and buffers", (_plain(name) for name in layout), plain, where)
-    held = dict(view.held())
-    for name in held:
+    for name, one in view.held():
         entry, tensor = layout[name], plain[_plain(name)]
         if tuple(tensor.shape) != entry.shape:
             raise ConfigError(
                 f"{where} does not fit: {name!r} has shape {list(tensor.shape)} there and {list(entry.shape)} in this "
                 "model. Build the model that was saved."
             )
-    for name, one in held.items():
-        box = layout[name].box_of(one.part)
-        tensor = plain[_plain(name)]
-        one.tensor.copy_(tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.size, strict=True))])
+        yield one.tensor, tensor[entry.box_of(one.part).within(Box.whole(entry.shape))]
 
 
 def _plain(name: str) -> str:
