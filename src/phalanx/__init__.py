@@ -28,6 +28,14 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.callbacks.base import Callback
+    from phalanx.train.callbacks.checkpoint import ModelCheckpoint
+    from phalanx.train.callbacks.early_stopping import EarlyStopping
+    from phalanx.train.callbacks.ema import EMACallback
+    from phalanx.train.callbacks.monitors import LossMonitor, TimeMonitor
+    from phalanx.train.callbacks.progress import ProgressBar
+    from phalanx.train.callbacks.records import CSVLogger, JSONLogger
+    from phalanx.train.callbacks.schedule import LearningRateSchedule
+    from phalanx.train.callbacks.tensorboard import TensorBoard
     from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
     from phalanx.train.metrics import accuracy, correct_at, global_mean
@@ -36,12 +44,22 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "CSVLogger": "phalanx.train.callbacks.records",
     "Callback": "phalanx.train.callbacks.base",
     "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
     "ModelParallelLinear": "phalanx.parallel.tensor.rows",
+    "EMACallback": "phalanx.train.callbacks.ema",
+    "EarlyStopping": "phalanx.train.callbacks.early_stopping",
+    "JSONLogger": "phalanx.train.callbacks.records",
+    "LearningRateSchedule": "phalanx.train.callbacks.schedule",
+    "LossMonitor": "phalanx.train.callbacks.monitors",
+    "ModelCheckpoint": "phalanx.train.callbacks.checkpoint",
+    "ProgressBar": "phalanx.train.callbacks.progress",
+    "TensorBoard": "phalanx.train.callbacks.tensorboard",
+    "TimeMonitor": "phalanx.train.callbacks.monitors",
     "EMA": "phalanx.parallel.recipe.ema",
     "Plan": "phalanx.plan.value",
     "accuracy": "phalanx.train.metrics",

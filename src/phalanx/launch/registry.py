@@ -116,13 +116,13 @@ def last_event(path: str) -> dict[str, Any]:
 
 
 def collect() -> list[dict[str, Any]]:
-    """Return every running job with its processes, each with its last step and loss."""
+    """Return every running job with its processes, each with its last step, loss and samples/s."""
     found = jobs()
     for job in found:
         job["age_s"] = round(time.time() - job["started"], 1)
         for process in job["processes"]:
             event = last_event(process["events"])
-            process["step"], process["loss"] = event.get("step"), event.get("loss")
+            process |= {name: event.get(name) for name in ("step", "loss", "samples_per_s")}
             process["alive"] = processes.start_ticks(process["pid"]) is not None
     return found
 
@@ -136,7 +136,7 @@ def render(listed: list[dict[str, Any]]) -> str:
         lines.append(
             f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
         )
-        lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}  log")
+        lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}  log")
         lines += [_row(process) for process in job["processes"]] or ["  starting"]
     return "\n".join(lines) + "\n"
 
@@ -144,7 +144,8 @@ def render(listed: list[dict[str, Any]]) -> str:
 def _row(process: dict[str, Any]) -> str:
     step = "-" if process["step"] is None else str(process["step"])
     loss = "-" if process["loss"] is None else f"{float(process['loss']):.5g}"
-    numbers = f"{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}"
+    speed = "-" if process["samples_per_s"] is None else f"{float(process['samples_per_s']):.5g}"
+    numbers = f"{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}{speed:>11}"
     return f"  {process['role']:<13}{numbers}  {process['log']}{'' if process['alive'] else ' (ended)'}"
 
 
@@ -157,6 +158,6 @@ def _age(seconds: float) -> str:
 @click.command(name="ps")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
 def command(as_json: bool) -> None:
-    """List the running jobs with their ranks, pids, step and loss."""
+    """List the running jobs with their ranks, pids, step, loss and speed."""
     listed = collect()
     sys.stdout.write(json.dumps(listed) + "\n" if as_json else render(listed))

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import torch
@@ -17,6 +18,8 @@ EVENTS_VARIABLE = "PHALANX_EVENTS_FILE"
 MIN_INTERVAL_S = 0.2
 """Reports closer together than this are counted, not written, so that reporting costs nothing per step."""
 
+Facts = Callable[[], Mapping[str, float | int | str]]
+
 
 class EventStream:
     """Appends events to one file; does nothing when there is no file to append to."""
@@ -25,6 +28,8 @@ class EventStream:
         self._file: TextIO | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115 (lives as long as the process)
         self._last_time = 0.0
         self._step = -1
+        self.facts: Facts | None = None
+        """Called for each event that is written: what else it holds."""
 
     def report(self, step: int | None = None, **values: float | int | str | torch.Tensor) -> bool:
         """Append one event; return whether it was written (False when too soon after the last, or nowhere to write)."""
@@ -37,6 +42,7 @@ class EventStream:
             "time": round(now, 3),
             "step": self._step,
             **{name: _plain(name, v) for name, v in values.items()},
+            **(self.facts() if self.facts is not None else {}),
         }
         self._file.write(json.dumps(event) + "\n")
         return True
@@ -76,10 +82,34 @@ def report(step: int | None = None, **values: float | int | str | torch.Tensor) 
     """
     if "loss" in values:
         tell_loss(torch.as_tensor(values["loss"]))
+    return _own().report(step, **values)
+
+
+def run_reports(facts: Facts | None) -> None:
+    """Let a run that reports its own steps take over: events hold its `facts` too, and steps report no more.
+
+    Args:
+        facts: Called for each event that is written; None ends it.
+    """
+    _own().facts = facts
+
+
+def report_step(step: int, loss: torch.Tensor) -> bool:
+    """Report a single step of `px.train_step`, unless a run reports them."""
+    stream = _own()
+    return stream.facts is None and stream.report(step, loss=loss)
+
+
+def report_run(step: int, loss: torch.Tensor) -> bool:
+    """Report a step of the run that called `run_reports`."""
+    return _own().report(step, loss=loss)
+
+
+def _own() -> EventStream:
     global _stream
     if _stream is None:
         _stream = EventStream(os.environ.get(EVENTS_VARIABLE))
-    return _stream.report(step, **values)
+    return _stream
 
 
 def _plain(name: str, value: Any) -> float | int | str:

@@ -21,7 +21,8 @@ from phalanx.parallel.apply import applied_to
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
-from phalanx.train.events import report, tell_loss
+from phalanx.train.cuda_graph import Captured
+from phalanx.train.events import report_step, tell_loss
 
 logger = logging.getLogger("phalanx.train")
 
@@ -60,7 +61,11 @@ class StepOutput(Mapping[str, Tensor]):
 
 
 class TrainStep:
-    """One optimizer step as one call; made by `train_step`."""
+    """One optimizer step as one call; made by `train_step`.
+
+    A `Model` also says how the model is called with the inputs (`call`), and whether forward and backward pass are
+    captured once as a CUDA graph and replayed (`captured`).
+    """
 
     def __init__(
         self,
@@ -69,8 +74,10 @@ class TrainStep:
         optimizer: Optimizer,
         fetch: Mapping[str, Fetch],
         compiled: bool,
+        call: Callable[[Any], Any] | None = None,
+        captured: bool = False,
     ) -> None:
-        self._model = model
+        self._call = call or model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         made = applied_to(model)
@@ -95,6 +102,7 @@ class TrainStep:
             keep_update_out_of_graph(optimizer)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
             self._keep_rates_variable()
+        self._backward = Captured(self._gradients, model.parameters()) if captured else self._gradients
 
     @property
     def forward_graphs(self) -> int:
@@ -121,12 +129,7 @@ class TrainStep:
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._pipeline is None:
-            loss, fetched = self._forward(inputs, target)
-            self._scaled(loss).backward()
-        else:
-            loss, fetched = self._pipeline.train(inputs, target, self._loss_fn, self._fetch, self._scaled)
+        loss, fetched = self._backward(inputs, target)
         tell_loss(loss)
         if self.compiled:
             self._keep_rates_variable()
@@ -143,8 +146,17 @@ class TrainStep:
         graphs = f"{self.forward_graphs} forward and {self.update_graphs} optimizer graphs, {hits} from the cache"
         return f"compiling {self.compile_s:.1f} s ({graphs}), {steady}"
 
+    def _gradients(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Leave the gradients of a batch in the parameters; return its loss and fetches."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._pipeline is not None:
+            return self._pipeline.train(inputs, target, self._loss_fn, self._fetch, self._scaled)
+        loss, fetched = self._forward(inputs, target)
+        self._scaled(loss).backward()
+        return loss, fetched
+
     def _compute(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        output = self._model(inputs)
+        output = self._call(inputs)
         with torch.no_grad():
             fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
         return self._loss_fn(output, target), fetched
@@ -174,7 +186,7 @@ class TrainStep:
         return inputs, target
 
     def _account(self, seconds: float, has_compiled: bool, loss: Tensor) -> None:
-        report(step=self.steps, loss=loss.detach())
+        report_step(self.steps, loss.detach())
         self.steps += 1
         if has_compiled:
             self.compile_s += seconds

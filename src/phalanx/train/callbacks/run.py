@@ -38,7 +38,9 @@ from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.recipe.ema import EMA
 from phalanx.parallel.step_gate import has_updated
+from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, names_of, read_callbacks
+from phalanx.train.callbacks.measure import Speed, memory
 from phalanx.train.metrics import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
@@ -78,6 +80,9 @@ class Run:
         self.step = 0
         """Updates of the parameters so far, over all epochs."""
 
+        self.batches = 0
+        """Batches of this pass so far."""
+
         self.samples = 0
         """Rows trained on so far, over all ranks."""
 
@@ -115,10 +120,16 @@ class Run:
         self._failure: tuple[str, Exception] | None = None
         self._reason: str | None = None
         self._edges = 0
+        self._speed = Speed()
+        self._device = here.device
         self._ranks = Ranks.meet("training", {"epochs": epochs, "callbacks": self._names, "sink": steps_in_sink})
         self._stop = StopEdge(self.rank, self.world_size, self._ranks.store, f"{self._ranks.prefix}/stop")
-        for callback in self.callbacks:
-            callback.setup(self)
+        try:
+            self._each("setup")
+            self._ranks.decide("setup", self._say, lambda _: None)
+        except BaseException:
+            self._stop.close()
+            raise
 
     # -- for callbacks ---------------------------------------------------------------------------------------------
 
@@ -192,6 +203,8 @@ class Run:
 
     def __enter__(self) -> Run:
         """Begin: `on_train_begin`."""
+        self._speed.restart(self.samples)
+        events.run_reports(self._facts)
         self._each("on_train_begin")
         return self
 
@@ -199,6 +212,7 @@ class Run:
         """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
         if self._edge() or self.stop_reason is not None or self.epoch >= self.epochs:
             return False
+        self.batches = self.loader.state_dict()["position"] // self.loader.global_batch
         self._each("on_epoch_begin")
         return True
 
@@ -210,6 +224,7 @@ class Run:
             share: The rows of this batch; those of the batch the loader handed out last when omitted.
         """
         self.loss, self._share = loss, share or context.current().batch
+        self.batches += 1
         self.samples += self._share.global_rows if self._share is not None else 0
         updated = has_updated(self.optimizer)
         if updated:
@@ -219,6 +234,8 @@ class Run:
 
     def end_step(self) -> bool:
         """End a step or sink: `on_step_end`; return whether training stops here."""
+        if self.loss is not None:
+            events.report_run(self.step - 1, self.loss)
         self._each("on_step_end")
         return self._edge()
 
@@ -251,11 +268,23 @@ class Run:
                 self._each("on_train_end")
                 self._ranks.decide("end", self._say, lambda _: None)
         finally:
+            events.run_reports(None)
             self._stop.close()
             for callback in self.callbacks:
                 callback.close()
         if kind is None and self.was_signalled:
             raise SystemExit(0)
+
+    def _facts(self) -> dict[str, float | int | str]:
+        """Return what an event of this run holds beside step and loss; samples/s are those of all ranks."""
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "samples_per_s": round(self._speed.rate(self.samples), 1),
+            **memory(self._device),
+            "train_s": round(self.train_s, 3),
+            "compile_s": round(self.compile_s, 3),
+        }
 
     # -- edges -----------------------------------------------------------------------------------------------------
 

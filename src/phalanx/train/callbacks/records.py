@@ -1,0 +1,144 @@
+"""`CSVLogger` and `JSONLogger`: the numbers of a run in a file, written by rank 0."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.train.callbacks.base import Callback
+from phalanx.train.callbacks.measure import Speed
+from phalanx.train.callbacks.pace import Pace
+from phalanx.train.callbacks.values import values_of
+
+if TYPE_CHECKING:  # a run has callbacks
+    from phalanx.train.callbacks.run import Run
+
+
+class Recorder(Callback):
+    """Collects the numbers of a run every so many steps and after each epoch, and hands them on, on rank 0.
+
+    Every row has epoch, step (from 0), samples, loss over all ranks, learning rate and samples/s of all ranks; the rows
+    of epochs have the metrics of the evaluation too.
+
+    Args:
+        every_steps: Updates from one row to the next beside those of epochs, in sink mode the ends of sinks that hold
+            one; rows of epochs only when omitted.
+    """
+
+    acts_last = True
+
+    def __init__(self, every_steps: int | None = None) -> None:
+        self._pace = Pace(every_steps, "every_steps")
+        self._speed = Speed()
+        self._written_at = -1
+
+    def on_train_begin(self, run: Run) -> None:
+        """Open what is written to."""
+        self._pace.restart(run.step)
+        self._speed.restart(run.samples)
+        self._written_at = -1
+        if run.rank == 0:
+            self.open(run)
+
+    def on_step_end(self, run: Run) -> None:
+        """Record a step that is due."""
+        if self._pace.is_due(run.step):
+            self._record(run, {})
+
+    def on_epoch_end(self, run: Run) -> None:
+        """Record the epoch."""
+        self._record(run, run.metrics)
+
+    def _record(self, run: Run, metrics: Any) -> None:
+        values = values_of(run, self._speed)  # on all ranks: it is collective
+        if run.rank == 0:
+            self.write({**values, **{f"eval/{name}": _plain(value) for name, value in metrics.items()}})
+
+    @abstractmethod
+    def open(self, run: Run) -> None:
+        """Open what is written to; on rank 0."""
+
+    @abstractmethod
+    def write(self, row: dict[str, Any]) -> None:
+        """Write one row; on rank 0."""
+
+
+class FileRecorder(Recorder):
+    """Records to one file: a new one, or the same one further when training was resumed."""
+
+    def __init__(self, path: str | Path, every_steps: int | None = None) -> None:
+        super().__init__(every_steps)
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def open(self, run: Run) -> None:
+        """Open the file; its folder is made if missing."""
+        if self.path.is_dir():
+            raise ConfigError(
+                f"{type(self).__name__} writes to a file, and {self.path} is a folder. Name a file in it."
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if run.resumed_from is None:
+            self.path.unlink(missing_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
+
+    @property
+    def file(self) -> TextIO:
+        """The open file."""
+        assert self._file is not None
+        return self._file
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JSONLogger(FileRecorder):
+    """Writes one JSON object a line to `path`: `{"epoch": 0, "step": 194, "loss": 1.997, "eval/acc1": 0.31, ...}`."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a line."""
+        finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.file.write(json.dumps(finite) + "\n")
+
+
+class CSVLogger(FileRecorder):
+    """Writes a table with a header to `path`, one row each time; a column that comes later is empty in rows before."""
+
+    def __init__(self, path: str | Path, every_steps: int | None = None) -> None:
+        super().__init__(path, every_steps)
+        self._columns: list[str] = []
+
+    def open(self, run: Run) -> None:
+        """Open the file, and read its header if there is one."""
+        super().open(run)
+        with self.path.open(encoding="utf-8", newline="") as file:
+            self._columns = next(csv.reader(file), [])
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row; write the table anew when it has new columns, which is seldom."""
+        if new := [name for name in row if name not in self._columns]:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            self._columns += new
+            self.file.seek(0)
+            self.file.truncate()
+            writer = csv.DictWriter(self.file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        csv.DictWriter(self.file, self._columns).writerow(row)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if isinstance(value, (int, float, str, list)) else str(value)
