@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.forwards import buffers_kept
 from phalanx.parallel.recipe.norms import local_part
 from phalanx.plan.memory import StateOf
 from phalanx.plan.shape import ModelShape
@@ -71,17 +72,14 @@ def activation_bytes(model: nn.Module, inputs: Sequence[Any]) -> int:
         inputs: Arguments of its forward pass.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     made = _Made((*model.parameters(), *model.buffers(), *leaves))
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(cards), torch.enable_grad(), made:
+    with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), made:
         outputs = model(*inputs)
     graph = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     del outputs
     kept = made.alive()
     graph.clear()
-    for buffer, value in before:
-        buffer.data.copy_(value)
     return kept
 
 

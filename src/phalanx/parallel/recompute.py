@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.errors import PlanError, did_you_mean
-from phalanx.parallel.forwards import Forward, wrap_forward
+from phalanx.parallel.forwards import Forward, buffers_kept, wrap_forward
 from phalanx.plan.value import ModuleRule, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -109,13 +109,8 @@ def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
 @contextmanager
 def _repeat(around: Context, module: nn.Module) -> Iterator[None]:
     """Compute again without moving the module's buffers again."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        with around:
-            yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)  # .data leaves the version counter alone: a graph may have saved the buffer
+    with buffers_kept(module), around:
+        yield
 
 
 def _kept() -> list[Any]:
