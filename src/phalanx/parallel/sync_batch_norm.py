@@ -6,6 +6,8 @@ through both over all ranks. Rows of a batch that does not count (`Context.batch
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,13 +32,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def of(cls, layer: _BatchNorm, context: Context, group: Group, is_weighed: bool) -> SyncBatchNorm:
-        """Return a layer with the same parameters and buffers, the same objects."""
-        made = cls(
-            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
-        )
-        made._parameters, made._buffers = layer._parameters, layer._buffers
+        """Return a layer with the same parameters, buffers and hooks, the same objects."""
+        made = cls.__new__(cls)
+        made.__dict__.update(layer.__dict__)
         made._context, made._group, made._is_weighed = context, group, is_weighed
-        made.train(layer.training)
         return made
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -107,14 +106,25 @@ def synchronise(model: nn.Module, context: Context, group: Group, *, is_weighed:
 
     Returns:
         How many were replaced.
+
+    Raises:
+        ConfigError: If one of them computes something else too, which would be lost.
     """
-    replaced = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
-                setattr(parent, name, SyncBatchNorm.of(child, context, group, is_weighed))
-                replaced += 1
-    return replaced
+    found = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if name and _is_local(layer)}
+    for name, layer in found.items():
+        if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) or "forward" in layer.__dict__:
+            raise ConfigError(
+                f"sync_batch_norm cannot stand in for {name!r}: {type(layer).__name__} has a forward pass of its own. "
+                "Build the model with a torch batch normalisation and what follows it as a layer of its own."
+            )
+    made = {layer: SyncBatchNorm.of(layer, context, group, is_weighed) for layer in found.values()}
+    for name, layer in found.items():
+        model.set_submodule(name, made[layer])
+    return len(made)
+
+
+def _is_local(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
 
 
 def keep_out_of_graph() -> None:
