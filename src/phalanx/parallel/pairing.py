@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied
 from phalanx.parallel.kept_state import keep_state
 from phalanx.parallel.rebind import rebind
@@ -40,6 +41,9 @@ def pair(
         made: What was made of it.
         strategy: Says the recipe.
         quiet: Makes a block in which the model's backward passes do not reduce.
+
+    Raises:
+        ConfigError: If a setting asks for one model to each optimizer, and this is the optimizer's second.
     """
     rebind(optimizer)
     known = _paired.setdefault(optimizer, weakref.WeakSet())
@@ -47,6 +51,11 @@ def pair(
     if model in known or not any(id(param) in params for param in model.parameters()):
         return
     is_first = not known
+    if not is_first and (made.plan.step.accumulate > 1 or made.plan.step.scaler is not None):
+        raise ConfigError(
+            "one optimizer trains two distributed models, which gradient_merge and float16 do not take. Distribute one "
+            "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
+        )
     known.add(model)
     _follow_plan(optimizer, model, made, quiet)
     if is_first:
