@@ -27,6 +27,11 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.tensor.vocab import vocab_cross_entropy
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
+    from phalanx.train.auto_context import (
+        get_auto_parallel_context,
+        reset_auto_parallel_context,
+        set_auto_parallel_context,
+    )
     from phalanx.train.callbacks.base import Callback
     from phalanx.train.callbacks.checkpoint import ModelCheckpoint
     from phalanx.train.callbacks.early_stopping import EarlyStopping
@@ -38,7 +43,10 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.callbacks.tensorboard import TensorBoard
     from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
+    from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand
     from phalanx.train.metrics import accuracy, correct_at, global_mean
+    from phalanx.train.model import Model
+    from phalanx.train.modes import ParallelMode
     from phalanx.train.step import train_step
 
 __version__ = "0.1.0.dev0"
@@ -50,6 +58,7 @@ _HOMES = {
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
+    "Model": "phalanx.train.model",
     "ModelParallelLinear": "phalanx.parallel.tensor.rows",
     "EMACallback": "phalanx.train.callbacks.ema",
     "EarlyStopping": "phalanx.train.callbacks.early_stopping",
@@ -61,7 +70,9 @@ _HOMES = {
     "TensorBoard": "phalanx.train.callbacks.tensorboard",
     "TimeMonitor": "phalanx.train.callbacks.monitors",
     "EMA": "phalanx.parallel.recipe.ema",
+    "ParallelMode": "phalanx.train.modes",
     "Plan": "phalanx.plan.value",
+    "SoftmaxCrossEntropyExpand": "phalanx.train.expanded_loss",
     "accuracy": "phalanx.train.metrics",
     "apply": "phalanx.parallel.apply",
     "clip_grad_norm_": "phalanx.parallel.recipe.clip",
@@ -72,6 +83,7 @@ _HOMES = {
     "evaluate": "phalanx.train.evaluate",
     "explain": "phalanx.parallel.apply",
     "follow_updates": "phalanx.parallel.step_gate",
+    "get_auto_parallel_context": "phalanx.train.auto_context",
     "export_onnx": "phalanx.checkpoint.export",
     "export_program": "phalanx.checkpoint.export",
     "export_state_dict": "phalanx.checkpoint.export",
@@ -80,7 +92,9 @@ _HOMES = {
     "load": "phalanx.checkpoint.loading",
     "no_sync": "phalanx.parallel.distribute",
     "report": "phalanx.train.events",
+    "reset_auto_parallel_context": "phalanx.train.auto_context",
     "save": "phalanx.checkpoint.saving",
+    "set_auto_parallel_context": "phalanx.train.auto_context",
     "shard": "phalanx.parallel.tensor.mark",
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step",

@@ -120,6 +120,11 @@ def told(model: nn.Module) -> dict[str, str]:
     }
 
 
+def set_aside(model: nn.Module) -> list[str]:
+    """Forget what `shard` was told of this model; return the names of the modules. Before it is distributed."""
+    return [one.module for asked in _asked.pop(model, ()) for one in asked.styled]
+
+
 def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
     """Say of each `ModelParallelLinear` over all ranks how it is cut, for checkpoints and explanations."""
     if len(plan.step.batch_axes) != 1:

@@ -1,0 +1,94 @@
+"""Distribute a Model's parts when they are first used: what `px.distribute` does, in the mode that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.comm.context import Context
+from phalanx.data.loader import ShardedLoader
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, use_strategy
+from phalanx.parallel.watch import assembly
+from phalanx.plan.files import load_plan, save_plan
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy
+from phalanx.train.auto_context import auto_context
+from phalanx.train.mode_rules import require_cuts, strategy_in
+from phalanx.train.modes import ParallelMode
+
+
+def one_pass(data: Any) -> Any:
+    """Return data of which an epoch is one pass: a pipeline without its `repeat`."""
+    shortened = getattr(data, "one_pass", None)
+    return data if shortened is None else shortened()
+
+
+def training_loader(data: Any, options: dict[str, Any]) -> ShardedLoader:
+    """Return the loader over the data, once all ranks agree on it. Collective.
+
+    Args:
+        data: Anything `ShardedLoader` takes.
+        options: Those of `px.distribute`.
+
+    Raises:
+        ConfigError: If it cannot load; on all ranks.
+    """
+    global_batch = options.pop("global_batch", None)
+    loader = agreed_loader(one_pass(data), global_batch, options)
+    assert loader is not None
+    assembly.loader = loader
+    return loader
+
+
+def distribute_net(
+    net: nn.Module,
+    here: Context,
+    mode: ParallelMode | None,
+    strategy: DistributedStrategy | None,
+    plan: Plan | None,
+) -> None:
+    """Distribute a net, unless it is distributed already. Collective.
+
+    Raises:
+        ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and
+            `set_auto_parallel_context` contradict each other.
+    """
+    if applied_to(net) is not None:
+        if strategy is not None or plan is not None:
+            raise ConfigError(
+                "Model was given a net that is distributed already, and a strategy or plan for it. Give these to the "
+                "call that distributes it."
+            )
+        return
+    read_file = auto_context.strategy_ckpt_load_file
+    if read_file is not None:
+        if plan is not None or strategy is not None:
+            raise ConfigError(
+                f"set_auto_parallel_context says strategy_ckpt_load_file={str(read_file)!r}, and Model was given "
+                "another strategy or plan. Say one of them."
+            )
+        plan = load_plan(read_file)
+    if plan is None:
+        chosen = strategy_in(mode, strategy, net)
+        require_cuts(mode, chosen, net, here.world_size)
+        use_strategy(chosen)
+    elif auto_context.applied_to(DistributedStrategy()) != DistributedStrategy():
+        raise ConfigError(
+            "set_auto_parallel_context says how gradients or parameters are handled, and so does the Plan. Leave these "
+            "settings out of it."
+        )
+    add_model(net, plan)
+    made = applied_to(net)
+    if auto_context.strategy_ckpt_save_file is not None and here.rank == 0 and made is not None:
+        save_plan(made.plan, auto_context.strategy_ckpt_save_file)
+
+
+def distribute_optimizer(optimizer: Optimizer, loader: ShardedLoader) -> None:
+    """Distribute an optimizer, unless it is distributed already, and say what the ranks train with. Collective."""
+    if optimizer not in assembly.optimizers:
+        add_optimizer(optimizer)
+        announce(optimizer, loader)

@@ -1,0 +1,134 @@
+"""What a `Model` makes of a batch and of a loss function: inputs and target, and one number."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""Columns that are the target of a batch by column, wherever they stand."""
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+_TAKES_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def inputs_and_target(batch: Any, *, has_target: bool = True) -> tuple[tuple[Any, ...], Any]:
+    """Return a batch as the net's inputs and the loss's target.
+
+    The target is the last column; in a dictionary the one named `label`, `labels`, `target`, `targets` or `y`, where
+    there is exactly one of these. The others are inputs, in their order.
+
+    Args:
+        batch: A tuple, list or dictionary of columns, or a tensor.
+        has_target: Whether one of the columns is the target; else all are inputs, and the target is None.
+
+    Raises:
+        ConfigError: If there are too few columns.
+    """
+    if not has_target:
+        return tuple(_columns(batch).values()), None
+    columns = _columns(batch)
+    if len(columns) < 2:
+        found = f"a {type(batch).__name__} of {len(columns)} column{'s' * (len(columns) != 1)}"
+        raise ConfigError(
+            f"Model takes batches (input, ..., target), found {found}. Let the data yield the target too, or leave "
+            "loss_fn out if the net returns its own loss."
+        )
+    named = [name for name in columns if name in TARGETS]
+    target = named[0] if len(named) == 1 else list(columns)[-1]
+    return tuple(value for name, value in columns.items() if name != target), columns[target]
+
+
+def inputs_of(batch: Any) -> tuple[Any, ...]:
+    """Return the net's inputs of a batch that may hold a target too: all columns but that, or the only one."""
+    return inputs_and_target(batch, has_target=len(_columns(batch)) > 1)[0]
+
+
+def _columns(batch: Any) -> dict[Any, Any]:
+    if isinstance(batch, dict):
+        return batch
+    return dict(enumerate(batch)) if isinstance(batch, tuple | list) else {0: batch}
+
+
+def check_call(net: nn.Module, inputs: tuple[Any, ...], *, has_target: bool) -> None:
+    """Raise unless the net can be called with this many inputs.
+
+    Raises:
+        ConfigError: If it cannot; says what it takes and what the batch has.
+    """
+    takes = inspect.signature(net.forward)
+    if _binds(takes, len(inputs)):
+        return
+    rest = "the last, or the one called label, is the target" if has_target else "without loss_fn all are inputs"
+    raise ConfigError(
+        f"{type(net).__name__} takes {takes}, and the batch has {len(inputs) + has_target} columns, of which {rest}. "
+        "Let the data yield what the net takes."
+    )
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raise unless this is a function of (output, target).
+
+    Raises:
+        ConfigError: If it is a class, no function, or takes something else.
+    """
+    if isinstance(loss_fn, type):
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}. Make one: {loss_fn.__name__}().")
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is a function of (output, target), found {type(loss_fn).__name__}.")
+    try:
+        takes = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except ValueError:  # some functions written in C do not tell
+        return
+    if not _binds(takes, 2):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise ConfigError(f"loss_fn is called as loss_fn(output, target), and {name} takes {takes}. Wrap it.")
+
+
+def _binds(takes: inspect.Signature, count: int) -> bool:
+    try:
+        takes.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+class MeanLoss:
+    """A loss function as one step takes it: one number for a batch.
+
+    Torch's cross entropy wants classes as int64 of shape (N,); here (N, 1) and other whole-number types will do.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        self._takes_classes = isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the loss, no dimensions."""
+        if self._takes_classes and isinstance(output, Tensor) and isinstance(target, Tensor):
+            target = _as_classes(output, target)
+        loss = self.loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"loss_fn returned {found}. Return the mean over the rows of the batch: one element.")
+        return loss.reshape(())
+
+
+def own_loss(output: Any, _target: Any) -> Any:
+    """Return what a net without a loss function returned: its loss."""
+    return output
+
+
+def _as_classes(output: Tensor, target: Tensor) -> Tensor:
+    is_whole = not target.is_floating_point() and target.dtype is not torch.bool
+    if is_whole and output.dim() == 2 and target.shape in ((len(output),), (len(output), 1)):
+        return target.reshape(-1).long()
+    return target

@@ -1,0 +1,310 @@
+"""`Model`: a net, its loss and its optimizer, trained, evaluated and used with one call each.
+
+It is `px.distribute`, `px.train_step`, `ShardedLoader` and `px.evaluate` in the usual order; there is no other engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.comm import context
+from phalanx.data.device import moved
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.distribute import join
+from phalanx.parallel.tensor.cut import Cut
+from phalanx.parallel.tensor.mappings import gather_from
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy, check_strategy
+from phalanx.train.assemble import distribute_net, distribute_optimizer, one_pass, training_loader
+from phalanx.train.auto_context import close_context
+from phalanx.train.batches import LossFunction, MeanLoss, check_call, check_loss, inputs_and_target, inputs_of, own_loss
+from phalanx.train.callbacks.base import Callback
+from phalanx.train.callbacks.run import Run
+from phalanx.train.evaluate import Metric, evaluate, evaluation_mode
+from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
+from phalanx.train.mode_rules import check_ranks, read_mode
+from phalanx.train.modes import ParallelMode
+from phalanx.train.predict import outputs_in_order, rows_in_order
+from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
+from phalanx.train.step import TrainStep
+
+Metrics = Iterable[str | Metric] | Mapping[str, str | Metric]
+
+
+class Model:
+    """A net with what trains it.
+
+        model = px.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.1), metrics=["acc1"])
+        model.train(10, dataset, callbacks=[px.LossMonitor()], global_batch=256)
+        print(model.eval(test_set))
+
+    The same script runs as one process and on any number of ranks (`phalanx run -n 2`); at equal global batches losses
+    are equal. Nothing is distributed before the first `train`, `eval` or `predict`, which are collective: every rank
+    makes the same Model and calls the same methods in the same order. The net, which may be distributed already, and
+    the optimizer stay the same objects.
+
+    Args:
+        net: A module. Called with the inputs of a batch: all columns but the target, which is the last, or in a
+            dictionary the one called `label`, `labels`, `target`, `targets` or `y`.
+        loss_fn: A function of (output, target) to the mean over the rows. When None the net takes all columns and
+            returns its loss.
+        optimizer: Any torch optimizer over the net's parameters; None for a Model that only evaluates.
+        metrics: What `eval` computes beside the loss, as `px.evaluate` takes it.
+        strategy: How it trains on several ranks.
+        plan: A Plan instead of a strategy.
+        parallel_mode: The mode, if not said by `set_auto_parallel_context`; whatever the ranks and the strategy say
+            when None.
+        compiled: Whether steps are compiled; as the strategy says (`graph`) when None.
+
+    Raises:
+        ConfigError: If one of these is of another kind, or they contradict each other.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss_fn: LossFunction | None = None,
+        optimizer: Optimizer | None = None,
+        metrics: Metrics | None = None,
+        *,
+        strategy: DistributedStrategy | None = None,
+        plan: Plan | None = None,
+        parallel_mode: ParallelMode | str | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        _check_parts(net, loss_fn, optimizer)
+        if plan is not None and strategy is not None:
+            raise ConfigError("Model takes a strategy or a plan, found both: a strategy makes a plan. Leave one out.")
+        self.net = net
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.metrics = metrics
+        self.parallel_mode = read_mode(parallel_mode)
+        self._strategy = None if strategy is None else check_strategy(strategy)
+        self._plan = plan
+        self._compiled = compiled
+        self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
+        self._is_distributed = False
+        self._steps: dict[tuple[int, bool], TrainStep] = {}
+        """By number of inputs, and whether it is captured."""
+
+        close_context(self)
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Callback | Iterable[Callback] | None = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        *,
+        valid_dataset: Any = None,
+        resume: str | Path | None = None,
+        **loader_options: Any,
+    ) -> Run:
+        """Train for a number of passes over the data. Collective.
+
+        Args:
+            epoch: Passes over the data, whatever its `repeat` says; of the whole training when it is resumed.
+            train_dataset: A data pipeline, `ShardedLoader`, torch Dataset or DataLoader, or tuple of tensors.
+            callbacks: What happens at the edges of steps, sinks and epochs.
+            dataset_sink_mode: Whether several steps run for one look of the host: callbacks act once a sink, and on one
+                CUDA device forward and backward pass are one CUDA graph. Losses are the same.
+            sink_size: Steps of a sink; -1 for a whole epoch. The last of an epoch may be shorter.
+            valid_dataset: Evaluated after each epoch; callbacks find the result as `run.metrics`.
+            resume: A folder of `px.ModelCheckpoint`: go on from the newest checkpoint there, with the batch after the
+                last that was trained on; from the start where there is none.
+            **loader_options: As `px.distribute` takes them: `global_batch`, `batch_size`, `shuffle`, `seed`, ...
+
+        Returns:
+            The run: its last loss, metrics, number of steps, and why it stopped.
+
+        Raises:
+            ConfigError: If something cannot work; on all ranks, before training starts.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
+            raise ConfigError(
+                f"Model.train takes a number of passes over the data first, found {epoch!r}. Give 1 or more."
+            )
+        if self.optimizer is None:
+            raise ConfigError("Model.train needs an optimizer, and this Model was made without. Give it to Model.")
+        if train_dataset is None:
+            raise ConfigError("Model.train needs data, found None.")
+        self._join("Model.train")
+        loader = training_loader(train_dataset, loader_options)
+        sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
+        if dataset_sink_mode:
+            check_sinkable(self.net)
+        self._distribute()
+        distribute_optimizer(self.optimizer, loader)
+        run = Run(
+            model=self.net,
+            optimizer=self.optimizer,
+            loader=loader,
+            epochs=epoch,
+            callbacks=callbacks,
+            steps_in_sink=sink,
+        )
+        if resume is not None:
+            run.resume(resume)
+        if not self.net.training:
+            self.net.train()
+        with run:
+            while run.begin_epoch():
+                if train_epoch(run, sink, partial(self._train_on, run, dataset_sink_mode)):
+                    break
+                if valid_dataset is not None:
+                    with run.evaluating():
+                        metrics = self.eval(valid_dataset)
+                    run.end_evaluation(metrics)
+                run.end_epoch()
+        return run
+
+    fit = train
+
+    def eval(
+        self,
+        dataset: Any,
+        metrics: Metrics | None = None,
+        dataset_sink_mode: bool = False,
+        *,
+        batch_size: int | None = None,
+    ) -> dict[str, float]:
+        """Return the loss and each metric over all rows of the data, exact on any number of ranks. Collective.
+
+        Args:
+            dataset: Anything `train` takes. Every row counts once.
+            metrics: What to compute; the Model's when None.
+            dataset_sink_mode: Accepted: an evaluation never looks at values before its end.
+            batch_size: Rows per rank; the data's own, or 64 when None.
+
+        Raises:
+            ConfigError: If there is nothing to compute, or the data does not fit.
+        """
+        chosen = metrics if metrics is not None else (self.metrics if self.metrics is not None else ())
+        if self.loss_fn is None and not chosen:
+            raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
+        self._join("Model.eval")
+        self._distribute()
+        loss = None if self.loss_fn is None else self._whole_loss()
+        return evaluate(
+            self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size, forward=self._output_and_target
+        )
+
+    def predict(self, *data: Any, batch_size: int | None = None) -> Any:
+        """Return what the net gives, in evaluation mode and without gradients. Collective.
+
+        Args:
+            *data: The inputs of one batch, as tensors or arrays: each rank gets its own outputs, on its device. Or data
+                as `train` takes it, whose targets are left aside: every rank gets the outputs of all rows, in the order
+                of the data, on the CPU.
+            batch_size: Rows per rank for the latter; the data's own, or 64 when None.
+
+        Raises:
+            ConfigError: If the data has an order of its own.
+        """
+        here = self._join("Model.predict")
+        self._distribute()
+        with evaluation_mode(self.net), torch.no_grad():
+            if data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+                return self._output(tuple(moved(torch.as_tensor(part), here.device) for part in data))
+            if len(data) != 1:
+                kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
+                raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
+            loader = rows_in_order(one_pass(data[0]), batch_size)
+            return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch)))
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _join(self, verb: str) -> context.Context:
+        here = join(verb)
+        check_ranks(self.parallel_mode, here.role)
+        return here
+
+    def _distribute(self) -> None:
+        if self._is_distributed:
+            return
+        here = context.current()
+        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(here.device)
+        if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
+            self.loss_fn.cut = cut_of_logits(self.net)
+        self._is_distributed = True
+
+    def _train_on(self, run: Run, is_sink: bool, batch: Any) -> bool:
+        """Take one step; return whether the parameters were updated."""
+        inputs, target = inputs_and_target(batch, has_target=self.loss_fn is not None)
+        step = self._step(inputs, is_sink)
+        before = step.train_s, step.compile_s
+        loss = step(inputs[0] if len(inputs) == 1 else inputs, target).loss
+        run.train_s += step.train_s - before[0]
+        run.compile_s += step.compile_s - before[1]
+        return run.batch_done(loss)
+
+    def _step(self, inputs: tuple[Any, ...], is_sink: bool) -> TrainStep:
+        if (found := self._steps.get((len(inputs), is_sink))) is not None:
+            return found
+        check_call(self.net, inputs, has_target=self.loss_fn is not None)
+        made = applied_to(self.net)
+        assert made is not None
+        assert self.optimizer is not None
+        if made.pipeline is not None and len(inputs) > 1:
+            raise ConfigError(
+                f"A model cut into stages takes one input, and the batch has {len(inputs)}. Stack them, or train it "
+                "without stages."
+            )
+        compiled = made.plan.step.compiled if self._compiled is None else self._compiled
+        step = TrainStep(
+            self.net,
+            self._loss,
+            self.optimizer,
+            {},
+            compiled,
+            call=None if len(inputs) == 1 else lambda several: self.net(*several),
+            captured=is_sink and can_capture(self.net, context.current(), compiled=compiled),
+        )
+        self._steps[len(inputs), is_sink] = step
+        return step
+
+    def _output(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the net's output, put together where its logits are cut over ranks."""
+        output = self.net(*inputs)
+        cut = self._cut()
+        return output if cut is None else gather_from(output, output.dim() - 1, cut)
+
+    def _output_and_target(self, _net: nn.Module, batch: Any) -> tuple[Any, Any]:
+        inputs, target = inputs_and_target(batch)
+        return self._output(inputs), target
+
+    def _cut(self) -> Cut | None:
+        return self.loss_fn.cut if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) else None
+
+    def _whole_loss(self) -> LossFunction:
+        """Return the loss of whole logits."""
+        if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.cut is not None:
+            return SoftmaxCrossEntropyExpand(self.loss_fn.sparse)
+        return self._loss
+
+
+def _check_parts(net: object, loss_fn: object, optimizer: object) -> None:
+    if isinstance(net, type):
+        raise ConfigError(f"Model takes a net first, found the class {net.__name__}. Make one: {net.__name__}().")
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"Model takes a torch.nn.Module first, found {type(net).__name__}.")
+    if loss_fn is not None:
+        check_loss(loss_fn)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigError(
+            f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
+        )
