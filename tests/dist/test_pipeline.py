@@ -72,6 +72,7 @@ def errors() -> dict[str, str]:
         "inputs": lambda: model.eval()(inputs, inputs),
         "rows": lambda: step(inputs, target[:5]),
         "numbers": lambda: step(inputs, 3.0 * torch.ones(())),
+        "nothing": lambda: step(inputs[:0], target[:0]),
     }
     plans = {
         "shared": (Tied, case_of(Tied, {"first": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "head": 1})),
@@ -91,11 +92,22 @@ def errors() -> dict[str, str]:
         with pytest.raises(PlanError) as refused:
             px.distribute(build().double(), plan=broken.plan())
         found[name] = str(refused.value)
+    found["other rows"] = other_rows()
     other = HandsOn().double()
     px.distribute(other, plan=case_of(HandsOn, {"0": 0, "1": 1}).plan())
     with pytest.raises((PlanError, PeerLostError)) as late, torch.no_grad():
         other(inputs)
     return found | {"object": str(late.value)}
+
+
+def other_rows() -> str:
+    """Train stages on rows that differ."""
+    model, optimizer, (inputs, target) = made(TWO["glue"])
+    px.distribute(model, optimizer, plan=TWO["glue"].plan())
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    with pytest.raises(ConfigError) as error:
+        step(inputs + px.current().rank, target)
+    return str(error.value)
 
 
 def case_of(build: type[nn.Module], stages: dict[str, int]) -> Case:
@@ -144,6 +156,8 @@ def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
         assert "takes 1 inputs, those without a default; found 2" in found["inputs"]
         assert "cuts batches by rows, along dim 0 of inputs and targets; found sizes [(5,), (24,)]" in found["rows"]
         assert "found sizes [(), (24,)]" in found["numbers"]
+        assert "found sizes [(0,)]. Give all tensors of a batch the same rows, at least one" in found["nothing"]
+        assert "ranks along axis 'stage' hold the model together and must read the same rows" in found["other rows"]
         assert re.match(
             r"'blocks.0.weight' of stage 0 and 'blocks.2.weight' of stage 1 are one parameter", found["shared"]
         )
@@ -152,6 +166,58 @@ def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
         assert "modules[haed].stage: the model has no such module. Did you mean 'head'?" in found["unit"]
         assert "2 ranks with 1 each need stages 0 to 1" in found["stages"]
         assert "the schedule 'gpipe' with virtual=2 stages of each rank" in found["kind"]
+
+
+class Shares(Glued):
+    """Two layers of one stage share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight = self.blocks[0].weight
+
+
+def thawed(model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], data: tuple[Tensor, Tensor]) -> list[float]:
+    """Train with the first stage frozen, then with all of it."""
+    model.blocks.requires_grad_(False)
+    losses = [step(*data).item()]
+    model.blocks.requires_grad_(True)
+    return losses + [step(*data).item() for _ in range(3)]
+
+
+def changes() -> dict[str, Any]:
+    """Change what is trained, then go on after a loss that raised, which only the last stage computes."""
+    px.init()
+    case = case_of(Shares, GLUED2)
+    model, optimizer, data = made(case)
+    px.distribute(model, optimizer, plan=case.plan())
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    losses = thawed(model, lambda inputs, target: step(inputs, target).loss, data)
+    failing = px.train_step(model, no_loss, optimizer)
+    with pytest.raises((ZeroDivisionError, PeerLostError)):
+        failing(*data)
+    with pytest.raises(ConfigError, match="an error ended a step halfway, and the other stages still wait"):
+        step(*data)
+    return {"losses": losses, "names": [name for name, _ in model.named_parameters()]}
+
+
+def no_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def test_what_is_trained_may_change_and_an_error_halfway_is_not_passed_over():
+    model, optimizer, data = made(case_of(Shares, GLUED2))
+
+    def step(inputs: Tensor, target: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    expected = thawed(model, step, data)
+    for found in run_ranks(changes, 2):
+        assert found["losses"] == pytest.approx(expected, abs=1e-12)
+        assert found["names"] == [name for name, _ in model.named_parameters()]
 
 
 def by_strategy(settings: dict[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_a_layer_that_holds_its_shard_takes_the_step_of_the_whole_layer(
 
 def test_ranks_that_hold_layers_together_are_told_when_they_read_other_rows(ranks: list[dict[str, Any]]):
     for found in ranks:
-        assert "ranks along axis 'model' hold layers together and must read the same rows" in found["rows apart"]
+        assert "ranks along axis 'model' hold the model together and must read the same rows" in found["rows apart"]
         streams, apart = (line for line in found["told"] if line.startswith(("ranks along", "parameters that")))
         assert "their random streams differ: they would drop different units" in streams
         assert "hold whole have come apart: block.head_norm.weight, block.head_norm.bias. Their gradients" in apart

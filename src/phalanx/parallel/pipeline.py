@@ -13,27 +13,29 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import transfers
 from phalanx.comm.context import Context
-from phalanx.errors import ConfigError, PlanError
+from phalanx.errors import ConfigError
 from phalanx.parallel import pipeline_values
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import note_stages
 from phalanx.parallel.forwards import Forward, wrap_forward
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline_batch import Batch, LossFunction, rows_of, split
+from phalanx.parallel.pipeline_place import check_not_shared, let_go
 from phalanx.parallel.pipeline_schedule import Route, Stage, flow, microbatches_of, schedule_for
 from phalanx.parallel.pipeline_trace import Recorded, owner_stages, record
 from phalanx.parallel.pipeline_values import pack, unpack
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import row_weight
+from phalanx.parallel.tensor.same_rows import SameRows
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import Plan
 
@@ -62,17 +64,19 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
     """
     along = (STAGE_AXIS,)
     route = Route(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
+    alike = [axis.name for axis in mesh.position.axes if axis.name not in mesh.batch_axes and axis.size > 1]
+    checks = [SameRows(axis, mesh.group((axis,)), holds_layers=axis != STAGE_AXIS) for axis in alike]
     stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
     recorded = record(model, stages, route.count)
     owners = owner_stages(model, recorded, stages)
-    _check_not_shared(model, owners)
+    check_not_shared(model, owners)
     before = dict(model.named_parameters())
-    _let_go(model, [name for name, stage in owners.items() if stage not in route.mine])
+    let_go(model, [name for name, stage in owners.items() if stage not in route.mine])
     after = dict(model.named_parameters())
     replaced.note(before, after)
     for param in after.values():
         note_stages(param, route.group)
-    pipeline = Pipeline(plan, model, route, stages, recorded, context)
+    pipeline = Pipeline(plan, model, route, stages, recorded, checks, context)
     wrap_forward(model, _run_forward, pipeline)
     return pipeline
 
@@ -87,6 +91,7 @@ class Pipeline:
         route: Route,
         stages: Mapping[str, int],
         recorded: Recorded,
+        checks: Sequence[SameRows],
         context: Context,
     ) -> None:
         self.route = route
@@ -96,13 +101,14 @@ class Pipeline:
         self._plan = plan
         self._model_ref = weakref.ref(model)  # what was made of a model must not keep it alive
         self._stages = stages
+        self._checks = checks
         self._context = context
         self._recorded = {model.training: recorded}
         self._bodies: dict[bool, list[fx.GraphModule]] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
-        self._inputs: list[tuple[Any, ...]] = []
-        self._step = _Step([], _no_loss, 1.0)
+        self._batch = _NO_BATCH
         self._has_warned = False
+        self._is_broken = False
 
     def __reduce__(self) -> Any:
         """Refuse to copy: a copy would talk to stages that nobody runs."""
@@ -119,7 +125,7 @@ class Pipeline:
         self,
         inputs: Any,
         target: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
         fetch: Values,
         scaled: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -136,38 +142,61 @@ class Pipeline:
 
         Returns:
             The loss and the named values of the batch, on every rank.
+
+        Raises:
+            ConfigError: If rows do not fit, or an error ended a step before this one halfway.
         """
-        rows = _rows(inputs, target)
+        self._require_whole()
+        rows = rows_of(inputs, target)
+        for check in self._checks:
+            check(self.model, tuple(tree_leaves((inputs, target))), {})
         count, wanted = microbatches_of(self.route, rows)
         self._warn_of(rows, count, wanted)
-        self._inputs = [(part,) for part in _split(inputs, rows, count)]
         weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
-        step = self._step = _Step(_split(target, rows, count), loss_fn, weight)
-        schedule, last = self._schedule(count)
+        parts = [(part,) for part in split(inputs, rows, count)]
+        batch = self._batch = Batch(parts, split(target, rows, count), loss_fn, weight)
+        schedule, last = self._schedule()
         numbers = torch.arange(count)
-        with transfers.peers_named("a pipeline's step", self.route.group):
+        with self._together("a pipeline's step"):
             schedule.step(*([numbers] if 0 in self.route.mine else []), target=numbers, return_outputs=False)
-        if self.reducer is not None:
-            self.reducer.reduce()
-        told: dict[str, Tensor] = {}
-        if last is not None:
-            told = {"loss": torch.stack(step.losses).mean()}
-            with torch.no_grad():
-                output = step.whole_output(last.gives) if fetch else None
-                told |= {name: torch.as_tensor(of(output, target)).detach() for name, of in fetch.items()}
-        self._inputs, self._step = [], _Step([], _no_loss, 1.0)
-        told = self._told_by_last(told)
+            if self.reducer is not None:
+                self.reducer.reduce()
+            told: dict[str, Tensor] = {}
+            if last is not None:
+                told = {"loss": torch.stack(batch.losses).mean()}
+                with torch.no_grad():
+                    output = batch.whole_output(last.gives) if fetch else None
+                    told |= {name: torch.as_tensor(of(output, target)).detach() for name, of in fetch.items()}
+            told = self._told_by_last(told)
+        self._batch = _NO_BATCH
         return told.pop("loss"), told
 
     def forward(self, *inputs: Any) -> Any:
         """Return the model's output, on every rank. Collective along the stage axis; runs without gradients."""
-        self._inputs = [inputs]
-        with torch.no_grad():
-            stages = self._make_stages()
+        self._require_whole()
+        self._batch = Batch([inputs], [], _no_loss, 1.0)
+        stages, last = self._make_stages(), self.route.count - 1
+        with torch.no_grad(), self._together("a pipeline's forward pass"):
             ends = flow(stages, self.route)
-            last = self.route.count - 1
             output = unpack(stages[-1].gives, ends[last][1]) if last in ends else None
-            return self._told_by_last(output)
+            told = self._told_by_last(output)
+        self._batch = _NO_BATCH
+        return told
+
+    @contextmanager
+    def _together(self, verb: str) -> Iterator[None]:
+        """Do what all stages do together: after an error in it, what they send and wait for no longer fits."""
+        self._is_broken = True
+        with transfers.peers_named(verb, self.route.group):
+            yield
+        self._is_broken = False
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise ConfigError(
+                "this pipeline cannot go on: an error ended a step halfway, and the other stages still wait for what "
+                "was not sent. End the job, and let it go on from a checkpoint."
+            )
 
     def _told_by_last(self, value: Any) -> Any:
         """Return what the rank of the last stage says, on every rank along the axis."""
@@ -182,20 +211,19 @@ class Pipeline:
                 pipeline_values.send(form, tensors, listener, route.device, route.group)
         return value
 
-    def _schedule(self, count: int) -> tuple[Any, Stage | None]:
-        """Return torch's schedule for micro-batches like the first, and the last stage if it is here."""
-        leaves, structure = tree_flatten(self._inputs[0])
-        looks = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = looks, str(structure), count, self.model.training
+    def _schedule(self) -> tuple[Any, Stage | None]:
+        """Return torch's schedule for micro-batches like these, and the last stage if it is here."""
+        trainable = [param.requires_grad for param in self.model.parameters()]
+        key = self._batch.looks(), self.model.training, bytes(trainable)
         if key not in self._schedules:
-            stages = self._make_stages()
-            with _without_traces(stages, self.route.device), torch.enable_grad():
+            stages, count = self._make_stages(), len(self._batch.inputs)
+            with self._together("a pipeline's first step"), _without_traces(stages, self.route.device):
                 ends = flow(stages, self.route)
             last = stages[-1] if stages[-1].index == self.route.count - 1 else None
 
             def loss(output: Any, number: Tensor) -> Tensor:
                 assert last is not None
-                return self._step.loss(last.gives, output if isinstance(output, tuple) else (output,), int(number))
+                return self._batch.loss(last.gives, output if isinstance(output, tuple) else (output,), int(number))
 
             self._schedules[key] = schedule_for(stages, ends, self.route, count, loss), last
         self._schedules.move_to_end(key)
@@ -210,10 +238,11 @@ class Pipeline:
             self._recorded[mode] = record(self.model, self._stages, self.route.count)
         recorded, mine = self._recorded[mode], self.route.mine
         needed = len(recorded.inputs())
-        if len(self._inputs[0]) != needed:
+        found = len(self._batch.inputs[0])
+        if found != needed:
             raise ConfigError(
                 f"the pipeline of {type(self.model).__name__} takes {needed} inputs, those without a default; found "
-                f"{len(self._inputs[0])}. Put what else the stages need into them, or into the model."
+                f"{found}. Put what else the stages need into them, or into the model."
             )
         if mode not in self._bodies:
             self._bodies[mode] = [recorded.body(self.model, stage) for stage in mine]
@@ -223,7 +252,7 @@ class Pipeline:
         return [Stage(body, stage, self._inputs_of) for body, stage in pairs]
 
     def _inputs_of(self, number: int) -> tuple[Any, ...]:
-        return self._inputs[number]
+        return self._batch.inputs[number]
 
     def _lower_precision(self, body: nn.Module) -> None:
         """Let a stage compute in the dtype of the whole model."""
@@ -245,29 +274,6 @@ class Pipeline:
         )
 
 
-class _Step:
-    """What the loss needs in one step, and what it leaves."""
-
-    def __init__(self, targets: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor], weight: float) -> None:
-        self._targets = targets
-        self._loss_fn = loss_fn
-        self._weight = weight
-        self.losses: list[Tensor] = []
-        self._outputs: list[tuple[Tensor, ...]] = []
-
-    def loss(self, form: Any, tensors: tuple[Tensor, ...], number: int) -> Tensor:
-        """Return the weighted loss of one micro-batch."""
-        loss = self._loss_fn(unpack(form, tensors), self._targets[number])
-        self.losses.append(loss.detach())
-        self._outputs.append(tuple(tensor.detach() for tensor in tensors))
-        return loss * self._weight
-
-    def whole_output(self, form: Any) -> Any:
-        """Return the output of the whole batch; what has no rows is averaged."""
-        parts = zip(*self._outputs, strict=True)
-        return unpack(form, [torch.cat(part) if part[0].dim() else torch.stack(part).mean() for part in parts])
-
-
 def _run_forward(_: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> Any:
     """Take the place of a model's forward pass."""
     model = pipeline.model
@@ -284,55 +290,18 @@ def _run_forward(_: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> 
     return pipeline.forward(*inputs)
 
 
-def _check_not_shared(model: nn.Module, owners: Mapping[str, int]) -> None:
-    first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(param), name)
-        if owners[other] != owners[name]:
-            raise PlanError(
-                f"{other!r} of stage {owners[other]} and {name!r} of stage {owners[name]} are one parameter, which two "
-                "stages cannot share. Untie them, or let pipeline_configs cuts keep both in one stage."
-            )
-
-
-def _let_go(model: nn.Module, names: Sequence[str]) -> None:
-    for name in names:
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        held = getattr(module, own)
-        if isinstance(held, nn.Parameter):
-            empty: Tensor = nn.Parameter(torch.empty_like(held, device="meta"), held.requires_grad)
-            empty.__dict__.update(held.__dict__)
-            module._parameters[own] = empty  # type: ignore[assignment]
-        else:
-            module._buffers[own] = torch.empty_like(held, device="meta")
-
-
 @contextmanager
 def _without_traces(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
     """Leave random streams and buffers as they were."""
     buffers = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         yield
     for buffer, value in buffers:
         buffer.data.copy_(value)
 
 
-def _rows(inputs: Any, target: Any) -> int:
-    sizes = {tuple(x.shape[:1]) for x in tree_flatten((inputs, target))[0] if isinstance(x, Tensor)}
-    if len(sizes) != 1 or sizes == {()}:
-        raise ConfigError(
-            f"a pipeline cuts batches by rows, along dim 0 of inputs and targets; found sizes {sorted(sizes)}. Give "
-            "all tensors of a batch the same rows."
-        )
-    ((rows,),) = sizes
-    return rows
-
-
-def _split(values: Any, rows: int, count: int) -> list[Any]:
-    size = rows // count
-    return [tree_map_only(Tensor, itemgetter(slice(at, at + size)), values) for at in range(0, rows, size)]
-
-
 def _no_loss(_output: Any, _target: Any) -> Tensor:
     raise AssertionError("no step is running")
+
+
+_NO_BATCH = Batch([], [], _no_loss, 1.0)

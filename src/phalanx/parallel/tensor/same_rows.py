@@ -1,4 +1,4 @@
-"""Ranks that hold layers together must read the same rows, drop the same units and train the same whole parameters.
+"""Ranks that hold layers, or stages, together must read the same rows; of layers, drop and train the same whole ones.
 
 Looked at in the first steps, where a mistake of the script shows; it would train, and be wrong.
 """
@@ -26,18 +26,23 @@ class SameRows:
     """A hook before the forward pass of a model that compares inputs and parameters over the ranks of a group.
 
     Collective in the first passes in training mode; those of a compiled model are not looked at.
+
+    Args:
+        axis: Name of their mesh axis.
+        group: The ranks.
+        holds_layers: Whether they hold layers together: streams and parameters are compared too.
     """
 
     PASSES = 4
     """Passes that are looked at: the first may be a probe with inputs that are all alike, or gradients be added up over
     several."""
 
-    def __init__(self, axis: str, group: Group) -> None:
-        self._axis, self._group = axis, group
+    def __init__(self, axis: str, group: Group, *, holds_layers: bool = True) -> None:
+        self._axis, self._group, self._holds_layers = axis, group, holds_layers
         self._left = self.PASSES
 
     def __deepcopy__(self, _: dict[int, Any]) -> SameRows:
-        return SameRows(self._axis, self._group)
+        return SameRows(self._axis, self._group, holds_layers=self._holds_layers)
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Compare.
@@ -54,9 +59,11 @@ class SameRows:
         rows, streams = all_gather(mine.to(device), same_shapes=True, group=self._group).cpu().unbind(1)
         if (rows != rows[0]).any():
             raise ConfigError(
-                f"ranks along axis {self._axis!r} hold layers together and must read the same rows, but their inputs "
+                f"ranks along axis {self._axis!r} hold the model together and must read the same rows, but theirs "
                 "differ. Give the loader to px.distribute, which shares rows out by px.current().readers."
             )
+        if not self._holds_layers:
+            return
         if (streams != streams[0]).any():
             self._left = 0
             logger.warning(
@@ -78,7 +85,8 @@ class SameRows:
 
     def _come_apart(self, model: nn.Module) -> list[str]:
         """Return the names of whole parameters whose values differ."""
-        whole = {name: param for name, param in model.named_parameters() if not is_module_held(param)}
+        held = ((name, param) for name, param in model.named_parameters() if not param.is_meta)
+        whole = {name: param for name, param in held if not is_module_held(param)}
         if not whole:
             return []
         sums = torch.stack([local_part(param.detach()).abs().sum(dtype=torch.float64) for param in whole.values()])

@@ -1,0 +1,42 @@
+"""What a rank holds of a model that is cut into stages: the parameters and buffers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.errors import PlanError
+
+
+def check_not_shared(model: nn.Module, owners: Mapping[str, int]) -> None:
+    """Raise unless each parameter is in one stage.
+
+    Raises:
+        PlanError: Names one that is not, and the stages.
+    """
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if owners[other] != owners[name]:
+            raise PlanError(
+                f"{other!r} of stage {owners[other]} and {name!r} of stage {owners[name]} are one parameter, which two "
+                "stages cannot share. Untie them, or let pipeline_configs cuts keep both in one stage."
+            )
+
+
+def let_go(model: nn.Module, names: Sequence[str]) -> None:
+    """Move parameters and buffers to the meta device, in place: names and keys stay, memory is freed."""
+    made: dict[int, nn.Parameter] = {}
+    for name in names:
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        held = getattr(module, own)
+        if isinstance(held, nn.Parameter):
+            if id(held) not in made:  # layers of one stage that share it still do
+                made[id(held)] = nn.Parameter(torch.empty_like(held, device="meta"), held.requires_grad)
+                made[id(held)].__dict__.update(held.__dict__)
+            module._parameters[own] = made[id(held)]
+        else:
+            module._buffers[own] = torch.empty_like(held, device="meta")
