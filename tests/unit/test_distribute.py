@@ -26,7 +26,13 @@ def test_a_stream_without_a_length_is_distributed_with_model_and_optimizer() -> 
     assert next(iter(loader)).shape == (3, 2)
 
 
-@pytest.mark.parametrize("settings", [{"gradient_merge": True}, {"amp": True, "amp_configs": {"dtype": "float16"}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"amp": True, "amp_configs": {"dtype": "float16"}},
+    ],
+)
 def test_an_optimizer_of_two_models_is_refused_where_it_could_not_follow_both(settings: dict[str, Any]) -> None:
     encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
