@@ -50,7 +50,7 @@ def test_a_difference_is_the_same_error_on_every_rank_and_names_key_and_ranks():
     plan, batch, model = told[0]
     assert "plan.step.accumulate must be the same on all ranks, found 2 on ranks 0, 1; 4 on rank 2." in plan
     assert "batch size must be the same on all ranks, found 32 on ranks 0, 2; 33 on rank 1." in batch
-    assert "model.extra[0] must be the same on all ranks, found 1 on rank 0; null on ranks 1, 2." in model
+    assert "model.extra[0] must be the same on all ranks, found 1 on rank 0; nothing on ranks 1, 2." in model
 
 
 def _at_different_points() -> str:
@@ -78,6 +78,25 @@ def test_a_dead_rank_is_named_with_host_pid_and_log():
     survivor, _ = run_ranks(_wait_for_a_dead_rank, 2, expect_failure=True)
     assert "waited 1 s for rank 1 (host " in survivor.value
     assert "workerlog.1), which did not come to 'plan'. It has ended or hangs" in survivor.value
+
+
+def _call_alone() -> None:
+    rank, store = px.init().rank, process_group.meeting().store
+    agreement.SAY_EVERY_S = 0.2
+    if rank == 1:
+        assert store.wait(["given up"], 30)
+        return
+    with pytest.raises(PeerLostError):
+        agreement.agree("px.save", 1, timeout_s=0.5)
+    store.set("given up", "")
+
+
+def test_a_call_that_some_ranks_leave_out_is_named_while_the_others_wait():
+    first, _ = run_ranks(_call_alone, 2, expect_failure=True)
+    assert re.search(
+        r"waiting for rank 1 .* since 0 s, at 'px.save', which only rank 0 called so far: call it on all ranks",
+        first.output,
+    )
 
 
 def _share_without_rank_0() -> str:

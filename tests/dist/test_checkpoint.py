@@ -21,7 +21,7 @@ import phalanx as px
 from phalanx.checkpoint import planning
 from phalanx.comm import process_group
 from phalanx.data.shards import even_split
-from phalanx.errors import BackendError, ConfigError, PeerLostError
+from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError
 from phalanx.parallel.kept_state import keep_state
 from phalanx.plan.value import Average, Axis, OnRanks, ParamRule, Plan, Replicate, Shard, Step
 from ranks import run_ranks
@@ -418,6 +418,49 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert second[2] == f"on rank 0: {first[2]}" or first[2] == second[2]
     assert "rank 1" in first[3]
     assert "did not come to 'px.save'" in first[3]
+
+
+def _see_different_folders(folder: Path) -> list[str]:
+    rank = px.init().rank
+    os.chdir(folder / str(rank))
+    model, heard = nn.Linear(1, 1), []
+    weights = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    for source in ("other", "missing", weights if rank == 0 else {}):
+        with pytest.raises((ConfigError, DataError)) as wrong:
+            px.load(source, model)
+        heard.append(str(wrong.value))
+    assert model.weight.item() != 1
+    return heard
+
+
+def test_ranks_that_see_different_files_hear_of_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        px.save(tmp_path / str(rank) / "other", nn.Linear(1, 1), step=1)
+        (tmp_path / str(rank) / "missing").mkdir()
+    px.save(tmp_path / "0" / "missing", nn.Linear(1, 1), step=1)
+    first, second = run_ranks(_see_different_folders, 2, tmp_path)
+    assert "step-1 is not the same checkpoint on all ranks. Name a folder that all hosts share" in first[0]
+    assert "no complete.json: its save did not end. (Rank 1 says so.)" in first[1]
+    assert first[2] == f"on rank 1: {second[2]}"
+    assert "the state dict does not fit" in first[2]
+
+
+def _save_together_then_alone(folder: Path) -> bool:
+    rank = px.init().rank
+    model = nn.Linear(1024, 1024)  # so large that ranks share the writing
+    px.save(folder / "together", model)
+    px.shutdown()
+    if rank:
+        return True
+    os.environ.clear()
+    other = nn.Linear(1024, 1024)
+    px.save(folder / "alone", model)
+    px.load(folder / "alone", other)
+    return torch.equal(model.weight, other.weight)
+
+
+def test_a_process_that_goes_on_alone_saves_all_of_it(tmp_path: Path) -> None:
+    assert run_ranks(_save_together_then_alone, 2, tmp_path) == [True, True]
 
 
 def _train_until_asked(folder: Path, checkpoints: list[px.Checkpointer]) -> None:

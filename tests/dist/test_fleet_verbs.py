@@ -229,7 +229,7 @@ def test_ranks_that_disagree_all_fail_with_the_same_words():
             ("data.global_batch", 4, 6),
             ("data.steps_per_epoch", 2, 1),
             ("data.seed", 0, 1),
-            ("data.drop_last", "false", "null"),
+            ("data.drop_last", "false", "nothing"),
             ("buffers.extra[0][0]", 2, 3),
             ("strategy.warmup_steps", 3, 5),
         ],
@@ -254,7 +254,7 @@ def test_a_batch_size_that_cannot_be_on_any_rank_is_an_error_on_all():
     assert first[:2] == second[:2]
     assert "global_batch=100, but TensorDataset has 12 rows, which is not one batch. Give at most 12" in first[0]
     assert "Asked for global_batch='4', found a value of type str. Give a whole number of rows" in first[1]
-    assert "data.cannot_load must be the same on all ranks, found null on rank 0; Asked for global_batch" in first[2]
+    assert "data.cannot_load must be the same on all ranks, found nothing on rank 0; Asked for global_batch" in first[2]
     assert second[2] == first[0]
 
 

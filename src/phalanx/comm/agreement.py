@@ -166,7 +166,9 @@ def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], name: str, t
         if missing := absent():
             if waited_s >= timeout_s:
                 raise _not_coming(meeting, missing, name, waited_s, _look("It has ended or hangs"))
-            logger.warning("waiting for %s since %.0f s, at %r", _described(missing), waited_s, name)
+            came = sorted({*ranks} - {*missing})
+            so_far = f", which only {name_ranks(came)} called so far: call it on all ranks" if came else ""
+            logger.warning("waiting for %s since %.0f s, at %r%s", _described(missing), waited_s, name, so_far)
 
 
 def _not_coming(meeting: Meeting, ranks: Iterable[int], name: str, waited_s: float, why: str) -> PeerLostError:
@@ -190,7 +192,7 @@ def _described(ranks: Iterable[int]) -> str:
 def _who_has(values: Sequence[Any]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        shown = value if isinstance(value, str) else json.dumps(value)
+        shown = value if isinstance(value, str) else "nothing" if value is None else json.dumps(value)
         groups.setdefault(shown, []).append(rank)
     short = (k if len(k) <= _SHOWN_CHARACTERS else k[:_SHOWN_CHARACTERS] + "..." for k in groups)
     return "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in zip(short, groups.values(), strict=True))
