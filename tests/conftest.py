@@ -51,6 +51,9 @@ def no_context_left() -> Iterator[None]:
     watch = sys.modules.get("phalanx.parallel.watch")
     if watch is not None:
         watch.assembly.__init__()
+    auto_context = sys.modules.get("phalanx.train.auto_context")
+    if auto_context is not None:
+        auto_context.reset_auto_parallel_context()
     attach = sys.modules.get("phalanx.ps.attach")
     if attach is not None and attach._current is not None:
         attach._current.close()
