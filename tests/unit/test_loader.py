@@ -358,11 +358,15 @@ def test_a_stream_that_splits_itself_resumes_only_between_epochs() -> None:
 
 
 def test_disagreeing_streams_are_found_on_every_rank() -> None:
-    from phalanx.data.stream import check_answers
+    from phalanx.data.stream import check_answers, check_beginnings
 
     with pytest.raises(DataError, match=r"different streams: at batch 3 they found \[4, 2\] rows"):
         check_answers([[2, 4, 1, 0], [1, 2, 1, 0]], 3, is_shared=True)
     with pytest.raises(DataError, match="the stream of rank 1 is empty"):
         check_answers([[2, 2, 1, 9], [0, 0, 0, 0]], 0, is_shared=False)
     with pytest.raises(DataError, match="ranks 0 and 2 began with the same batch"):
-        check_answers([[2, 2, 1, 9], [2, 2, 1, 8], [2, 2, 1, 9]], 0, is_shared=False)
+        check_beginnings([[2, 2, 1, 9], [2, 2, 1, 8], [2, 2, 1, 9]], 0, {})
+    begun: dict[int, tuple[int, int]] = {}
+    check_beginnings([[2, 2, 1, 9], [2, 2, 1, 8]], 0, begun)
+    with pytest.raises(DataError, match="workers 0 and 1 of rank 1 began with the same batch"):
+        check_beginnings([[2, 2, 1, 7], [2, 2, 1, 8]], 1, begun)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from phalanx.data.order import Work, contiguous
+from phalanx.data.pipeline import Pipeline
 from phalanx.data.seeding import seeded
 from phalanx.data.stream import Portion, PortionDataset
 
@@ -38,10 +39,21 @@ class RowFetcher(Dataset[Any]):
         return [self.dataset[index] for index in work.indices]
 
 
+class PipelineFetcher(Dataset[Any]):
+    """Turns a `Work` of a pipeline into its batch."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def __getitems__(self, work: Work) -> Any:
+        """See `RowFetcher`."""
+        return self.pipeline.fetch(work)
+
+
 class WorkLoader:
     """Loads works in order, in this process or in workers; persistent workers serve every epoch."""
 
-    def __init__(self, fetcher: RowFetcher) -> None:
+    def __init__(self, fetcher: RowFetcher | PipelineFetcher) -> None:
         self._fetcher = fetcher
         self._sent = _Sent()
         self._kept: DataLoader[Any] | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_END: Any = object()
 
 
 class HandOver(Generic[T]):
@@ -53,9 +55,10 @@ class HandOver(Generic[T]):
 
     def _read(self) -> None:
         try:
-            for item in self._make():
-                if not self._put(item):
-                    return
+            items = iter(self._make())
+            # Room comes first: an item that waited for it would be one more read ahead than was allowed.
+            while self._has_room() and (item := next(items, _END)) is not _END:
+                self._put(item)
         except BaseException as error:  # noqa: BLE001 -- raised in the thread that takes the items
             self._error = error
         finally:
@@ -63,12 +66,13 @@ class HandOver(Generic[T]):
                 self._is_done = True
                 self._changed.notify_all()
 
-    def _put(self, item: T) -> bool:
-        """Wait for room and add an item; False once the other side has closed."""
+    def _has_room(self) -> bool:
+        """Wait for room; False once the other side has closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._capacity or self._is_closed)
-            if self._is_closed:
-                return False
+            return not self._is_closed
+
+    def _put(self, item: T) -> None:
+        with self._changed:
             self._items.append(item)
             self._changed.notify_all()
-            return True

@@ -24,7 +24,7 @@ from phalanx.data.pipeline_order import Ordering, Window
 from phalanx.data.ranks import read_shard, shards_expected
 from phalanx.data.seeding import seeded
 from phalanx.data.shards import EpochPlan, asked_rows
-from phalanx.data.sources import read_source
+from phalanx.data.sources import decides_batches, read_source
 from phalanx.errors import ConfigError
 
 Operations = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -164,6 +164,11 @@ class Pipeline(Verbs):
             raise ConfigError(
                 "Asked for a pipeline of a DataLoader, which cuts batches itself. Give its dataset, and say "
                 ".shuffle(...).batch(...) here."
+            )
+        if decides_batches(source.dataset):
+            raise ConfigError(
+                f"Asked for a pipeline of {type(source.dataset).__name__}, which hands out batches. Give it to "
+                "ShardedLoader, and change the batches in the training loop."
             )
         self.dataset = source.dataset
         self.names = names_of(self.dataset, columns, is_stream=source.is_stream)

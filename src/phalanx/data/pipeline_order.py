@@ -57,6 +57,11 @@ class Ordering:
     spans: int = 1
     """Spans of an epoch."""
 
+    @property
+    def shuffles(self) -> bool:
+        """Whether the user said in which order."""
+        return bool(self.row_windows or self.unit_windows)
+
     def __str__(self) -> str:
         said = [f"shuffle({window.buffer})" for window in self.row_windows]
         said += [f"repeat({self.joined})"] * (self.joined > 1)

@@ -95,6 +95,11 @@ def read_source(data: Any) -> Source:
     )
 
 
+def decides_batches(dataset: Any) -> bool:
+    """Return whether a dataset hands out ready batches of this rank's own rows (`batches`), not one row at a time."""
+    return getattr(dataset, "decides_batches", False)
+
+
 def _is_sequence(data: Any) -> bool:
     return hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, str | bytes | dict)
 

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 from phalanx.comm.context import BatchShare
 from phalanx.data.ranks import Shard, gather_integers
 from phalanx.data.shards import even_split
+from phalanx.data.sources import decides_batches
 from phalanx.errors import DataError
 
 
@@ -32,13 +33,16 @@ class Portion:
     global_rows: int
     """Rows of the global batch as this rank read it; its own rows when the stream is its own."""
 
+    position: int = 0
+    """Rows of a shared stream that were read when this portion was done, those that were left out included."""
+
 
 class PortionDataset(IterableDataset[Portion]):
     """One rank's portions of a stream, collated."""
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Any,
         collate_fn: Callable[[list[Any]], Any],
         shard: Shard,
         *,
@@ -54,49 +58,66 @@ class PortionDataset(IterableDataset[Portion]):
 
     def __iter__(self) -> Iterator[Portion]:
         if decides_batches(self.dataset):
-            for batch in self.dataset.batches(self.chunk, drop_last=self.drop_last):  # type: ignore[attr-defined]
+            for batch in self.dataset.batches(self.chunk, drop_last=self.drop_last):
                 yield Portion(batch, len(batch[0]), len(batch[0]))
             return
-        items = itertools.islice(iter(self.dataset), self.first, None)
-        while rows := list(itertools.islice(items, self.chunk)):
-            if len(rows) == self.chunk or not self.drop_last:
-                yield self._portion(rows)
+        position = 0
+        for span in spans_of(self.dataset):
+            items = iter(span)
+            position += sum(1 for _ in itertools.islice(items, max(self.first - position, 0)))
+            while rows := list(itertools.islice(items, self.chunk)):
+                position += len(rows)
+                if len(rows) == self.chunk or not self.drop_last:
+                    yield self._portion(rows, position)
 
-    def _portion(self, rows: list[Any]) -> Portion:
+    def _portion(self, rows: list[Any], position: int) -> Portion:
         if not self.is_shared:
             return Portion(self.collate_fn(rows), len(rows), len(rows))
         offset, count = even_split(len(rows), self.shard.count, self.shard.index)
         kept = rows[offset : offset + count] or rows[:1]
-        return Portion(self.collate_fn(kept), count, len(rows))
+        return Portion(self.collate_fn(kept), count, len(rows), position)
 
 
-def decides_batches(dataset: Any) -> bool:
-    """Return whether a dataset hands out ready batches of this rank's own rows (`batches`), not one row at a time."""
-    return getattr(dataset, "decides_batches", False)
+def spans_of(dataset: Any) -> Iterable[Iterable[Any]]:
+    """Return what is cut into batches one after the other: the dataset, or the spans a pipeline makes of it."""
+    spans: Iterable[Iterable[Any]] = dataset.spans() if hasattr(dataset, "spans") else (dataset,)
+    return spans
 
 
-def agree(portions: Iterator[Portion], shard: Shard, *, is_shared: bool) -> Iterator[tuple[Any, BatchShare]]:
-    """Yield (batch, share) until every rank has run out.
+def agree(
+    portions: Iterator[Portion], shard: Shard, *, is_shared: bool, first: int = 0, readers: int = 1
+) -> Iterator[tuple[Any, BatchShare, int]]:
+    """Yield (batch, share, position after it) until every rank has run out.
 
     A rank that runs out first goes on with its last batch, which then counts 0 rows.
     Collective at every batch when the shard's ranks can be asked.
 
+    Args:
+        portions: What this rank loads.
+        shard: Which part of how many that is.
+        is_shared: Whether all ranks read the same rows.
+        first: Position before the first portion.
+        readers: Worker processes that read streams of their own on each rank, whose portions come in turn.
+
     Raises:
         DataError: On every rank, if a shared stream differs between ranks, a rank's own stream gave nothing,
-            or the ranks' own streams began with the same rows.
+            or the own streams of ranks or workers began with the same rows.
     """
     last: Any = None
+    position, begun = first, dict[int, tuple[int, int]]()
     for step in itertools.count():
         portion = next(portions, None)
-        told = _tell(portion, with_digest=step == 0 and not is_shared)
+        told = _tell(portion, with_digest=step < readers and not is_shared)
         answers = gather_integers(told) if shard.is_checked else [told]
         check_answers(answers, step, is_shared)
+        check_beginnings(answers, step, begun)
         if not any(answer[2] for answer in answers):
             return
         last = last if portion is None else portion.batch
         rows = 0 if portion is None else portion.rows
         global_rows = told[1] if is_shared else sum(answer[0] for answer in answers)
-        yield last, BatchShare(rows, global_rows)
+        position = portion.position if is_shared and portion is not None else position + global_rows
+        yield last, BatchShare(rows, global_rows), position
 
 
 def _tell(portion: Portion | None, *, with_digest: bool) -> list[int]:
@@ -122,14 +143,25 @@ def check_answers(answers: list[list[int]], step: int, is_shared: bool) -> None:
             f'With stream="own" every rank needs rows, but the stream of rank {empty[0]} is empty. '
             "Split the data into at least as many parts as there are ranks."
         )
-    digests = [answer[3] for answer in answers]
-    if len(set(digests)) < len(digests):
-        later = next(rank for rank, digest in enumerate(digests) if digest in digests[:rank])
-        earlier = digests.index(digests[later])
-        raise DataError(
-            f'With stream="own" each rank reads other rows, but ranks {earlier} and {later} began with the same '
-            'batch. Split the stream by rank, or pass stream="shared" to have it split here.'
-        )
+
+
+def check_beginnings(answers: list[list[int]], step: int, begun: dict[int, tuple[int, int]]) -> None:
+    """Raise `DataError` if an own stream of a rank, or of one of its workers, began like another.
+
+    Args:
+        answers: What the ranks told each other, see `_tell`; nothing is compared without a digest.
+        step: Which batch that was: the workers' first ones come in turn.
+        begun: Digest -> (rank, worker) of the steps before; added to.
+    """
+    for rank, (*_, digest) in enumerate(answers):
+        other, worker = begun.setdefault(digest, (rank, step)) if digest else (rank, step)
+        if (other, worker) != (rank, step):
+            who = f"workers {worker} and {step} of rank {rank}" if other == rank else f"ranks {other} and {rank}"
+            raise DataError(
+                f'With stream="own" every rank and worker reads other rows, but {who} began with the same batch. Split '
+                "the stream by rank, and by torch.utils.data.get_worker_info(), or pass "
+                'stream="shared" to have it split here.'
+            )
 
 
 def digest(batch: Any) -> int:

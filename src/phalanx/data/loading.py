@@ -1,0 +1,237 @@
+"""What the arguments of a loader come to: what it loads, in which order and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from phalanx.comm.context import BatchShare
+from phalanx.data.fetch import PipelineFetcher, RowFetcher, WorkLoader, load_portions
+from phalanx.data.generator import GeneratorDataset
+from phalanx.data.order import BatchOrder, Order, RowOrder
+from phalanx.data.pipeline import Pipeline, Verbs
+from phalanx.data.pipeline_order import Ordering, PipelineOrder, Window
+from phalanx.data.pipeline_stream import PipelineStream
+from phalanx.data.ranks import Shard, shard_here
+from phalanx.data.shuffle import mixed_seed
+from phalanx.data.sources import Source, batch_sizes, decides_batches, read_source
+from phalanx.data.stream import PortionDataset, agree
+from phalanx.errors import ConfigError, did_you_mean
+
+_T = TypeVar("_T")
+_PASSED_ON = {
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+}
+_ARGUMENTS = {"batch_size", "global_batch", "shuffle", "seed", "drop_last", "collate_fn", "num_workers", "training"}
+
+
+class Loading:
+    """A loader's arguments, checked, and the epochs they mean. See `ShardedLoader` for the arguments."""
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None,
+        global_batch: int | None,
+        shuffle: bool | None,
+        seed: int | None,
+        drop_last: bool | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int | None,
+        training: bool,
+        stream: Literal["shared", "own"],
+        shard: tuple[int, int] | None,
+        passed_on: dict[str, Any],
+    ) -> None:
+        self.pipeline = _pipeline_of(data)
+        self.source = source = read_source(data) if self.pipeline is None else _source_of(self.pipeline)
+        _check_passed_on(passed_on)
+        if stream not in ("shared", "own"):
+            raise ConfigError(f"Asked for stream={stream!r}. Give 'shared' or 'own'.")
+        source.loading |= passed_on
+        source.num_workers = _first(num_workers, source.num_workers)
+        self._check_shuffle(shuffle)
+        self.training = training
+        self._shard = _read_shard(shard)
+        self._asked_shard = data.shard if isinstance(data, Verbs) else None
+        self.is_own = stream == "own" or decides_batches(source.dataset)
+        self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
+        self.seed = _first(seed, _first(source.seed, 0))
+        self.drop_last = _first(drop_last, _first(source.drop_last, False))
+        self._shuffle = _first(shuffle, _first(source.shuffle, training and not source.is_stream))
+        self.order = None if source.is_stream else self._make_order()
+        if self.pipeline is not None and collate_fn is not None:
+            raise ConfigError("Asked for a collate_fn, but a pipeline makes its batches. Map its columns instead.")
+        self._rows = RowFetcher(source.dataset, collate_fn or source.collate_fn)
+        self._works = WorkLoader(self._rows if self.pipeline is None else PipelineFetcher(self.pipeline))
+
+    def here(self) -> Shard:
+        """Return which part of every global batch this process loads."""
+        return self._shard or shard_here(self._asked_shard, training=self.training)
+
+    def global_batch_for(self, count: int) -> int:
+        """Return the rows of a full global batch for `count` shards; batches when a batch sampler cuts them."""
+        if self.source.batch_sampler is not None:
+            return count
+        return self._global_batch or self._rows_per_rank * count
+
+    def steps(self, count: int) -> int:
+        """Return the batches of a whole epoch for `count` shards.
+
+        Raises:
+            TypeError: If the data is a stream without a length.
+        """
+        if self.order is not None:
+            return self.order.steps(count)
+        try:
+            rows = len(self.source.dataset)
+        except TypeError:
+            raise TypeError("A stream has no length. Iterate over it, or give its dataset a __len__.") from None
+        ordering, batch = self._ordering(), self.global_batch_for(count)
+        span = rows * ordering.joined
+        return ordering.spans * (span // batch if self.drop_last else -(-span // batch))
+
+    def batches(self, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
+        """Yield (batch, share, position after it) of an epoch from position `first` on.
+
+        Collective for streams (at every batch) and for custom samplers (at the first batch), else local.
+        """
+        here = self.here()
+        if self.order is None:
+            return self._portions(here, epoch, first)
+        works = self.order.works(epoch, here, first)
+        loaded = self._works.load(works, self._worker_options(epoch, here.index))
+        return ((batch, work.share, work.position) for batch, work in loaded)
+
+    def describe_order(self) -> str | None:
+        """Return what a pipeline does to the order, None for other data."""
+        return None if self.pipeline is None else str(self._ordering())
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _portions(self, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
+        dataset, collate = self.source.dataset, self._rows.collate_fn
+        if self.pipeline is not None:
+            dataset = PipelineStream(self.pipeline, self.seed, epoch, here if self.is_own else None)
+            collate = dataset.collate
+        portions = PortionDataset(
+            dataset,
+            collate,
+            here,
+            global_batch=self.global_batch_for(here.count),
+            drop_last=self.drop_last,
+            is_shared=not self.is_own,
+            first=first,
+        )
+        options = self._stream_options(epoch, here, portions.chunk)
+        loaded = load_portions(portions, options)
+        readers = max(options["num_workers"], 1)
+        return agree(loaded, here, is_shared=not self.is_own, first=first, readers=readers)
+
+    def _stream_options(self, epoch: int, here: Shard, chunk: int) -> dict[str, Any]:
+        # Ranks that read the same rows draw the same random numbers, so that these rows are the same.
+        options = self._worker_options(epoch, here.index if self.is_own else 0)
+        dataset = self.source.dataset
+        if isinstance(dataset, GeneratorDataset) and dataset.process:
+            options["num_workers"] = max(options["num_workers"], 1)
+            options["prefetch_factor"] = max(dataset.capacity // chunk, 1)
+        if not self.is_own:
+            # Each worker would read the whole stream, and a dataset that splits itself over workers would lose
+            # rows; one worker reads ahead just as well.
+            options["num_workers"] = min(options["num_workers"], 1)
+        return options
+
+    def _worker_options(self, epoch: int, rank: int) -> dict[str, Any]:
+        # torch seeds worker processes from this generator, so neither two ranks nor two epochs draw alike.
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch, rank))
+        return {**self.source.loading, "num_workers": self.source.num_workers, "generator": generator}
+
+    def _make_order(self) -> Order:
+        source = self.source
+        if source.batch_sampler is not None:
+            return BatchOrder(batch_sampler=source.batch_sampler, seed=self.seed)
+        if self.pipeline is not None:
+            return PipelineOrder(
+                rows=len(source.dataset),
+                ordering=self._ordering(),
+                global_batch=self.global_batch_for,
+                seed=self.seed,
+                drop_last=self.drop_last,
+            )
+        return RowOrder(
+            rows=len(source.dataset if source.sampler is None else source.sampler),
+            global_batch=self.global_batch_for,
+            seed=self.seed,
+            shuffle=self._shuffle,
+            drop_last=self.drop_last,
+            sampler=source.sampler,
+        )
+
+    def _ordering(self) -> Ordering:
+        if self.pipeline is None:
+            return Ordering()
+        said = self.pipeline.recipe.ordering
+        if self._shuffle and not said.shuffles:
+            return replace(said, row_windows=(Window(len(self.source.dataset), 0),))
+        return said
+
+    def _check_shuffle(self, shuffle: bool | None) -> None:
+        decides: str | None = None
+        if (sampler := self.source.sampler or self.source.batch_sampler) is not None:
+            decides = f"the DataLoader's {type(sampler).__name__}"
+        elif self.pipeline is not None and self.pipeline.recipe.ordering.shuffles:
+            decides = "the pipeline's shuffle"
+        if shuffle is not None and decides is not None:
+            raise ConfigError(
+                f"Asked for shuffle={shuffle}, but {decides} decides the order. "
+                "Leave shuffle out, or give the data without it."
+            )
+        if shuffle and self.source.is_stream:
+            raise ConfigError(
+                "Asked to shuffle a stream, whose rows come in the order it yields them. "
+                "Shuffle inside the generator or within windows, Pipeline(...).shuffle(buffer_size), "
+                "or give a dataset with a length."
+            )
+
+
+def _pipeline_of(data: Any) -> Pipeline | None:
+    """Return the pipeline that data is, or has to be because its columns are named; None for any other data."""
+    return data.pipeline() if isinstance(data, Pipeline | GeneratorDataset) else None
+
+
+def _source_of(pipeline: Pipeline) -> Source:
+    source = read_source(pipeline.dataset)
+    recipe = pipeline.recipe
+    source.batch_size, source.global_batch = recipe.batch_size, recipe.global_batch
+    source.drop_last = recipe.drop_remainder
+    return source
+
+
+def _first(said: _T | None, otherwise: _T) -> _T:
+    return otherwise if said is None else said
+
+
+def _check_passed_on(loading: dict[str, Any]) -> None:
+    for name in loading.keys() - _PASSED_ON:
+        raise ConfigError(
+            f"ShardedLoader has no argument {name!r}.{did_you_mean(name, _PASSED_ON | _ARGUMENTS)} "
+            f"Those of torch's DataLoader that it passes on are {', '.join(sorted(_PASSED_ON))}."
+        )
+
+
+def _read_shard(shard: tuple[int, int] | None) -> Shard | None:
+    if shard is None:
+        return None
+    index, count = shard
+    if not 0 <= index < count:
+        raise ConfigError(f"Asked for shard {index} of {count}. Give an index from 0 to count - 1.")
+    return Shard(index, count, is_checked=False)

@@ -1,0 +1,86 @@
+"""A pipeline over data that can only be read one row after the other: the same order as over data with a length."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from phalanx.data.columns import transposed, values_of
+from phalanx.data.draws import Draws
+from phalanx.data.pipeline import Pipeline
+from phalanx.data.ranks import Shard
+from phalanx.data.shuffle import mixed_seed
+from phalanx.data.windows import windowed_stream
+
+Item = tuple[list[Any], int, int]
+"""Values by column, the pass, and the row's number in it."""
+
+
+class PipelineStream:
+    """One epoch of a pipeline over a stream, before it is cut into batches.
+
+    Args:
+        pipeline: The pipeline.
+        seed: Of the loader.
+        epoch: Which epoch.
+        own: Whose rows these are when each rank has its own; None for rows that all ranks share.
+    """
+
+    def __init__(self, pipeline: Pipeline, seed: int, epoch: int, own: Shard | None) -> None:
+        self.pipeline, self.seed, self.epoch, self.own = pipeline, seed, epoch, own
+
+    def spans(self) -> Iterator[Iterator[Item]]:
+        """Yield the epoch's spans (see `data/pipeline_order.py`), each to be read before the next."""
+        ordering = self.pipeline.recipe.ordering
+        for number in range(ordering.spans):
+            span = self.epoch * ordering.spans + number
+            passes = (self._rows(span * ordering.joined + one) for one in range(ordering.joined))
+            yield self._units(itertools.chain.from_iterable(passes), span)
+
+    def collate(self, items: list[Item]) -> Any:
+        """Return the batch of these rows."""
+        values, passes, rows = zip(*items, strict=True)
+        numbers, seeds = np.array(rows), np.empty(len(rows), np.uint64)
+        for one in set(passes):
+            here = np.array(passes) == one
+            seeds[here] = Draws.of_rows(self._own_seed(), one, numbers[here]).seeds
+        return self.pipeline.finish(transposed(list(values), self.pipeline.names), seeds)
+
+    def _rows(self, number: int) -> Iterator[Item]:
+        dataset, names = self.pipeline.dataset, self.pipeline.names
+        described = getattr(dataset, "described", type(dataset).__name__)
+        items: Iterator[Item] = (
+            (values_of(sample, names, row, described), number, row) for row, sample in enumerate(dataset)
+        )
+        for window in self.pipeline.recipe.ordering.row_windows:
+            items = windowed_stream(items, window.buffer, window.start(self.seed, number))
+        return items
+
+    def _units(self, items: Iterator[Item], span: int) -> Iterator[Item]:
+        ordering = self.pipeline.recipe.ordering
+        if not ordering.unit_windows:
+            return items
+        tail: list[Item] = []
+        units = _whole_units(items, ordering.unit, tail)
+        for window in ordering.unit_windows:
+            units = windowed_stream(units, window.buffer, window.start(self.seed, span))
+        return itertools.chain(itertools.chain.from_iterable(units), tail)
+
+    def _own_seed(self) -> int:
+        if self.own is None:
+            return self.seed
+        worker = get_worker_info()
+        return mixed_seed(self.seed, self.own.index, worker.id if worker is not None else 0)
+
+
+def _whole_units(items: Iterator[Item], size: int, tail: list[Item]) -> Iterator[list[Item]]:
+    """Yield runs of `size` items; those that are left go to `tail`."""
+    while unit := list(itertools.islice(items, size)):
+        if len(unit) < size:
+            tail += unit
+            return
+        yield unit
