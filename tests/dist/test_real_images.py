@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.data.idx import IdxDataset
+from phalanx.data.idx import FashionMnistDataset
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 
@@ -37,9 +37,8 @@ def fashion_mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 def test_fashion_mnist_is_read_whole(fashion_mnist: Path) -> None:
-    train = IdxDataset(fashion_mnist, mean=0.2860, std=0.3530)
-    test = IdxDataset(fashion_mnist, train=False)
-    assert (len(train), len(test), train.pixels.shape[1:]) == (60_000, 10_000, (28, 28))
+    train, test = FashionMnistDataset(fashion_mnist), FashionMnistDataset(fashion_mnist, train=False)
+    assert (len(train), len(test), train.class_names[0]) == (60_000, 10_000, "T-shirt/top")
     assert torch.bincount(train.labels).tolist() == [6000] * 10
     images = torch.stack([image for image, _ in train.__getitems__(range(0, 60_000, 60))])
     assert abs(images.mean()) < 0.02

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from PIL import Image
 from scipy.io import savemat
 from torch.utils.data import Subset, TensorDataset
 
+from phalanx.data import photographs, vision
 from phalanx.data.cifar import RECORD_BYTES, Cifar10Dataset
+from phalanx.data.corrupt import Corrupt
 from phalanx.data.digits import TEST_IMAGES, DigitsDataset
 from phalanx.data.flowers import FlowersDataset
-from phalanx.data.idx import IdxDataset, read_idx
+from phalanx.data.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
 from phalanx.data.labels import check_labels
 from phalanx.errors import ConfigError, DataError
 
@@ -137,6 +141,39 @@ def test_a_missing_file_and_a_missing_folder_are_named(tmp_path: Path) -> None:
         read_idx(tmp_path / "nothing")
 
 
+def test_a_cut_off_idx_file_is_read_as_far_as_it_goes_when_asked(mnist: Path) -> None:
+    path = mnist / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-25])
+    message = (
+        r"train-images-idx3-ubyte: record 4 of 6, at byte 96, is cut off: the file has 111 bytes. .*on_corrupt=\"skip"
+    )
+    with pytest.raises(DataError, match=message):
+        IdxDataset(mnist)
+    found = IdxDataset(mnist, on_corrupt="skip")
+    assert (len(found), found.labels.tolist(), found.corrupt.count) == (4, [0, 1, 2, 3], 2)
+    assert "record 4 of 6" in found.corrupt.first
+    path.write_bytes(path.read_bytes() + bytes(26))
+    with pytest.raises(DataError, match="its 6 records end at byte 136, but the file goes on"):
+        IdxDataset(mnist, on_corrupt="skip")
+
+
+def test_a_pipeline_reads_the_bytes_of_grey_images_with_a_channel(mnist: Path) -> None:
+    for dataset in (MnistDataset(mnist), IdxDataset(mnist, train=False)):
+        columns = dataset.read_columns(np.array([1, 0]))
+        assert (columns["image"].shape, columns["image"].dtype) == ((2, 5, 4, 1), torch.uint8)
+        assert columns["image"][0, 0, :, 0].tolist() == [20, 21, 22, 23]
+        assert columns["label"].tolist() == [1, 0]
+
+
+def test_classes_have_names(mnist: Path) -> None:
+    fashion = FashionMnistDataset(mnist)
+    assert (fashion.class_names[9], fashion.num_classes, MnistDataset(mnist).class_names[3]) == ("ankle boot", 10, "3")
+    assert fashion[0][0][0, 0, 0] == pytest.approx((0 - 0.2860) / 0.3530)
+    assert Corrupt().on_corrupt == "stop"
+    with pytest.raises(ConfigError, match=r"Asked for on_corrupt='skpi'. Did you mean 'skip'"):
+        FashionMnistDataset(mnist, on_corrupt="skpi")  # type: ignore[arg-type]
+
+
 # -- CIFAR-10 --------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +210,56 @@ def test_a_corrupt_cifar_file_is_named_with_the_byte(tmp_path: Path, content: by
         Cifar10Dataset(tmp_path, train=False)
 
 
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    """Ten records of known pixels in five files."""
+    pixels = np.random.default_rng(2).integers(0, 256, (10, RECORD_BYTES), np.uint8)
+    pixels[:, 0] = np.arange(10)
+    for number in range(5):
+        (tmp_path / f"data_batch_{number + 1}.bin").write_bytes(pixels[2 * number : 2 * number + 2].tobytes())
+    return tmp_path
+
+
+def test_broken_records_of_cifar_are_left_out_and_counted_when_asked(cifar: Path) -> None:
+    whole = Cifar10Dataset(cifar)
+    path = cifar / "data_batch_2.bin"
+    path.write_bytes(b"\x0b" + path.read_bytes()[1:] + b"rest")
+    with pytest.raises(DataError, match=r'data_batch_2.bin: .* begins at byte 6146 and has 4. .*on_corrupt="skip"'):
+        Cifar10Dataset(cifar)
+    found = Cifar10Dataset(cifar, on_corrupt="skip")
+    assert (found.corrupt.count, found.labels.tolist()) == (2, [0, 1, 3, 4, 5, 6, 7, 8, 9])
+    assert torch.equal(found[2][0], whole[3][0])
+    assert torch.equal(found[8][0], whole[9][0])
+    for number in range(1, 6):
+        (cifar / f"data_batch_{number}.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"no record is whole; the first: .*data_batch_1.bin"):
+        Cifar10Dataset(cifar, on_corrupt="skip")
+
+
+def test_a_pipeline_reads_the_bytes_of_cifar_with_channels_last(cifar: Path) -> None:
+    dataset = Cifar10Dataset(cifar, num_shards=4, shard_id=3)
+    columns = dataset.read_columns(np.array([7, 0]))
+    record = (cifar / "data_batch_4.bin").read_bytes()[RECORD_BYTES:]
+    assert columns["image"][0].numpy().transpose(2, 0, 1).tobytes() == record[1:]
+    assert (dataset.shard, dataset.class_names[7], dataset.num_classes) == ((3, 4), "horse", 10)
+    ready = vision.Chain([vision.ToTensor(), vision.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))])
+    assert torch.equal(ready(columns["image"][0]), dataset[7][0])
+    with pytest.raises(ConfigError, match="Asked for shard_id=4 of num_shards=4"):
+        Cifar10Dataset(cifar, num_shards=4, shard_id=4)
+
+
+def test_a_dataset_travels_to_another_process_without_its_pixels(cifar: Path, mnist: Path) -> None:
+    for dataset in (Cifar10Dataset(cifar), IdxDataset(mnist)):
+        sent = pickle.dumps(dataset)
+        assert len(sent) < 5_000
+        assert torch.equal(pickle.loads(sent)[3][0], dataset[3][0])
+
+
+def test_a_missing_file_of_cifar_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no test_batch.bin; found nothing. Put the file there"):
+        Cifar10Dataset(tmp_path, train=False)
+
+
 # -- flowers ---------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +290,7 @@ def test_images_in_folders_by_class_are_read_too(tmp_path: Path) -> None:
     for name in ("rose", "daisy"):
         photograph(tmp_path / "train" / name / "a.png", 20, 60)
     train = FlowersDataset(tmp_path, image_size=28)
+    assert (train.class_names[:3], train.num_classes) == (("daisy", "rose", "2"), 102)
     assert [path.parent.name for path in train.paths] == ["daisy", "rose"]
     assert train[1][0].shape == (3, 28, 28)
     assert train[1][1] == 1
@@ -223,6 +311,42 @@ def test_a_broken_flower_is_named(flowers: Path) -> None:
     (flowers / "jpg" / "image_00003.jpg").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"image_00003.jpg: cannot be decoded"):
         FlowersDataset(flowers)[0]
+
+
+def test_broken_flowers_are_left_out_and_counted_when_asked(flowers: Path) -> None:
+    whole = (flowers / "jpg" / "image_00003.jpg").read_bytes()
+    for broken in (whole[:-40], b"", b"not an image"):
+        (flowers / "jpg" / "image_00003.jpg").write_bytes(broken)
+        found = FlowersDataset(flowers, on_corrupt="skip")
+        assert (found.corrupt.count, found.labels.tolist(), len(found)) == (1, [76], 1)
+        assert "image_00003.jpg: cannot be decoded" in found.corrupt.first
+        assert found[0][1] == 76
+    (flowers / "jpg" / "image_00001.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match=r"None of the 2 images can be decoded; the first: .*image_00003.jpg"):
+        FlowersDataset(flowers, on_corrupt="skip")
+
+
+def test_a_pipeline_reads_flowers_as_large_as_they_are(flowers: Path) -> None:
+    dataset = FlowersDataset(flowers)
+    images = dataset.read_columns(np.array([1, 0, 1]))["image"]
+    assert [image.shape for image in images] == [(30, 40, 3)] * 3
+    assert (dataset.num_classes, dataset.class_names[101]) == (102, "102")
+
+
+def test_several_threads_decode_a_batch_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shade in range(4):
+        Image.fromarray(np.full((9, 9, 3), 60 * shade, np.uint8)).save(tmp_path / f"{shade}.png")
+    paths = [tmp_path / f"{shade}.png" for shade in (3, 0, 2, 1)]
+    met, decoded = threading.Barrier(2, timeout=30), photographs._decoded
+
+    def both(path: Path, side: int | None) -> Any:
+        met.wait()  # returns only if two threads decode at once
+        return decoded(path, side)
+
+    monkeypatch.setattr(photographs, "_decoded", both)
+    images = photographs.decode_all(paths, side=3, threads=2)
+    assert [int(image[0, 0, 0]) for image in images] == [180, 0, 120, 60]
+    assert images[0].shape == (3, 3, 3)
 
 
 def test_sets_and_labels_that_do_not_fit_are_told(flowers: Path) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from phalanx.data.corrupt import Corrupt, OnCorrupt
+from phalanx.data.images import ImageDataset
+from phalanx.data.photographs import decode_all, problem_of, require_pillow
+from phalanx.data.vision.base import Transform
+from phalanx.data.vision.crop import CenterCrop, RandomCrop
+from phalanx.data.vision.flip import RandomHorizontalFlip
+from phalanx.data.vision.pointwise import Normalize, ToTensor
 from phalanx.errors import ConfigError, DataError
 
 CLASSES = 102
@@ -25,17 +30,24 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SUFFIXES = {".jpg", ".jpeg", ".png"}
 
 
-class FlowersDataset(Dataset[tuple[Tensor, int]]):
-    """Photographs as normalised float32 images of shape (3, size, size) with an int label from 0.
+class FlowersDataset(ImageDataset):
+    """Photographs with labels from 0; see `ImageDataset` for the two ways to read them.
 
-    The shorter side is scaled to 8/7 of `image_size`; a training image is cropped at random and mirrored half the
-    time, a test image is cropped in its middle. Decoding takes milliseconds: load with `num_workers`.
+    In a pipeline an image is as large as in its file. Of a sample handed out ready the shorter side is scaled to 8/7
+    of `image_size`; a training image is cropped at random and mirrored half the time, a test image is cropped in its
+    middle. Decoding takes milliseconds: the images of a batch are decoded by several threads, and `num_workers` of a
+    loader adds processes.
 
     Args:
         folder: One of the two layouts above.
         train: The training images (`trnid`, `train/`) or the test images (`tstid`, `test/`).
-        image_size: Side of the images handed out.
+        image_size: Side of the images handed out ready.
         class_dim: Number of classes; every label is checked here, before training.
+        threads: How many decode; as many as this process has cores when omitted, 1 in a worker process.
+        num_shards: Load as one of this many ranks instead of this job's; with `shard_id`.
+        shard_id: Which of them, from 0.
+        on_corrupt: `stop` at an image that cannot be decoded, when it is met; or `skip` it. All images are read here
+            then, before training, so that every rank leaves out the same ones; they are counted in `corrupt`.
 
     Raises:
         ConfigError: If Pillow or, for the `.mat` files, SciPy is missing; or the folder has neither layout.
@@ -43,64 +55,62 @@ class FlowersDataset(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(
-        self, folder: str | Path, train: bool = True, *, image_size: int = 224, class_dim: int = CLASSES
+        self,
+        folder: str | Path,
+        train: bool = True,
+        *,
+        image_size: int = 224,
+        class_dim: int = CLASSES,
+        threads: int | None = None,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        on_corrupt: OnCorrupt = "stop",
     ) -> None:
-        _pillow()
+        require_pillow()
         folder = Path(folder)
+        self.corrupt, self.threads, self.image_size = Corrupt(on_corrupt), threads, image_size
         if (folder / "imagelabels.mat").exists():
-            self.paths, labels = _published(folder, train)
+            paths, labels = _published(folder, train)
+            names: Sequence[str] = [str(number + 1) for number in range(class_dim)]
         else:
-            self.paths, labels = _by_class(folder, train)
-        for path, label in zip(self.paths, labels, strict=True):
-            if not 0 <= label < class_dim:
-                raise DataError(
-                    f"{path}: its label is {label}, outside the {class_dim} classes (0 to {class_dim - 1}). "
-                    "Correct the label, or build the dataset and the model with more classes."
-                )
-        self.labels = torch.tensor(labels)
-        self.train, self.image_size, self.class_dim = train, image_size, class_dim
+            paths, labels, names = _by_class(folder, train)
+        _check_labels(paths, labels, class_dim)
+        good = _readable(paths, self.corrupt, threads) if on_corrupt == "skip" else range(len(paths))
+        self.paths = [paths[i] for i in good]
+        names = [*names, *map(str, range(len(names), class_dim))][:class_dim]
+        self._describe(torch.tensor([labels[i] for i in good]), names, _usual(train, image_size), num_shards, shard_id)
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        pixels = _decode(self.paths[index], self.image_size * 8 // 7)
-        top, left = self._corner(*pixels.shape[:2])
-        image = torch.from_numpy(pixels[top : top + self.image_size, left : left + self.image_size].copy())
-        if self.train and torch.rand(()) < 0.5:
-            image = image.flip(1)
-        normal = (image.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
-        return normal.permute(2, 0, 1).contiguous(), int(self.labels[index])
-
-    def _corner(self, height: int, width: int) -> tuple[int, int]:
-        spare = (height - self.image_size, width - self.image_size)
-        if not self.train:
-            return spare[0] // 2, spare[1] // 2
-        return int(torch.randint(spare[0] + 1, ())), int(torch.randint(spare[1] + 1, ()))
+    def read_images(self, rows: NDArray[np.int64], *, ready: bool) -> list[Tensor]:
+        """See `ImageDataset`."""
+        side = self.image_size * 8 // 7 if ready else None
+        return decode_all([self.paths[row] for row in rows.tolist()], side, self.threads)
 
 
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ConfigError(
-            'Photographs are decoded by Pillow, which is not installed. Run: pip install "phalanx[examples]"'
-        ) from None
-    return Image
+def _usual(train: bool, image_size: int) -> list[Transform]:
+    cut = [RandomCrop(image_size), RandomHorizontalFlip()] if train else [CenterCrop(image_size)]
+    return [*cut, ToTensor(), Normalize(MEAN, STD)]
 
 
-def _decode(path: Path, side: int) -> NDArray[np.uint8]:
-    """Return the image as (height, width, 3), its shorter side `side` pixels."""
-    pillow = _pillow()
-    try:
-        with pillow.open(path) as image:
-            # JPEG can be decoded at half or a quarter of its size at once.
-            image.draft("RGB", (side, side))
-            scale = side / min(image.size)
-            size = [max(side, round(length * scale)) for length in image.size]
-            return np.asarray(image.convert("RGB").resize(size, pillow.Resampling.BILINEAR))
-    except (OSError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be decoded ({error}). Replace or remove the file.") from None
+def _check_labels(paths: list[Path], labels: list[int], class_dim: int) -> None:
+    for path, label in zip(paths, labels, strict=True):
+        if not 0 <= label < class_dim:
+            raise DataError(
+                f"{path}: its label is {label}, outside the {class_dim} classes (0 to {class_dim - 1}). "
+                "Correct the label, or build the dataset and the model with more classes."
+            )
+
+
+def _readable(paths: list[Path], corrupt: Corrupt, threads: int | None) -> list[int]:
+    """Return the numbers of the images that can be decoded."""
+    good = []
+    for number, problem in enumerate(problem_of(paths, threads)):
+        if problem is None:
+            good.append(number)
+        else:
+            corrupt.add(problem)
+    if not good:
+        raise DataError(f"None of the {len(paths)} images can be decoded; the first: {corrupt.first}.")
+    return good
 
 
 def _published(folder: Path, train: bool) -> tuple[list[Path], list[int]]:
@@ -133,7 +143,7 @@ def _matrix(path: Path, name: str) -> list[int]:
     return numbers
 
 
-def _by_class(folder: Path, train: bool) -> tuple[list[Path], list[int]]:
+def _by_class(folder: Path, train: bool) -> tuple[list[Path], list[int], list[str]]:
     part = folder / ("train" if train else "test")
     classes = sorted(p for p in part.iterdir() if p.is_dir()) if part.is_dir() else []
     if not classes:
@@ -142,7 +152,7 @@ def _by_class(folder: Path, train: bool) -> tuple[list[Path], list[int]]:
             "Give the folder of the 102 flowers (jpg/, imagelabels.mat, setid.mat), or one folder of images per class."
         )
     found = [(path, label) for label, one in enumerate(classes) for path in _images(one)]
-    return [path for path, _ in found], [label for _, label in found]
+    return [path for path, _ in found], [label for _, label in found], [one.name for one in classes]
 
 
 def _images(folder: Path) -> Sequence[Path]:
