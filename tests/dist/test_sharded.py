@@ -245,3 +245,29 @@ def test_shared_weights_several_outputs_and_any_order_of_axes() -> None:
         assert list(found) == ["tokens.weight", "middle.weight", "middle.bias"]
         for name, param in model.named_parameters():
             torch.testing.assert_close(found[name], param.detach(), rtol=1e-12, atol=1e-13)
+
+
+def looked_at(zero: int) -> list[float]:
+    """Evaluate, change the parameters, and evaluate again."""
+    px.init()
+    model, _, _ = px.distribute(net(), plan=plan_for(zero, 2, 2, "mean"))
+    inputs = rows()[0]
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            found.append(model.eval()(inputs).sum().item())
+            for param in model.parameters():
+                assert hasattr(param, "full_tensor")
+                param.mul_(2.0)
+    return found
+
+
+def test_evaluation_sees_parameters_that_changed_since_the_last() -> None:
+    model, inputs = net().eval(), rows()[0]
+    with torch.no_grad():
+        first = model(inputs).sum().item()
+        for param in model.parameters():
+            param.mul_(2.0)
+        second = model(inputs).sum().item()
+    for found in run_ranks(looked_at, 2, 1):
+        assert found == pytest.approx([first, second], abs=1e-12)

@@ -79,6 +79,9 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
 def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
     """Weight the gradients that enter a model at its outputs by this rank's rows, and wake the reducer of its buffers.
 
+    After a forward pass without gradients parameters are let go here: torch leaves that to the backward pass, and would
+    compute with what it had gathered when they have changed.
+
     Args:
         model: The sharded model.
         reducer: Keeps the buffers equal.
@@ -89,7 +92,15 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
         reducer.begin()
         return row_weight(context, context.readers)
 
-    model.register_forward_hook(lambda _module, _inputs, outputs: weighted_outputs(outputs, weight))
+    def leave(model: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return weighted_outputs(outputs, weight)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return outputs
+
+    model.register_forward_hook(leave)
 
 
 @contextmanager
