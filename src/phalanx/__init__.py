@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.checkpoint.loading import load
     from phalanx.checkpoint.saving import save
     from phalanx.comm.context import Context, current, init, shutdown
-    from phalanx.parallel.apply import apply, explain
+    from phalanx.parallel.apply import apply
     from phalanx.parallel.distribute import DataParallel, distribute, no_sync
+    from phalanx.parallel.explain import explain
     from phalanx.parallel.recipe.clip import clip_grad_norm_
     from phalanx.parallel.recipe.ema import EMA, ema_of
     from phalanx.parallel.step_gate import follow_updates
@@ -81,7 +82,7 @@ _HOMES = {
     "correct_at": "phalanx.train.metrics",
     "ema_of": "phalanx.parallel.recipe.ema",
     "evaluate": "phalanx.train.evaluate",
-    "explain": "phalanx.parallel.apply",
+    "explain": "phalanx.parallel.explain",
     "follow_updates": "phalanx.parallel.step_gate",
     "get_auto_parallel_context": "phalanx.train.auto_context",
     "export_onnx": "phalanx.checkpoint.export",

@@ -1,0 +1,58 @@
+"""`px.explain`: what the Plan applied to a model does to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import phalanx.comm.context as context_of
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import Applied, applied_to
+from phalanx.parallel.kept_memory import activation_bytes, as_trained, is_averaged, state_of
+from phalanx.parallel.measure import layer_kinds
+from phalanx.plan.explain import Explanation
+from phalanx.plan.explain import explain as explain_plan
+
+
+def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) -> Explanation:
+    """Say what the Plan applied to a model does to it: what lives where, what travels, and why.
+
+    `print` shows a table; `to_json()` gives the same for programs. Not collective, unless inputs are given.
+
+    Args:
+        model: A distributed model.
+        *inputs: Arguments of its forward pass. When given, one pass measures which kinds of layers hold the parameters
+            and which compute, and one in training what is kept for the backward pass; every rank must call it, if
+            layers are cut over ranks.
+        optimizer: Its optimizer, whose state then counts as memory of this rank.
+
+    Raises:
+        ConfigError: If the model is not distributed.
+    """
+    made = applied_to(model)
+    if made is None:
+        raise ConfigError(
+            f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
+            "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
+        )
+    shape = as_trained(made.shape, model)
+    found = explain_plan(
+        made.plan,
+        shape,
+        layer_kinds(model, inputs) if inputs else (),
+        rank=context_of.current().rank,
+        state=None if optimizer is None else state_of(optimizer),
+        averaged=is_averaged(model),
+    )
+    if not inputs or _computes_elsewhere(made):
+        return found
+    return replace(found, activation_bytes=activation_bytes(model, inputs))
+
+
+def _computes_elsewhere(made: Applied) -> bool:
+    """Return whether a forward pass in training does more than this process can count, or may not be tried."""
+    is_ours = made.is_sharded or made.pipeline is not None or bool(made.plan.tables)
+    return is_ours or made.plan.step.compiled

@@ -1,0 +1,154 @@
+"""Each technique that a Plan asks of a model, put to work; what is not asked for is not imported."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm.context import Context
+from phalanx.errors import PlanError
+from phalanx.parallel.data_parallel import Reducer
+from phalanx.parallel.describe import is_handle, owner_of, shape_of
+from phalanx.parallel.mesh import Mesh
+from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.mesh import reduced_along
+from phalanx.plan.server_rules import DENSE
+from phalanx.plan.shape import ModelShape
+from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
+
+if TYPE_CHECKING:  # only jobs that need it wait for it
+    from phalanx.parallel.pipeline import Pipeline
+    from phalanx.parallel.updates import Updater
+
+logger = logging.getLogger("phalanx.parallel")
+
+
+def attach_tables(plan: Plan, model: nn.Module) -> None:
+    """Name the tables of a model, and say which of its dense parameters live on servers."""
+    from phalanx.ps import attach  # a job without tables does not wait for this
+
+    rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
+    push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
+    dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
+    attachment = attach.current()
+    attachment.configure(push, dense=dense)
+    for name, param in model.named_parameters():
+        place = rules[name].place
+        if is_handle(param):
+            assert isinstance(place, Server)
+            attachment.claims.name(param, place.table)
+        elif isinstance(place, Server) and place.table != DENSE:
+            from phalanx.ps.placed import place_embedding  # imports torch's compiler
+
+            embedding = owner_of(name, model)
+            assert isinstance(embedding, nn.Embedding)
+            place_embedding(embedding, place.table, attachment)
+        else:
+            attachment.place(param, on_servers=isinstance(place, Server))
+
+
+def reduce_gradients(
+    plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context
+) -> Reducer | None:
+    """Let gradients be added up over ranks, and parameters be sharded if `update` says how. Collective.
+
+    Returns:
+        What averages in buckets; None when nothing does.
+    """
+    if update is not None:
+        return _shard(plan, model, mesh, update, context)
+    if all_reduce_buckets(plan, shape_of(model)):
+        return _data_parallel(plan, model, mesh, context)
+    _scale_module_held(plan, model, mesh)
+    return None
+
+
+def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Reducer:
+    if not dist.is_initialized():
+        raise PlanError(
+            f"worker {context.rank} was started again alone, and this Plan averages gradients by all-reduce, which "
+            "needs all workers. Keep dense parameters on the servers, a_sync_configs = "
+            '{"dense": "server"}, where workers are to be started again.'
+        )
+    _scale_module_held(plan, model, mesh)
+    buckets = all_reduce_buckets(plan, shape_of(model))
+    gradients = sum(len(bucket.params) for bucket in buckets)
+    logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
+    return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
+
+
+def _scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Divide the gradients to which no other rank adds: their layers' collectives bring those of all rows here."""
+    for name, param in model.named_parameters():
+        rule = plan.rule_for(name)
+        if param.requires_grad and isinstance(rule.update, AllReduce) and not reduced_along(plan, rule):
+            count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
+            if count > 1:
+                param.register_hook(partial(torch.mul, other=1.0 / count))
+
+
+def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
+    """Change how modules compute, in place; what is not asked for is not imported."""
+    if plan.step.sync_bn and context.readers.count > 1:
+        from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
+
+        sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+        if not synchronise(model, context, context.readers.group, is_weighed=sharded):
+            logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
+        if plan.step.compiled:
+            keep_out_of_graph()
+    if any(rule.recompute != "none" or rule.offload for rule in plan.modules):
+        from phalanx.parallel.recompute import apply_recompute
+
+        apply_recompute(plan.modules, model)
+    whole = next((rule for rule in plan.modules if rule.match == "" and rule.dtype is not None), None)
+    if whole is not None and whole.dtype is not None:
+        from phalanx.parallel.precision import apply_precision
+
+        keep = [rule.match for rule in plan.modules if rule.match and rule.dtype == "float32"]
+        apply_precision(model, whole.dtype, pure=whole.pure, keep=keep)
+    if plan.step.compiled:
+        # In place, so that the module and its state_dict keys stay as they were.
+        model.compile()
+
+
+def updaters_of(
+    plan: Plan, model: nn.Module, mesh: Mesh, context: Context, reducer: Reducer | None
+) -> tuple[Updater, ...]:
+    """Return what acts around the steps of a model's optimizers. Collective."""
+    if not any(isinstance(rule.update, (Average, TopK)) for rule in plan.params):
+        return ()
+    from phalanx.parallel.updates import make_updaters
+
+    return make_updaters(plan, model, mesh, context, reducer)
+
+
+def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
+    """Keep this rank's stages of a model, and average their gradients over the ranks with the same. Collective."""
+    from phalanx.parallel import pipeline  # a job without stages does not wait for this
+
+    made = pipeline.cut(plan, model, mesh, context)
+    buckets = all_reduce_buckets(plan, shape_of(model))
+    for bucket in buckets:
+        mesh.group(bucket.axes)  # made by all ranks, whatever their stages hold
+    _scale_module_held(plan, model, mesh)
+    held = {name for name, param in model.named_parameters() if not param.is_meta}
+    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
+    if mesh.size(mesh.batch_axes) > 1:
+        buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
+        made.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
+    return made
+
+
+def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
+    from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+
+    sharded.shard(plan, model, mesh, update)
+    reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
+    sharded.weigh_outputs(model, reducer, context)
+    return reducer
