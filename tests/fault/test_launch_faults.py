@@ -188,6 +188,17 @@ def test_a_second_stop_signal_cuts_the_grace_short(stubborn: Launch) -> None:
     stubborn.gone_within(0.5)
 
 
+def test_who_does_not_end_in_the_grace_that_was_set_is_killed_and_named(tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    running = Launch(("-n", "2", "stubborn.py"), tmp_path, environment={"PHALANX_STOP_GRACE_S": "1"})
+    wait_until_up(running, 2)
+    running.process.send_signal(signal.SIGTERM)
+    running.wait(10)
+    assert running.code == 128 + signal.SIGTERM
+    assert "after 1 s: what they were saving is lost. Set PHALANX_STOP_GRACE_S to give them longer" in running.out
+    running.gone_within(0.5)
+
+
 def test_sighup_ignored_before_stays_ignored(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("open('up.0', 'w').write('x'); open('gate').read(); print('through')")
     os.mkfifo(tmp_path / "gate")

@@ -57,6 +57,9 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "代替本机标识：标识不同的进程不共享内存；用于测试"),
         ("PHALANX_RENDEZVOUS_TIMEOUT_S", "rw", "60", "Seconds to wait for the other ranks at the start",
          "启动时等待其他进程的秒数"),
+        ("PHALANX_STOP_GRACE_S", "r", "30",
+         "Seconds the launcher gives processes to save and end, once it was asked to end the job",
+         "启动器被要求终止任务后，留给各进程保存并退出的秒数"),
     ),
     "torchrun": (
         ("RANK", "rw", "0", "Rank, as torchrun names it", "进程编号（torchrun 的名字）"),

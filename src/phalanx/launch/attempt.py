@@ -34,8 +34,12 @@ SETTLE_S = 0.5
 FAILURE_GRACE_S = 1.0
 """Between asking the rest of a failed job to end and killing it."""
 
-STOP_GRACE_S = 5.0
-"""The same when the user or a scheduler ends the job: time to save."""
+STOP_GRACE_S = 30
+"""The same when the user or a scheduler ends the job, unless PHALANX_STOP_GRACE_S says otherwise: time to save. As long
+as Kubernetes and Slurm wait."""
+
+SAY_AFTER_S = 2.0
+"""How long processes may take to end before that is mentioned."""
 
 NODE_SETTLE_S = 1.0
 """How long to wait for other hosts to say what failed there."""
@@ -68,6 +72,9 @@ class Attempt:
     link: LinkHandle | None
     restarts: int
     """How many processes may be started again, each alone; 0 where the whole job is started again instead."""
+
+    stop_grace_s: float
+    """Between asking processes to end that need not hurry, and killing them."""
 
     on_started: Callable[[dict[str, int]], None]
     """Called with the pid of every local process when all are there, and again after each restart."""
@@ -123,7 +130,9 @@ class Attempt:
         if not failed and not stopped_by:
             self._finish_servers()
             failed = self._failed_at is not None
-        self._end_all(STOP_GRACE_S if stopped_by else FAILURE_GRACE_S, stopped_by or signal.SIGTERM)
+        # Where another host's launcher was stopped, the ranks here save with its.
+        is_stop = stopped_by or any(e.role == "launcher" for e in self._elsewhere)
+        self._end_all(stopped_by or signal.SIGTERM, may_save=bool(is_stop))
         if failed:
             self._tell([e for e in self._endings if e.failed or e.code == 0])
             self._hear_others()
@@ -237,19 +246,32 @@ class Attempt:
         if self.facts.mode != "ps":
             return
         logger.info("all workers exit, going to finish parameter server and heter_worker.")
-        self._end_all(STOP_GRACE_S, signal.SIGTERM)
+        self._end_all(signal.SIGTERM, may_save=True)
         logger.info("all parameter server are killed")
 
-    def _end_all(self, grace_s: float, number: int) -> None:
+    def _end_all(self, number: int, *, may_save: bool) -> None:
         """Ask every process to end, then kill what is left. A second stop signal cuts the grace short."""
         self._stopping = True
         self.server.signal([*self._alive], number)
-        deadline = time.monotonic() + grace_s
-        while self._alive and time.monotonic() < deadline and not self.stops.pending:
+        grace_s = self.stop_grace_s if may_save else FAILURE_GRACE_S
+        started, said = time.monotonic(), not may_save
+        while self._alive and time.monotonic() < started + grace_s and not self.stops.pending:
             self._turn(POLL_S)
+            if self._alive and not said and time.monotonic() > started + SAY_AFTER_S:
+                said = True
+                logger.info("waiting up to %g s for %s to end; a second signal kills", grace_s, self._alive_titles())
+        if self._alive and may_save:
+            logger.warning(
+                "killing %s after %.0f s: what they were saving is lost. Set PHALANX_STOP_GRACE_S to give them longer",
+                self._alive_titles(),
+                time.monotonic() - started,
+            )
         self.server.signal([*self._alive, self.starter.store_id], signal.SIGKILL)
         while self._alive:
             self._turn(POLL_S)
+
+    def _alive_titles(self) -> str:
+        return ", ".join(process.title for process in self._alive.values())
 
     def _tell(self, endings: list[Ending]) -> None:
         """Tell the other hosts that the attempt is over here, and why."""

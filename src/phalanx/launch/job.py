@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster import messages
+from phalanx.cluster.environment import Environment
 from phalanx.launch import allocated, environment, machine, registry, report, staging, wire
-from phalanx.launch.attempt import POLL_S, Attempt, Outcome
+from phalanx.launch.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.console import Console
 from phalanx.launch.layout import Layout, Offer, arrange
 from phalanx.launch.link_handle import LinkHandle
@@ -57,6 +58,7 @@ class Job:
         self._options = allocated.fill(self._options, self._inherited)
         request = resolve(self._options, here)
         self._secret = staging.job_secret(request, self._inherited)
+        self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
         threads = self._fix_threads(request, here)
         self._console.write(report.banner(self._options.banner_items()))
         self._say_mode(request, here)
@@ -162,6 +164,7 @@ class Job:
                 stops=self._stops,
                 link=self._link,
                 restarts=restarts,
+                stop_grace_s=self._stop_grace_s,
                 on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
             )
             trial.start(stage.store)
