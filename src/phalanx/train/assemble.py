@@ -50,8 +50,17 @@ def distribute_net(
     mode: ParallelMode | None,
     strategy: DistributedStrategy | None,
     plan: Plan | None,
+    compiled: bool | None,
 ) -> None:
     """Distribute a net, unless it is distributed already. Collective.
+
+    Args:
+        net: A module.
+        here: This process.
+        mode: The mode; what ranks and strategy say when None.
+        strategy: The user's.
+        plan: The user's, instead of a strategy.
+        compiled: Whether it is compiled; as the strategy says when None.
 
     Raises:
         ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and
@@ -74,6 +83,8 @@ def distribute_net(
         plan = load_plan(read_file)
     if plan is None:
         chosen = strategy_in(mode, strategy, net)
+        if compiled is not None:
+            chosen.graph = compiled
         require_cuts(mode, chosen, net, here.world_size)
         use_strategy(chosen)
     elif auto_context.applied_to(DistributedStrategy()) != DistributedStrategy():

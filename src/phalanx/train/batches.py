@@ -69,8 +69,8 @@ def check_call(net: nn.Module, inputs: tuple[Any, ...], *, has_target: bool) -> 
         return
     rest = "the last, or the one called label, is the target" if has_target else "without loss_fn all are inputs"
     raise ConfigError(
-        f"{type(net).__name__} takes {takes}, and the batch has {len(inputs) + has_target} columns, of which {rest}. "
-        "Let the data yield what the net takes."
+        f"{type(net).__name__} takes {_names(takes)}, and the batch has {len(inputs) + has_target} columns, of which "
+        f"{rest}. Let the data yield what the net takes."
     )
 
 
@@ -90,7 +90,7 @@ def check_loss(loss_fn: object) -> None:
         return
     if not _binds(takes, 2):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise ConfigError(f"loss_fn is called as loss_fn(output, target), and {name} takes {takes}. Wrap it.")
+        raise ConfigError(f"loss_fn is called as loss_fn(output, target), and {name} takes {_names(takes)}. Wrap it.")
 
 
 def _binds(takes: inspect.Signature, count: int) -> bool:
@@ -99,6 +99,16 @@ def _binds(takes: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _names(takes: inspect.Signature) -> str:
+    """Return the parameters as a script writes them, without types."""
+    return str(
+        takes.replace(
+            parameters=[found.replace(annotation=found.empty) for found in takes.parameters.values()],
+            return_annotation=takes.empty,
+        )
+    )
 
 
 class MeanLoss:

@@ -234,7 +234,7 @@ class Model:
         if self._is_distributed:
             return
         here = context.current()
-        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan)
+        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled)
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(here.device)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
