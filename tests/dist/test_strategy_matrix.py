@@ -60,7 +60,9 @@ Case = tuple[str, ...]
 
 
 def ranks_of(case: Case) -> int:
-    """Return how many ranks a case needs: 4 where hosts, stages or cut layers take some that read the same rows."""
+    """Return how many ranks a case needs: 4 for hosts, or where ranks with stages or cut layers read the same rows."""
+    if "use_hierarchical_allreduce" in case and {"pipeline", "tensor_parallel"} & set(case):
+        return 8
     return 4 if {"use_hierarchical_allreduce", "pipeline", "tensor_parallel"} & set(case) else 2
 
 
@@ -84,7 +86,7 @@ def settings(case: Case) -> dict[str, Any]:
     if "pipeline" in case:
         said["hybrid_configs"] = {"pp_degree": 2}
     if "use_hierarchical_allreduce" in case:
-        said["hierarchical_allreduce_inter_nranks"] = 2
+        said["hierarchical_allreduce_inter_nranks"] = ranks_of(case) // 2
     return said
 
 
@@ -412,7 +414,7 @@ def check(ranks: int, todo: Sequence[Case]) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_technique_and_pair_equals_one_process(ranks: int) -> None:
     check(ranks, [case for case in cases() if ranks_of(case) == ranks])
 

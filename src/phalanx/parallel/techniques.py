@@ -15,6 +15,7 @@ from phalanx.errors import PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, owner_of, shape_of
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.wires import wire_for
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import reduced_along
 from phalanx.plan.server_rules import DENSE
@@ -135,7 +136,7 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pi
     made = pipeline.cut(plan, model, mesh, context)
     buckets = all_reduce_buckets(plan, shape_of(model))
     for bucket in buckets:
-        mesh.group(bucket.axes)  # made by all ranks, whatever their stages hold
+        wire_for(bucket.update, bucket.axes, mesh, context)  # groups are made by all ranks, whatever their stages hold
     _scale_module_held(plan, model, mesh)
     held = {name for name, param in model.named_parameters() if not param.is_meta}
     mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))

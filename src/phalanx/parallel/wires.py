@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -123,16 +124,21 @@ def wire_for(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Cont
 def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> Wire:
     size = update.host_ranks or context.role.local_world_size
     parts = partition(mesh.position.axes, axes)
-    if size < 2 or len(parts[0]) % size:
+    by_host = [[list(ranks) for _, ranks in groupby(part, lambda rank: rank // size)] for part in parts]
+    inside = {len(ranks) for hosts in by_host for ranks in hosts}
+    if size < 2 or len(inside) > 1 or context.world_size % size:
         raise PlanError(
-            f"use_hierarchical_allreduce needs hosts of equal size, of 2 ranks or more: found {len(parts[0])} ranks, "
-            f"{size} on this host. Set hierarchical_allreduce_inter_nranks to a number that divides, or turn it off."
+            f"use_hierarchical_allreduce needs hosts of equal size, of 2 ranks or more: found {context.world_size} "
+            f"ranks, {size} on this host. Set hierarchical_allreduce_inter_nranks to a number that divides, or turn it "
+            "off."
         )
-    if len(parts[0]) == size:
+    (count,) = inside
+    if count == 1 or len(by_host[0]) == 1:
         if context.rank == 0:
-            logger.warning("use_hierarchical_allreduce does not act: all %d ranks are on one host.", size)
+            which = "are on one host" if count > 1 else "that add up gradients are on hosts of their own"
+            logger.warning("use_hierarchical_allreduce does not act: all %d ranks %s.", len(parts[0]), which)
         return Plain(mesh.group(axes))
-    hosts = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
-    columns = [part[place::size] for part in parts for place in range(size)]
-    inside, across = group_of(hosts), group_of(columns)
-    return Hierarchical(inside, across, dist.get_rank(inside), size)
+    hosts = [ranks for part in by_host for ranks in part]
+    columns = [[ranks[place] for ranks in part] for part in by_host for place in range(count)]
+    within, across = group_of(hosts), group_of(columns)
+    return Hierarchical(within, across, dist.get_rank(within), count)

@@ -81,8 +81,6 @@ _PENDING: dict[frozenset[str], str] = {
         ("sharding", "pipeline"): "the parameters of a stage are not sharded yet",
         ("dgc", "pipeline"): "residuals are kept for whole models only",
         ("dgc", "tensor_parallel"): "residuals are kept for whole parameters only",
-        ("use_hierarchical_allreduce", "pipeline"): "hosts are found along one mesh axis only",
-        ("use_hierarchical_allreduce", "tensor_parallel"): "hosts are found along one mesh axis only",
     }.items()
 } | {
     frozenset(("a_sync", other)): _NOT_TRIED
