@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from phalanx.comm.context import BatchShare
+from phalanx.data.corrupt import counted
 from phalanx.data.fetch import PipelineFetcher, RowFetcher, WorkLoader, load_portions
 from phalanx.data.generator import GeneratorDataset
 from phalanx.data.order import BatchOrder, Order, RowOrder
@@ -59,7 +60,6 @@ class Loading:
             raise ConfigError(f"Asked for stream={stream!r}. Give 'shared' or 'own'.")
         source.loading |= passed_on
         source.num_workers = _first(num_workers, source.num_workers)
-        self._check_shuffle(shuffle)
         self.training = training
         self._shard = _read_shard(shard)
         self._asked_shard = data.shard if isinstance(data, Verbs) else None
@@ -68,6 +68,7 @@ class Loading:
         self.seed = _first(seed, _first(source.seed, 0))
         self.drop_last = _first(drop_last, _first(source.drop_last, False))
         self._shuffle = _first(shuffle, _first(source.shuffle, training and not source.is_stream))
+        self._check_shuffle(shuffle)
         self.order = None if source.is_stream else self._make_order()
         if self.pipeline is not None and collate_fn is not None:
             raise ConfigError("Asked for a collate_fn, but a pipeline makes its batches. Map its columns instead.")
@@ -103,14 +104,14 @@ class Loading:
     def batches(self, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         """Yield (batch, share, position after it) of an epoch from position `first` on.
 
-        Collective for streams (at every batch) and for custom samplers (at the first batch), else local.
+        Collective for streams (at every batch), for custom samplers and for readers that skip broken records (at the
+        first batch), else local.
         """
         here = self.here()
-        if self.order is None:
-            return self._portions(here, epoch, first)
-        works = self.order.works(epoch, here, first)
-        loaded = self._works.load(works, self._worker_options(epoch, here.index))
-        return ((batch, work.share, work.position) for batch, work in loaded)
+        found = (
+            self._portions(here, epoch, first) if self.order is None else self._rows_of(self.order, here, epoch, first)
+        )
+        return counted(self.source.dataset, found, here, is_own=self.is_own)
 
     def describe_order(self) -> str | None:
         """Return what a pipeline does to the order, None for other data."""
@@ -118,10 +119,15 @@ class Loading:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
+    def _rows_of(self, order: Order, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
+        works = order.works(epoch, here, first)
+        for batch, work in self._works.load(works, self._worker_options(epoch, here.index)):
+            yield batch, work.share, work.position
+
     def _portions(self, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         dataset, collate = self.source.dataset, self._rows.collate_fn
         if self.pipeline is not None:
-            dataset = PipelineStream(self.pipeline, self.seed, epoch, here if self.is_own else None)
+            dataset = PipelineStream(self.pipeline, self._ordering(), self.seed, epoch, here if self.is_own else None)
             collate = dataset.collate
         portions = PortionDataset(
             dataset,
@@ -177,29 +183,27 @@ class Loading:
         )
 
     def _ordering(self) -> Ordering:
+        """Return what the pipeline says, and `shuffle` about it."""
         if self.pipeline is None:
             return Ordering()
         said = self.pipeline.recipe.ordering
-        if self._shuffle and not said.shuffles:
-            return replace(said, row_windows=(Window(len(self.source.dataset), 0),))
-        return said
+        if not self._shuffle:
+            return replace(said, row_windows=(), unit_windows=())
+        if said.shuffles or self.source.is_stream:
+            return said
+        return replace(said, row_windows=(Window(len(self.source.dataset), 0),))
 
     def _check_shuffle(self, shuffle: bool | None) -> None:
-        decides: str | None = None
-        if (sampler := self.source.sampler or self.source.batch_sampler) is not None:
-            decides = f"the DataLoader's {type(sampler).__name__}"
-        elif self.pipeline is not None and self.pipeline.recipe.ordering.shuffles:
-            decides = "the pipeline's shuffle"
-        if shuffle is not None and decides is not None:
+        sampler = self.source.sampler or self.source.batch_sampler
+        if shuffle is not None and sampler is not None:
             raise ConfigError(
-                f"Asked for shuffle={shuffle}, but {decides} decides the order. "
-                "Leave shuffle out, or give the data without it."
+                f"Asked for shuffle={shuffle}, but the DataLoader's {type(sampler).__name__} decides the order. "
+                "Leave shuffle out, or give a DataLoader without the sampler."
             )
-        if shuffle and self.source.is_stream:
+        if shuffle and self.source.is_stream and not self._ordering().shuffles:
             raise ConfigError(
-                "Asked to shuffle a stream, whose rows come in the order it yields them. "
-                "Shuffle inside the generator or within windows, Pipeline(...).shuffle(buffer_size), "
-                "or give a dataset with a length."
+                "Asked to shuffle a stream, whose rows come in the order it yields them. Shuffle inside the generator "
+                "or within windows, Pipeline(...).shuffle(buffer_size), or give a dataset with a length."
             )
 
 
@@ -213,6 +217,7 @@ def _source_of(pipeline: Pipeline) -> Source:
     recipe = pipeline.recipe
     source.batch_size, source.global_batch = recipe.batch_size, recipe.global_batch
     source.drop_last = recipe.drop_remainder
+    source.shuffle = True if recipe.ordering.shuffles else None
     return source
 
 

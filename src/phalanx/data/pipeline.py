@@ -195,6 +195,11 @@ class Pipeline(Verbs):
         """The columns of a batch, in order."""
         return self.recipe.columns
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether `batch` was said."""
+        return self.recipe.is_batched
+
     def one_pass(self) -> Pipeline:
         """Return the pipeline without `repeat`: each epoch is one pass over the data."""
         return self.then(ordering=replace(self.recipe.ordering, joined=1, spans=1))

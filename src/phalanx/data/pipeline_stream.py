@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 from phalanx.data.columns import transposed, values_of
 from phalanx.data.draws import Draws
 from phalanx.data.pipeline import Pipeline
+from phalanx.data.pipeline_order import Ordering
 from phalanx.data.ranks import Shard
 from phalanx.data.shuffle import mixed_seed
 from phalanx.data.windows import windowed_stream
@@ -24,21 +25,22 @@ class PipelineStream:
     """One epoch of a pipeline over a stream, before it is cut into batches.
 
     Args:
-        pipeline: The pipeline.
+        pipeline: What to read and map.
+        ordering: In which order.
         seed: Of the loader.
         epoch: Which epoch.
         own: Whose rows these are when each rank has its own; None for rows that all ranks share.
     """
 
-    def __init__(self, pipeline: Pipeline, seed: int, epoch: int, own: Shard | None) -> None:
-        self.pipeline, self.seed, self.epoch, self.own = pipeline, seed, epoch, own
+    def __init__(self, pipeline: Pipeline, ordering: Ordering, seed: int, epoch: int, own: Shard | None) -> None:
+        self.pipeline, self.ordering, self.own = pipeline, ordering, own
+        self.seed, self.epoch = seed, epoch
 
     def spans(self) -> Iterator[Iterator[Item]]:
         """Yield the epoch's spans (see `data/pipeline_order.py`), each to be read before the next."""
-        ordering = self.pipeline.recipe.ordering
-        for number in range(ordering.spans):
-            span = self.epoch * ordering.spans + number
-            passes = (self._rows(span * ordering.joined + one) for one in range(ordering.joined))
+        for number in range(self.ordering.spans):
+            span = self.epoch * self.ordering.spans + number
+            passes = (self._rows(span * self.ordering.joined + one) for one in range(self.ordering.joined))
             yield self._units(itertools.chain.from_iterable(passes), span)
 
     def collate(self, items: list[Item]) -> Any:
@@ -56,17 +58,16 @@ class PipelineStream:
         items: Iterator[Item] = (
             (values_of(sample, names, row, described), number, row) for row, sample in enumerate(dataset)
         )
-        for window in self.pipeline.recipe.ordering.row_windows:
+        for window in self.ordering.row_windows:
             items = windowed_stream(items, window.buffer, window.start(self.seed, number))
         return items
 
     def _units(self, items: Iterator[Item], span: int) -> Iterator[Item]:
-        ordering = self.pipeline.recipe.ordering
-        if not ordering.unit_windows:
+        if not self.ordering.unit_windows:
             return items
         tail: list[Item] = []
-        units = _whole_units(items, ordering.unit, tail)
-        for window in ordering.unit_windows:
+        units = _whole_units(items, self.ordering.unit, tail)
+        for window in self.ordering.unit_windows:
             units = windowed_stream(units, window.buffer, window.start(self.seed, span))
         return itertools.chain(itertools.chain.from_iterable(units), tail)
 
