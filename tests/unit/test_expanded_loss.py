@@ -1,4 +1,4 @@
-"""`SoftmaxCrossEntropyExpand` of whole logits equals torch's cross entropy; cut ones are in tests/dist/test_model.py."""
+"""`SoftmaxCrossEntropyExpand` of whole logits equals torch's; logits that are cut are in tests/dist/test_model.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_class_that_is_ruled_out_by_minus_infinity_is_no_nan() -> None:
 
 def test_wrong_labels_are_named() -> None:
     loss, (logits, label) = px.SoftmaxCrossEntropyExpand(sparse=True), drawn(1.0)
-    with pytest.raises(ConfigError, match=r"sparse=True\) of 6 rows takes classes .* found torch.float64 of shape \(6, 5\)"):
+    with pytest.raises(
+        ConfigError, match=r"sparse=True\) of 6 rows takes classes .* found torch.float64 of shape \(6, 5\)"
+    ):
         loss(logits, logits)
     with pytest.raises(ConfigError, match=r"found torch.int64 of shape \(3,\)"):
         loss(logits, label[:3])

@@ -130,5 +130,5 @@ def test_the_context_becomes_settings_of_the_strategy() -> None:
 
 def test_a_strategy_that_says_something_else_is_an_error() -> None:
     px.set_auto_parallel_context(mirror_mean=False)
-    with pytest.raises(ConfigError, match="asks for strategy.gradient_scale_configs = .*'sum'.*says .*'avg'"):
+    with pytest.raises(ConfigError, match=r"asks for strategy.gradient_scale_configs = .*'sum'.*says .*'avg'"):
         strategy_in(None, px.DistributedStrategy(gradient_scale_configs={"scale_strategy": "avg"}), net())

@@ -85,6 +85,8 @@ class Captured:
         try:
             with torch.cuda.graph(graph):
                 loss, fetched = self._run(*tree_unflatten(self._buffers, structure))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ConfigError(
                 f"dataset_sink_mode captures the step as a CUDA graph, and torch could not: {error} Train with "
