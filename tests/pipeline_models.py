@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +96,7 @@ class Case:
 
     mesh: tuple[Axis, ...] = (Axis(name="stage", size=2),)
     update: dict[str, Any] = field(default_factory=dict)
+    sync_bn: bool = False
 
     def plan(self) -> Plan:
         data = tuple(axis.name for axis in self.mesh if axis.name == "data")
@@ -103,7 +105,7 @@ class Case:
             params=(ParamRule(match="*", **self.update),),
             modules=tuple(ModuleRule(match=name, stage=stage) for name, stage in self.stages.items()),
             schedule=self.schedule,
-            step=Step(batch_axes=data),
+            step=Step(batch_axes=data, sync_bn=self.sync_bn),
         )
 
 
@@ -151,16 +153,11 @@ def trained_alone(case: Case) -> dict[str, Any]:
     losses, gradients = [], {}
     for inputs, target in zip(*(part.split(case.rows) for part in data), strict=True):
         optimizer.zero_grad()
-        shares = 1
-        for axis in case.mesh:
-            shares *= axis.size if axis.name == "data" else 1
         total = 0.0
-        for x, y in zip(inputs.tensor_split(shares), target.tensor_split(shares), strict=True):
-            size = next(len(x) // n for n in range(case.schedule.microbatches, 0, -1) if len(x) % n == 0)
-            for xs, ys in zip(x.split(size), y.split(size), strict=True):
-                loss = F.cross_entropy(model(xs), ys) * (len(xs) / len(inputs))
-                loss.backward()
-                total += loss.item()
+        for xs, ys in _micro_batches(case, inputs, target):
+            loss = F.cross_entropy(model(xs), ys) * (len(xs) / len(inputs))
+            loss.backward()
+            total += loss.item()
         losses.append(total)
         gradients = gradients or {
             name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
@@ -172,6 +169,18 @@ def trained_alone(case: Case) -> dict[str, Any]:
         "losses": losses, "gradients": gradients, "parameters": dict(model.state_dict()), "output": output,
         "keys": list(model.state_dict()),
     }  # fmt: skip
+
+
+def _micro_batches(case: Case, inputs: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return those of each copy in turn; where copies normalise together, those that all of them run at a time."""
+    shares = math.prod(axis.size for axis in case.mesh if axis.name == "data")
+    by_copy = []
+    for x, y in zip(inputs.tensor_split(shares), target.tensor_split(shares), strict=True):
+        size = next(len(x) // n for n in range(case.schedule.microbatches, 0, -1) if len(x) % n == 0)
+        by_copy.append(list(zip(x.split(size), y.split(size), strict=True)))
+    if not case.sync_bn:
+        return [micro for copy in by_copy for micro in copy]
+    return [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in zip(*by_copy, strict=True)]
 
 
 def check(ranks: list[dict[str, Any]], case: Case) -> None:
@@ -228,6 +237,14 @@ FOUR_STAGES = (Axis(name="stage", size=4),)
 FOUR = {
     # Shares of 7 rows are 4 and 3, of the last batch of 4 rows 2 and 2.
     "copies": Case(chain, CHAIN2, F1B1, rows=9, total=22, mesh=DATA_BY_STAGE),
+    "copies that normalise together": Case(
+        partial(chain, nn.BatchNorm1d),
+        CHAIN2,
+        Schedule(kind="1f1b", microbatches=2),
+        rows=24,
+        mesh=DATA_BY_STAGE,
+        sync_bn=True,
+    ),
     "copies of glue": Case(Glued, GLUED4, ZERO_V, rows=16, mesh=DATA_BY_STAGE),
     "four stages": Case(Glued, GLUED4, F1B1, mesh=FOUR_STAGES),
     "four stages, zero bubble": Case(chain, CHAIN4, ZERO, mesh=FOUR_STAGES),

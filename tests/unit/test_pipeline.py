@@ -121,6 +121,11 @@ def test_batches_are_cut_into_equal_micro_batches(
     assert microbatches_of(route(schedule, ranks), rows) == expected
 
 
+def test_copies_that_meet_in_a_step_cut_as_many_micro_batches() -> None:
+    schedule = Schedule(kind="1f1b", microbatches=4)
+    assert [microbatches_of(route(schedule, 2), *rows) for rows in ((8, 6), (5, 4))] == [(2, 4), (1, 4)]
+
+
 def test_ranks_hold_stages_in_turn_or_in_a_v() -> None:
     looped = Schedule(kind="interleaved", virtual=2)
     assert [route(looped, 2, rank).mine for rank in range(2)] == [[0, 2], [1, 3]]

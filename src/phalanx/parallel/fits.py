@@ -141,7 +141,6 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
     cut_by_rows = copies > 1 and any(rule.managed == "module" and not reduced_along(plan, rule) for rule in rules)
     beside = {
         "step.compiled": plan.step.compiled,
-        "step.sync_bn": plan.step.sync_bn,
         # Its backward pass has two parts, each of which would compute again.
         "modules.recompute, by the schedule zero_bubble,": schedule.kind == "zero_bubble"
         and any(rule.recompute != "none" for rule in plan.modules),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import transfers
+from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.parallel import pipeline_values
@@ -102,6 +104,7 @@ class Pipeline:
         self._model_ref = weakref.ref(model)  # what was made of a model must not keep it alive
         self._stages = stages
         self._checks = checks
+        self._meets_copies = plan.step.sync_bn and context.readers.count > 1
         self._context = context
         self._recorded = {model.training: recorded}
         self._bodies: dict[bool, list[fx.GraphModule]] = {}
@@ -150,7 +153,7 @@ class Pipeline:
         rows = rows_of(inputs, target)
         for check in self._checks:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
-        count, wanted = microbatches_of(self.route, rows)
+        count, wanted = microbatches_of(self.route, *self._of_copies(rows))
         self._warn_of(rows, count, wanted)
         weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
         parts = [(part,) for part in split(inputs, rows, count)]
@@ -214,7 +217,8 @@ class Pipeline:
     def _schedule(self) -> tuple[Any, Stage | None]:
         """Return torch's schedule for micro-batches like these, and the last stage if it is here."""
         trainable = [param.requires_grad for param in self.model.parameters()]
-        key = self._batch.looks(), self.model.training, bytes(trainable)
+        looks = self._batch.looks()
+        key = looks, *self._of_copies(zlib.crc32(looks.encode())), self.model.training, bytes(trainable)
         if key not in self._schedules:
             stages, count = self._make_stages(), len(self._batch.inputs)
             with self._together("a pipeline's first step"), _without_traces(stages, self.route.device):
@@ -230,6 +234,14 @@ class Pipeline:
         if len(self._schedules) > SHAPES_KEPT:
             self._schedules.popitem(last=False)
         found: tuple[Any, Stage | None] = self._schedules[key]
+        return found
+
+    def _of_copies(self, mine: int) -> list[int]:
+        """Return a number of every copy of these stages; of this one, where layers of copies do not meet in a step."""
+        if not self._meets_copies:
+            return [mine]
+        told = torch.tensor([mine], device=self.route.device)
+        found: list[int] = all_gather(told, same_shapes=True, group=self._context.readers.group).tolist()
         return found
 
     def _make_stages(self) -> list[Stage]:

@@ -190,15 +190,15 @@ def _nothing_left() -> Callable[..., None]:
     return lambda: None
 
 
-def microbatches_of(route: Route, rows: int) -> tuple[int, int]:
+def microbatches_of(route: Route, *rows: int) -> tuple[int, int]:
     """Return into how many micro-batches of equal size a batch is cut, and how many were asked for.
 
-    At most as many as the Plan says, or of at least so many rows.
+    At most as many as the Plan says, or of at least so many rows; as many for each of several copies' rows.
     """
     schedule = route.schedule
     size = schedule.microbatch_rows
-    wanted = schedule.microbatches if size is None else max(1, rows // size)
-    fitting = (n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
+    wanted = schedule.microbatches if size is None else max(1, min(rows) // size)
+    fitting = (n for n in range(min(wanted, *rows), 0, -1) if all(one % n == 0 for one in rows))
     return next(n for n in fitting if _schedulable(schedule, n, route.ranks)), wanted
 
 

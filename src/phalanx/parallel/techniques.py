@@ -18,6 +18,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.wires import wire_for
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import reduced_along
+from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
@@ -98,8 +99,10 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     if plan.step.sync_bn and context.readers.count > 1:
         from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
 
-        sharded = any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-        if not synchronise(model, context, context.readers.group, is_weighed=sharded):
+        # Sharding weighs what enters a model at its outputs, a pipeline the loss.
+        weighed = any(axis.name == STAGE_AXIS and axis.size > 1 for axis in plan.mesh)
+        weighed |= any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+        if not synchronise(model, context, context.readers.group, is_weighed=weighed):
             logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
         if plan.step.compiled:
             keep_out_of_graph()
