@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
 import struct
 import sys
 import threading
@@ -389,3 +390,13 @@ def test_labels_that_do_not_fit_the_model_are_named_before_training() -> None:
 def test_labels_that_cannot_be_found_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="a object, which has neither `labels` nor `targets`"):
         check_labels(object(), 3)
+
+
+# -- downloads -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_but_download_asks_the_network_for_files() -> None:
+    source = Path(photographs.__file__).parents[1]
+    asks = re.compile(r"urlopen|OpenerDirector|import requests|import httpx|torch\.hub|load_state_dict_from_url")
+    found = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if asks.search(p.read_text())}
+    assert found == {"data/download.py"}

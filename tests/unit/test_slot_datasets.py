@@ -116,7 +116,7 @@ def test_a_reader_stays_a_bounded_number_of_batches_ahead() -> None:
 
 def test_an_error_of_the_reader_reaches_the_loop(folder: Path) -> None:
     (folder / "part-2").write_text("0\t1\tu\n0\toops\tu\n")
-    with pytest.raises(DataError, match=r"part-2, line 2: field 2 \(row\): found 'oops'.*on_error=\"count\""):
+    with pytest.raises(DataError, match=r"part-2, line 2: field 2 \(row\): found 'oops'.*on_corrupt=\"skip\""):
         list(queue(folder))
 
 
@@ -126,9 +126,9 @@ def test_an_error_of_the_reader_reaches_the_loop(folder: Path) -> None:
 @pytest.mark.usefixtures("phalanx_propagates")
 def test_broken_lines_are_counted_and_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "part-2").write_text("0\t1\tu\nx\n0\t2\tu\n\n")
-    dataset = queue(folder, on_error="count")
+    dataset = queue(folder, on_corrupt="skip")
     assert len(seen(dataset)) == ROWS - SIZES[2] + 2
-    assert dataset.reader.broken == 2
+    assert dataset.corrupt.count == 2
     assert "part-2, line 2: found 1 fields, expected 3" in caplog.text
     assert "2 of the file's 4 lines are broken and were left out" in caplog.text
 
@@ -272,8 +272,8 @@ def test_words_of_fleet_that_stay(folder: Path) -> None:
     assert [len(label) for _, _, label in dataset] == [3, 2]
     with pytest.raises(ConfigError, match="batches of 0 rows"):
         dataset.batches(0)
-    with pytest.raises(ConfigError, match="on_error='skip'"):
-        QueueDataset(folder, SCHEMA, on_error="skip")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on_corrupt='count'"):
+        QueueDataset(folder, SCHEMA, on_corrupt="count")  # type: ignore[arg-type]
 
 
 @given(order=st.permutations(range(5)), start=st.integers(0, 5), count=st.integers(0, 5))

@@ -4,6 +4,7 @@ from phalanx.data import vision
 from phalanx.data.cifar import Cifar10Dataset
 from phalanx.data.criteo import criteo_schema
 from phalanx.data.digits import DigitsDataset
+from phalanx.data.download import download
 from phalanx.data.flowers import FlowersDataset
 from phalanx.data.generator import GeneratorDataset
 from phalanx.data.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
@@ -29,6 +30,7 @@ __all__ = [
     "SlotSchema",
     "check_labels",
     "criteo_schema",
+    "download",
     "read_idx",
     "vision",
 ]

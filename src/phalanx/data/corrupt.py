@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, get_args
 
 from phalanx.data.ranks import Shard, gather_integers
 from phalanx.errors import ConfigError, DataError, did_you_mean
@@ -29,7 +30,10 @@ class Corrupt:
             raise ConfigError(f"Asked for on_corrupt={on_corrupt!r}.{hint} Give 'stop' or 'skip'.")
         self.on_corrupt = on_corrupt
         self.count = 0
-        """Records left out so far."""
+        """Records left out here so far."""
+
+        self.global_count = 0
+        """Records left out by all ranks when an epoch ended last; the same on every rank."""
 
         self.first = ""
         """The first of them: its file, its place, what is wrong."""
@@ -46,46 +50,43 @@ class Corrupt:
         self.count += records
 
 
-def check_alike(dataset: Any, shard: Shard) -> None:
-    """Raise unless all ranks left as many records out of a dataset with a length.
-
-    Collective for datasets that skip records, when `shard.is_checked`; else nothing.
-
-    Raises:
-        DataError: On every rank, if they did not: their files differ, and so would the steps they take.
-    """
-    corrupt = _skipping(dataset)
-    if corrupt is None or not shard.is_checked:
-        return
-    everyone = gather_integers([len(dataset), corrupt.count])
-    if len({tuple(one) for one in everyone}) > 1:
-        found = ", ".join(f"rank {rank} has {rows} and left out {out}" for rank, (rows, out) in enumerate(everyone))
-        raise DataError(
-            f"The ranks read different records of {type(dataset).__name__}: {found}. Give all of them the same files."
-        )
+_T = TypeVar("_T")
 
 
-def report(dataset: Any, shard: Shard, *, is_own: bool) -> None:
-    """Log at the end of an epoch how many records were left out, which is the same number on every rank.
+def counted(dataset: Any, batches: Iterator[_T], shard: Shard, *, is_own: bool) -> Iterator[_T]:
+    """Return an epoch's batches; of a dataset that skips records, it says at the end how many, on all ranks alike.
 
-    Collective for datasets that skip records of files of their own, when `shard.is_checked`.
+    Such a dataset makes it collective, when `shard.is_checked`: at the first batch of data that all ranks share, which
+    must have left out the same number; at the end of streams of a rank's own, whose numbers are added up.
 
     Args:
-        dataset: What was read.
-        shard: Which part of it this process read.
-        is_own: Whether each rank read other files, so that the counts are to be added up.
+        dataset: What is read.
+        batches: Its batches.
+        shard: Which part of it this process reads.
+        is_own: Whether each rank reads other files.
+
+    Raises:
+        DataError: On every rank, while iterating, if data that all ranks share differs.
     """
-    corrupt = _skipping(dataset)
-    if corrupt is None:
-        return
-    count = corrupt.count
-    if is_own and shard.is_checked:
-        count = sum(one for (one,) in gather_integers([count]))
-    if count and shard.index == 0:
-        first = f"; the first here: {corrupt.first}" if corrupt.first else ""
-        logger.warning("%d broken records of %s left out so far%s", count, type(dataset).__name__, first)
-
-
-def _skipping(dataset: Any) -> Corrupt | None:
     corrupt = getattr(dataset, "corrupt", None)
-    return corrupt if isinstance(corrupt, Corrupt) and corrupt.on_corrupt == "skip" else None
+    if not isinstance(corrupt, Corrupt) or corrupt.on_corrupt == "stop":
+        return batches
+    return _counted(dataset, corrupt, batches, shard, is_own)
+
+
+def _counted(dataset: Any, corrupt: Corrupt, batches: Iterator[_T], shard: Shard, is_own: bool) -> Iterator[_T]:
+    name = type(dataset).__name__
+    if shard.is_checked and not is_own:
+        _check_alike(name, gather_integers([len(dataset), corrupt.count]))
+    yield from batches
+    adds_up = shard.is_checked and is_own
+    corrupt.global_count = sum(one for (one,) in gather_integers([corrupt.count])) if adds_up else corrupt.count
+    if corrupt.global_count and shard.index == 0:
+        first = f"; the first here: {corrupt.first}" if corrupt.first else ""
+        logger.warning("%d broken records of %s left out so far%s", corrupt.global_count, name, first)
+
+
+def _check_alike(name: str, everyone: list[list[int]]) -> None:
+    if len({tuple(one) for one in everyone}) > 1:
+        found = ", ".join(f"rank {rank} has {rows} and left out {out}" for rank, (rows, out) in enumerate(everyone))
+        raise DataError(f"The ranks read different records of {name}: {found}. Give all of them the same files.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from phalanx.data.corrupt import OnCorrupt
 from phalanx.data.file_sources import FileSource, SplitFiles
 from phalanx.data.slot_files import SlotReader, list_files
 from phalanx.data.slot_rows import Batch
@@ -74,7 +75,7 @@ class SlotDataset(ClickDataset):
         schema: What a line holds.
         batch_size: Rows of this worker's batches; may be left to the loader.
         drop_last: Whether to leave out a last batch that is not full.
-        on_error: `raise` at a broken line, or `count` and leave it out.
+        on_corrupt: `stop` at a broken line, or `skip` it: it is left out and counted in `corrupt`.
         source: Who hands out the files; split by rank when omitted.
         seed: Start of every shuffle; the same on every worker.
     """
@@ -86,12 +87,13 @@ class SlotDataset(ClickDataset):
         *,
         batch_size: int | None = None,
         drop_last: bool = False,
-        on_error: Literal["raise", "count"] = "raise",
+        on_corrupt: OnCorrupt = "stop",
         source: FileSource | None = None,
         seed: int = 0,
     ) -> None:
         self.schema, self.drop_last, self.seed = schema, drop_last, seed
-        self.reader = SlotReader(schema, on_error)
+        self.reader = SlotReader(schema, on_corrupt)
+        self.corrupt = self.reader.corrupt
         self.batch_size = batch_size
         self.files = list_files(files)
         self.source = source or SplitFiles(self.files)

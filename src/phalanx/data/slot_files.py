@@ -1,4 +1,4 @@
-"""Files of click logs, read block by block; a broken line is an error that names it, or is counted."""
+"""Files of click logs, read block by block; a broken line is an error that names it, or is left out and counted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, cast
 
+from phalanx.data.corrupt import Corrupt, OnCorrupt
 from phalanx.data.slot_rows import SlotRows
-from phalanx.data.slots import Parsed, SlotSchema, describe_broken, parse_slots
+from phalanx.data.slots import SlotSchema, describe_broken, parse_slots
 from phalanx.errors import ConfigError, DataError
 
 logger = logging.getLogger("phalanx.data")
@@ -46,16 +47,12 @@ class SlotReader:
 
     Args:
         schema: What a line holds.
-        on_error: `raise` at the first broken line, or `count` and leave them out; a file that had some is named in
-            the log.
+        on_corrupt: `stop` at the first broken line, or `skip` them, counted in `corrupt`; a file that had some is
+            named in the log.
     """
 
-    def __init__(self, schema: SlotSchema, on_error: Literal["raise", "count"] = "raise") -> None:
-        if on_error not in ("raise", "count"):
-            raise ConfigError(f"Asked for on_error={on_error!r}. Give 'raise' or 'count'.")
-        self.schema, self.on_error = schema, on_error
-        self.broken = 0
-        """Lines left out so far."""
+    def __init__(self, schema: SlotSchema, on_corrupt: OnCorrupt = "stop") -> None:
+        self.schema, self.corrupt = schema, Corrupt(on_corrupt)
 
     def blocks(self, path: str | Path, first_row: int = 0) -> Iterator[SlotRows]:
         """Yield a file's rows, some thousands at a time.
@@ -70,10 +67,12 @@ class SlotReader:
         lines, broken, first = 0, 0, ""
         for text in _texts(Path(path)):
             parsed = parse_slots(text, self.schema)
-            if parsed.first_broken is not None and not first:
-                first = self._describe(path, lines, parsed)
+            if parsed.first_broken is not None:
+                line = lines + parsed.first_broken.line + 1
+                problem = f"{path}, line {line}: {describe_broken(parsed.first_broken, self.schema)}"
+                self.corrupt.add(problem, parsed.broken)
+                first = first or problem
             broken += parsed.broken
-            self.broken += parsed.broken
             lines += len(parsed.rows) + parsed.broken
             skipped = min(first_row, len(parsed.rows))
             first_row -= skipped
@@ -81,14 +80,6 @@ class SlotReader:
                 yield parsed.rows.cut(skipped, len(parsed.rows))
         if broken:
             logger.warning("%s. %d of the file's %d lines are broken and were left out", first, broken, lines)
-
-    def _describe(self, path: str | Path, lines_before: int, parsed: Parsed) -> str:
-        assert parsed.first_broken is not None
-        line = lines_before + parsed.first_broken.line + 1
-        problem = f"{path}, line {line}: {describe_broken(parsed.first_broken, self.schema)}"
-        if self.on_error == "raise":
-            raise DataError(f'{problem}. Correct it, or pass on_error="count" to leave broken lines out.')
-        return problem
 
 
 def _texts(path: Path) -> Iterator[bytes]:
