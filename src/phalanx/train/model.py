@@ -29,8 +29,9 @@ from phalanx.train.auto_context import close_context
 from phalanx.train.batches import LossFunction, MeanLoss, check_call, check_loss, inputs_and_target, inputs_of, own_loss
 from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.run import Run
-from phalanx.train.evaluate import Metric, evaluate, evaluation_mode
+from phalanx.train.evaluate import evaluate, evaluation_mode
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
+from phalanx.train.metrics_named import Metric
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
 from phalanx.train.predict import outputs_in_order, rows_in_order
