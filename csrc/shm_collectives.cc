@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "shm_group.h"
 
@@ -42,8 +41,6 @@ Group::Sizes scaled(Group::Sizes counts, std::size_t width) {
   return counts;
 }
 
-std::size_t total(const Group::Sizes& counts) { return std::accumulate(counts.begin(), counts.end(), std::size_t{0}); }
-
 }  // namespace
 
 // Numbers the call and queues it under one hold of the lock, so that calls of several threads stay apart.
@@ -79,13 +76,13 @@ Group::Op Group::reduce_to(std::byte* data, std::size_t count, Type type, Reduce
 }
 
 Group::Op Group::reduce_scatter(Buffers in, std::byte* out, Sizes counts, Type type, Reduce how) {
-  return call(said(Kind::kReduceScatter, type, total(counts), how), [&](const Said& said) {
+  return call(said(Kind::kReduceScatter, type, counts, how), [&](const Said& said) {
     return reduce_scatter_steps(std::move(in), out, std::move(counts), type, how, said);
   });
 }
 
 Group::Op Group::all_gather(std::byte* in, Buffers out, Sizes counts, Type type) {
-  return call(said(Kind::kAllGather, type, total(counts)), [&](const Said& said) {
+  return call(said(Kind::kAllGather, type, counts), [&](const Said& said) {
     return all_gather_steps(in, std::move(out), scaled(std::move(counts), width_of(type)), said);
   });
 }

@@ -1,11 +1,13 @@
 #include "shm_group.h"
 
-#include <immintrin.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
+
+#include "mix.h"
 
 namespace phalanx {
 namespace {
@@ -25,7 +27,7 @@ double spin_time(int ranks) {
 
 void pause() {
 #if defined(__x86_64__)
-  _mm_pause();
+  __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
@@ -63,11 +65,10 @@ Group::Group(int fd, int rank, int size, const std::string& name, double timeout
       spin_s_(spin_time(size)),
       timeout_s_(timeout_s) {}
 
-Group::~Group() {
-  if (::getpid() == pid_) close();
-}
+Group::~Group() { close(); }
 
 void Group::close() {
+  if (::getpid() != pid_) return;  // a forked child ends nothing: the rank is its parent
   {
     const std::lock_guard held(lock_);
     if (!broken_) fail_all(std::make_exception_ptr(std::runtime_error("the process group was ended before this was done")));
@@ -101,16 +102,23 @@ void Group::compare(const Said& said) const {
   for (int r = 0; r < region_.size(); ++r) {
     const Said& other = region_.member(r).rounds[round_ & 1].said;
     if (other == said) continue;
+    const std::string ours = phalanx::described(said), theirs = phalanx::described(other);
     throw Disagreement("In call " + std::to_string(said.sequence) + " of the group " +
-                       region_.name_of(region_.rank()) + " made " + phalanx::described(said) + ", and " +
-                       region_.name_of(r) + " made " + phalanx::described(other) +
+                       region_.name_of(region_.rank()) + " made " + ours + ", and " + region_.name_of(r) + " made " +
+                       theirs + (ours == theirs ? " cut into parts of other lengths" : "") +
                        ". All ranks of a group must make the same calls in the same order.");
   }
 }
 
 Said Group::said(Kind kind, Type type, std::size_t count, Reduce how, int root) {
   return {static_cast<std::uint32_t>(kind), static_cast<std::uint32_t>(type), static_cast<std::uint32_t>(how), root,
-          count, 0};
+          count, 0, 0};
+}
+
+Said Group::said(Kind kind, Type type, const Sizes& counts, Reduce how) {
+  Said said = this->said(kind, type, std::accumulate(counts.begin(), counts.end(), std::size_t{0}), how);
+  for (const std::size_t count : counts) said.parts = mix64(said.parts + count);
+  return said;
 }
 
 void Group::require_own_process() const {
@@ -192,11 +200,20 @@ std::string Group::described(const Op& op) const {
   return text + ", call " + std::to_string(op->number) + " of the group,";
 }
 
+// Whoever ended its part in order sends nothing any more; a message from any rank then comes from the others.
+bool Group::may_come_from(const Operation& message, int rank) const {
+  if (message.peer != kAnyRank) return message.peer == rank;
+  if (!region_.has_left(rank)) return true;
+  for (int r = 0; r < region_.size(); ++r)
+    if (r != region_.rank() && !region_.has_left(r)) return false;
+  return true;
+}
+
 void Group::look_at(const Op& op, Clock::time_point now) {
   const bool is_message = op->kind >= Kind::kSend;
   for (int r = 0; r < region_.size(); ++r) {
     if (r == region_.rank()) continue;
-    if (is_message ? op->peer != kAnyRank && op->peer != r : op->steps.until().holds_for(r)) continue;
+    if (is_message ? !may_come_from(*op, r) : op->steps.until().holds_for(r)) continue;
     const bool is_late = now >= op->deadline;
     const std::string loss = region_.loss_of(r);
     if (loss.empty() && !is_late) continue;
@@ -212,9 +229,9 @@ void Group::look_at(const Op& op, Clock::time_point now) {
 void Group::look_for_trouble(Clock::time_point now) {
   looked_ = now;
   try {
-    const std::string text = region_.failure_text();
-    if (region_.failure() == Failure::kDisagreement) throw Disagreement(text);
-    if (region_.failure() == Failure::kLost) throw PeerLost(text);
+    const Failure failure = region_.failure();  // read before its text, which is written before it
+    if (failure == Failure::kDisagreement) throw Disagreement(region_.failure_text());
+    if (failure == Failure::kLost) throw PeerLost(region_.failure_text());
     if (!calls_.empty()) look_at(Op(calls_.front()), now);
     for (const Op& op : mail_.pending()) look_at(op, now);
   } catch (const PeerLost& error) {
@@ -248,17 +265,24 @@ void Group::sleep_on(const Op& op) {
   me.sleeping.fetch_sub(1, std::memory_order_relaxed);
 }
 
+// An operation ends in time only if those before it do.
+void Group::shorten(const Op& op, Clock::time_point deadline) {
+  const std::lock_guard held(lock_);
+  op->deadline = std::min(op->deadline, deadline);
+  if (op->kind >= Kind::kSend) return;
+  for (const Op& before : calls_)
+    if (before->number < op->number) before->deadline = std::min(before->deadline, deadline);
+}
+
 void Group::wait(const Op& op, double timeout_s) {
   if (!op->is_done.load(std::memory_order_acquire)) {
+    require_own_process();
     const Clock::time_point start = Clock::now();
     {
       const std::lock_guard held(way_lock_);
       ++waiters_;
     }
-    if (timeout_s > 0) {
-      const std::lock_guard held(lock_);
-      op->deadline = std::min(op->deadline, start + seconds(timeout_s));
-    }
+    if (timeout_s > 0) shorten(op, start + seconds(timeout_s));
     for (int turn = 1; !is_done_after_advance(op); ++turn) {
       const std::chrono::duration<double> waited = Clock::now() - start;
       if (waited.count() < spin_s_) {

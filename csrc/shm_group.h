@@ -58,7 +58,8 @@ class Group {
   void wait(const Op& op, double timeout_s);
   // The same for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
   void tend(const Op& op);
-  // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error.
+  // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error. Nothing in a
+  // forked child, which is no rank.
   void close();
   void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
 
@@ -85,6 +86,7 @@ class Group {
   std::byte* slot(int rank) const { return region_.slot(rank, round_); }
 
   Said said(Kind kind, Type type, std::size_t count, Reduce how = Reduce::kSum, int root = 0);
+  Said said(Kind kind, Type type, const Sizes& counts, Reduce how = Reduce::kSum);  // of a cut: one count for each rank
   template <class Make>
   Op call(Said said, Make steps_of);
   Op post(Kind kind, std::byte* memory, std::size_t bytes, int peer, int tag);
@@ -97,8 +99,10 @@ class Group {
   void fail_all(std::exception_ptr error);
   void look_for_trouble(Clock::time_point now);
   void look_at(const Op& op, Clock::time_point now);
+  bool may_come_from(const Operation& message, int rank) const;
   std::string described(const Op& op) const;
 
+  void shorten(const Op& op, Clock::time_point deadline);
   bool is_done_after_advance(const Op& op);
   void sleep_on(const Op& op);
 

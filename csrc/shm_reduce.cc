@@ -71,13 +71,14 @@ struct Multiply {
   template <class T>
   T operator()(T a, T b) const { return wrapped(a, b, [](auto x, auto y) { return x * y; }); }
 };
+// What is not a number stays so, whichever rank has it.
 struct Least {
   template <class T>
-  T operator()(T a, T b) const { return b < a ? b : a; }
+  T operator()(T a, T b) const { return b < a || b != b ? b : a; }
 };
 struct Greatest {
   template <class T>
-  T operator()(T a, T b) const { return a < b ? b : a; }
+  T operator()(T a, T b) const { return a < b || b != b ? b : a; }
 };
 struct And {
   template <class T>

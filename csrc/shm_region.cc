@@ -101,7 +101,7 @@ void Region::sleep(std::uint32_t seen, int milliseconds) const {
 
 std::string Region::loss_of(int rank) const {
   const Member& member = members_[rank];
-  if (member.has_left_group.load(std::memory_order_acquire)) return "it left the group";
+  if (has_left(rank)) return "it left the group";
   const Process found = look_up(member.pid);
   if (found.state == 'X' || found.state == 'Z' || found.started != member.started) return "its process ended";
   return "";

@@ -35,6 +35,7 @@ struct Said {
   std::uint32_t kind, type, reduce;
   std::int32_t root;
   std::uint64_t count, sequence;
+  std::uint64_t parts;  // a digest of how long each rank's part is, where they may differ
   bool operator==(const Said&) const = default;
 };
 
@@ -94,6 +95,7 @@ class Region {
   // Sleeps until the bell has rung since it read `seen`, or the time is over.
   void sleep(std::uint32_t seen, int milliseconds) const;
 
+  bool has_left(int rank) const { return members_[rank].has_left_group.load(std::memory_order_acquire) != 0; }
   // How a rank was lost, in words; empty while it lives and is in the group.
   std::string loss_of(int rank) const;
   // `rank 1 (host h, pid p)`

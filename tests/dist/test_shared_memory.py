@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.comm import shared_memory
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLostError
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -86,6 +88,12 @@ def _reductions(gloo: dist.ProcessGroup, rank: int, size: int) -> None:
         dist.all_reduce(ours, op)
         dist.all_reduce(theirs, op, group=gloo)
         same(ours, theirs)
+    for op in (ReduceOp.MAX, ReduceOp.MIN):
+        for dtype in FLOATS:
+            for whose in range(size):  # not a number on one rank, whichever, is not a number in the end
+                ours = torch.tensor([float("nan") if rank == whose else 1.0], dtype=dtype)
+                dist.all_reduce(ours, op)
+                assert ours.isnan().all()
     truths = torch.tensor([rank == 0, True, False])
     for op, wanted in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.MIN, [False, True, False])):
         ours = truths.clone()
@@ -241,6 +249,14 @@ def _asynchronous(rank: int, size: int) -> None:
         assert work.is_success()
         assert work.exception() is None
         assert t.eq(i * size).all()
+    # What has ended is in place, also in a tensor with gaps that is filled from memory of ours, and for who only looks.
+    matrix = torch.ones(3, 2)
+    for i in range(20):
+        matrix.fill_(i)
+        work = dist.all_reduce(matrix[:, 1], async_op=True)
+        while not work.is_completed():
+            pass
+        assert matrix[0].tolist() == [i, i * size]
     # Rank 1 takes part only after rank 0 has heard from it, while rank 0's call is under way.
     x = torch.ones(300_000)
     if rank == 1:
@@ -281,6 +297,7 @@ def test_ranks_that_make_different_calls_are_told_both():
         "all_gather": ("all_reduce sum of 3 float32", "all_gather of 6 float32"),
         "dtype": ("all_reduce sum of 3 float32", "all_reduce sum of 3 int64"),
         "count": ("all_reduce sum of 3 float32", "all_reduce sum of 4 float32"),
+        "parts": ("all_gather of 3 float32", "all_gather of 3 float32 cut into parts of other lengths"),
     }.items():
         for outcome in run_ranks(_disagreeing, 2, case, expect_failure=True):
             assert outcome.error_type == "ConfigError"
@@ -292,7 +309,9 @@ def test_ranks_that_make_different_calls_are_told_both():
 def _disagreeing(case: str) -> None:
     _, rank, _ = groups()
     dist.barrier()
-    if rank == 0:
+    if case == "parts":
+        dist.all_gather([torch.empty(1 + rank), torch.empty(2 - rank)], torch.ones(2 - rank if rank else 1))
+    elif rank == 0:
         dist.all_reduce(torch.ones(3))
     elif case == "all_gather":
         dist.all_gather([torch.empty(3)] * 2, torch.ones(3))
@@ -300,6 +319,52 @@ def _disagreeing(case: str) -> None:
         dist.all_reduce(torch.ones(3, dtype=torch.int64))
     else:
         dist.all_reduce(torch.ones(4))
+
+
+def test_a_message_from_any_rank_does_not_need_those_that_left():
+    """It comes from one that stays, until all others have left."""
+    value, message = run_ranks(_any_source, 3)[0]
+    assert value == 1.0
+    assert "recv number 2 on rank 0 (host " in message
+    assert "it left the group" in message
+
+
+def _any_source() -> tuple[float, str]:
+    _, rank, _ = groups()
+    left = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.recv(x := torch.zeros(1))
+        with pytest.raises(PeerLostError) as caught:
+            dist.recv(torch.zeros(1))
+        return x.item(), str(caught.value)
+    if rank == 1:
+        left.wait(["rank 2"])
+        time.sleep(0.5)  # longer than rank 0 takes to look who is left
+        dist.send(torch.ones(1), 0)
+    dist.destroy_process_group()
+    left.set(f"rank {rank}", "")
+    return 0.0, ""
+
+
+def test_a_wait_keeps_its_deadline_behind_other_calls():
+    waited, message = run_ranks(_wait_behind, 2)[0]
+    assert waited < 5.0
+    assert "all_reduce, call 1 of the group, on rank 0 (" in message
+    assert "timed out waiting for rank 1 (" in message
+
+
+def _wait_behind() -> tuple[float, str]:
+    _, rank, _ = groups()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["over"])
+        return 0.0, ""
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        works[1].wait(timedelta(seconds=0.2))
+    store.set("over", "")
+    return time.monotonic() - started, str(caught.value)
 
 
 def test_a_message_of_another_size_is_told_on_both_sides():

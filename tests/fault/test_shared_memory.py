@@ -147,3 +147,22 @@ def _fork() -> int:
     _, status = os.waitpid(child, 0)
     dist.barrier()
     return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_that_ends_as_scripts_do_leaves_the_group_to_its_parent():
+    run_ranks(_fork_and_end, 2)
+
+
+def _fork_and_end() -> None:
+    rank = px.init().rank
+    dist.barrier()
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            px.shutdown()  # as at the end of an interpreter
+            dist.destroy_process_group()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.5)  # longer than rank 1 takes to look whether rank 0 is there
+    dist.barrier()
+    px.comm.barrier()

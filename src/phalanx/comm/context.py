@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,6 +59,9 @@ class Context:
 
     owns_group: bool = field(default=False, repr=False)
     """Whether `shutdown` ends the process group (False when the script made its own)."""
+
+    pid: int = field(default_factory=os.getpid, repr=False)
+    """The process that is this rank: a child it forks is not."""
 
     mesh_readers: Readers | None = field(default=None, repr=False)
     """What the mesh of the Plan in use says of `readers`; None when every rank reads rows of its own."""
@@ -155,9 +159,9 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the job: end the process group that `init` made. Safe to call twice."""
+    """Leave the job: end the process group that `init` made. Safe to call twice, and nothing in a forked child."""
     global _current
-    if _current is None:
+    if _current is None or _current.pid != os.getpid():
         return
     if _current.owns_group:
         agreement.leave()
