@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import phalanx as px
+from phalanx import _core
+from phalanx.comm.shared_memory import hosts
+from phalanx.errors import PeerLostError
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -202,6 +208,41 @@ def _several_hosts() -> None:
         dist.all_reduce(x := torch.ones(3), group=near)
         assert x.eq(2).all()
     dist.barrier()
+
+
+def test_a_call_between_hosts_that_fails_is_told_to_the_rest_of_the_host():
+    """Rank 1 alone has nobody on the other host to hear it from."""
+    outcomes = run_ranks(_lose_a_host, 3, env_of_rank=_hosts(2, 1))
+    assert outcomes[0]
+    assert "left the group" in outcomes[1]
+
+
+def _lose_a_host() -> str:
+    rank = px.init().rank
+    dist.all_reduce(torch.ones(3))
+    if rank == 2:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+def test_an_errand_that_was_not_begun_ends_with_its_group():
+    with open(os.memfd_create("test"), "wb") as memory:
+        memory.truncate(_core.SharedGroup.bytes_for(1))
+        core = _core.SharedGroup(memory.fileno(), 0, 1, "rank 0", 5.0)
+    between = hosts.Between(core, dist.HashStore(), 0, [[0]], timedelta(seconds=5))
+    is_over = threading.Event()
+    between._thread.submit(is_over.wait)
+    errand = between.all_reduce(torch.ones(3), 0)
+    with pytest.raises(PeerLostError, match=r"all_reduce between hosts timed out after 0\.01 s"):
+        between.wait(errand, 0.01)
+    between.close()
+    is_over.set()
+    between.tend(errand)
+    with pytest.raises(RuntimeError, match="the process group was ended before this was done"):
+        between.wait(errand, 0.0)
 
 
 def test_ranks_use_gloo_where_one_of_them_cannot_share_memory():

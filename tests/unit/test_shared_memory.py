@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import HashStore, ReduceOp
 
+from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, Landing, even, reduction, shares, to_move, to_reduce
+from phalanx.comm.shared_memory.work import SharedWork
 from phalanx.errors import ConfigError
 
 core = pytest.importorskip("phalanx._core")
@@ -135,6 +138,53 @@ def test_cuts_that_do_not_fit_are_refused():
     assert [n.length for n in shares(torch.zeros(4, 2), [1, 3], "all_to_all_single input")] == [2, 6]
     with pytest.raises(ConfigError, match="all_gather over 2 ranks needs one tensor 2 times as long"):
         even(torch.zeros(5), torch.zeros(2), 2, "all_gather")
+
+
+def test_a_system_that_does_not_tell_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PHALANX_HOST_ID", raising=False)
+    assert region.host_identity() == region.host_identity()
+    monkeypatch.setattr(os, "readlink", _refuse)
+    assert region.host_identity() != region.host_identity()
+
+
+def _refuse(_: object) -> str:
+    raise PermissionError(13, "not for you")
+
+
+@pytest.mark.parametrize(("mode", "is_taken"), [("0", False), ("2", True)])
+def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
+    mode: str, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "overcommit").write_text(f"{mode}\n")
+    monkeypatch.setattr(region, "_OVERCOMMIT", tmp_path / "overcommit")
+    fd = region._make(HashStore(), 0, 1 << 16)
+    try:
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        assert (os.fstat(fd).st_blocks * 512 >= 1 << 16) == is_taken
+    finally:
+        os.close(fd)
+
+
+def test_memory_that_cannot_be_had_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch):
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "ftruncate", lambda *_: _refuse(None))
+    with pytest.raises(PermissionError):
+        region._make(HashStore(), 0, 1 << 16)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_error_after_the_operations_is_kept_and_told():
+    def fail() -> None:
+        raise ValueError("no room")
+
+    with members(1) as (group,):
+        work = SharedWork(group, [group.barrier()], [], None, fail)
+        with pytest.raises(RuntimeError, match="no room"):  # torch's futures carry words only
+            work.get_future().wait()
+        assert str(work.exception()) == "no room"
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no room"):
+                work.wait()
 
 
 def test_a_tensor_with_gaps_is_filled_through_memory_of_its_own():

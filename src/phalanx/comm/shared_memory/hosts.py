@@ -7,8 +7,9 @@ crosses the network once for each host, not once for each rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, to_reduce
+from phalanx.errors import PeerLostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +95,24 @@ class Between:
 
     def all_reduce(self, tensor: Tensor, how: int) -> Errand:
         """Issue the reduction of a contiguous tensor, in place; `how` is the code of torch's operation."""
-        return Errand(self._thread.submit(self._carry, tensor, how))
+        return Errand(self._thread.submit(self._carry_or_leave, tensor, how))
 
     def wait(self, errand: Errand, timeout_s: float) -> None:
         """Wait for an errand; raises what ended it."""
-        errand.outcome.result(timeout_s or None)
+        try:
+            errand.outcome.result(timeout_s or None)
+        except CancelledError:
+            raise RuntimeError("the process group was ended before this was done") from None
+        except TimeoutError:
+            raise PeerLostError(
+                f"all_reduce between hosts timed out after {timeout_s:g} s. See what the other ranks are doing, or "
+                "wait longer."
+            ) from None
 
     def tend(self, errand: Errand) -> None:
         """Wait for an errand; does not raise."""
-        errand.outcome.exception()
+        with contextlib.suppress(CancelledError):
+            errand.outcome.exception()
 
     def close(self) -> None:
         """End; errands not begun are dropped."""
@@ -109,6 +120,13 @@ class Between:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._across is not None:
             self._across.shutdown()
+
+    def _carry_or_leave(self, tensor: Tensor, how: int) -> None:
+        try:
+            self._carry(tensor, how)
+        except Exception:
+            self._core.close()  # This host's other ranks hear of it at once, not at their deadline.
+            raise
 
     def _carry(self, tensor: Tensor, how: int) -> None:
         is_mean = how == _AVG

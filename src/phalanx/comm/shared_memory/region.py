@@ -20,16 +20,24 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 if TYPE_CHECKING:
     from phalanx._core import SharedGroup
 
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+"""2 where the kernel promises no more memory than it has."""
+
 
 def host_identity() -> str:
     """Return what is equal for processes that can share memory: one kernel, one space of process ids, one user.
 
-    `PHALANX_HOST_ID` stands in for it, to try on one machine what happens between hosts.
+    `PHALANX_HOST_ID` stands in for it, to try on one machine what happens between hosts. Where the system does not
+    tell, the process counts as a host of its own.
     """
     if given := os.environ.get("PHALANX_HOST_ID", "").strip():
         return given
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+    host = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{host}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+    except OSError:
+        return f"{host}/{os.getpid()}/{secrets.token_hex(8)}"
 
 
 def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: float) -> tuple[SharedGroup | None, str]:
@@ -70,8 +78,14 @@ def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: fl
 def _make(store: Store, rank: int, size: int) -> int:
     word = secrets.token_hex(16)
     fd = os.memfd_create(f"phalanx-{word}", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, size)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        if _OVERCOMMIT.read_text().strip() == "2":
+            os.posix_fallocate(fd, 0, size)  # else a page may be refused when it is touched, which ends the process
+    except OSError:
+        os.close(fd)
+        raise
     store.set(f"region/{rank}", f"{os.getpid()} {fd} {word}")
     return fd
 

@@ -65,8 +65,10 @@ class SharedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return self._is_settled or all(operation.is_done for operation in self.operations)
+        """Return whether it has ended; the tensors are filled then, those with gaps too."""
+        if not self._is_settled and all(operation.is_done for operation in self.operations):
+            self._settle()
+        return self._is_settled
 
     def is_success(self) -> bool:
         """Return whether it ended well."""
@@ -74,9 +76,7 @@ class SharedWork(dist.Work):
 
     def exception(self) -> Exception | None:
         """Return the error that ended it, if one did."""
-        if self.is_completed():
-            self._settle()
-        return self._error
+        return self._error if self.is_completed() else None
 
     def synchronize(self) -> None:
         """Wait: there is no stream to wait on instead."""
@@ -93,8 +93,7 @@ class SharedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors that were filled."""
-        if self.is_completed():
-            self._settle()  # Nobody tends a work that was done when it was issued.
+        self.is_completed()  # settles what was done when it was issued, which nobody tends
         with self._lock:
             if self._future is None:
                 # The error is raised in a callback because torch's C++ sees no other error that Python sets.
@@ -125,14 +124,21 @@ class SharedWork(dist.Work):
         with self._lock:
             if self._is_settled:
                 return
-            if error is None and self._then is not None:
-                self._then()
-            self._error = error
+            self._error = error or self._finished()
             self._held = self._then = None
             self._is_settled = True
             begun = self._begun
         if begun is not None:
             begun.set_result(None)
+
+    def _finished(self) -> Exception | None:
+        """Do what is left to do; return the error that ended it, if one did."""
+        try:
+            if self._then is not None:
+                self._then()
+        except Exception as error:  # noqa: BLE001 -- kept for whoever asks
+            return error
+        return None
 
 
 class Keeper:
