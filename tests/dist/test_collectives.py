@@ -192,12 +192,14 @@ def _misuse() -> list[str]:
         lambda: comm.broadcast(torch.zeros(3), 2),
         lambda: comm.all_reduce(torch.zeros(3), "prod"),
         lambda: comm.all_reduce(torch.zeros(3, dtype=torch.int64), "mean"),
+        lambda: comm.reduce_scatter(torch.zeros(2, dtype=torch.int64), op="mean"),
         lambda: comm.all_reduce(torch.zeros(3, requires_grad=True), "max"),
         lambda: comm.all_gather(torch.zeros(3), dim=1),
         lambda: comm.all_gather(torch.zeros([1] * 9)),
         lambda: comm.new_group([0, 5]),
         lambda: comm.all_to_all(torch.zeros(2, 2), 0, 1, arriving=[1, 1]),
         lambda: comm.send(torch.zeros(2), rank),
+        lambda: comm.send(torch.zeros(2, dtype=torch.uint16), 1 - rank),
         lambda: comm.recv(2),
         lambda: comm.all_reduce(torch.zeros(2), axis="model"),
         lambda: comm.all_reduce(torch.zeros(2), axis="model", group=comm.new_group([0, 1])),
@@ -218,13 +220,15 @@ def test_misuse_is_one_clear_error_on_every_rank():
         "reduce_scatter needs 2 sizes",
         "broadcast from rank 2 needs a group of more than 2 ranks, found 2",
         "all_reduce knows op 'sum', 'mean', 'max' and 'min', found 'prod'",
-        "cannot take the mean of torch.int64",
+        "all_reduce cannot take the mean of torch.int64",
+        "reduce_scatter cannot take the mean of torch.int64",
         "carries no gradient",
         "needs a tensor with that dim, found shape (3,)",
         "up to 8 dims",
         "new_group needs different ranks between 0 and 1, found [0, 5]",
         "found arriving=[1, 1] along dim 1. Give one size per rank, this rank's own among them",
         "of 2 needs another rank of the group, found",
+        "send carries float32, float64, float16, bfloat16, complex64, complex128, int64, int32, int16, int8, uint8, ",
         "of 2 needs another rank of the group, found 2",
         "all_reduce along axis 'model' needs a mesh with that axis, found no mesh",
         "all_reduce takes group= or axis=, found both",
@@ -273,6 +277,18 @@ def test_a_subgroup_touches_its_members_only_and_refuses_others():
     (a, _), (b, message), (c, _) = run_ranks(_subgroup, 3)
     assert (a, b, c) == (4.0, 2.0, 4.0)
     assert "all_reduce was called on rank 1, which is not in the group" in message
+
+
+def _groups_in_other_orders() -> str:
+    rank = px.init().rank
+    with pytest.raises(ConfigError) as caught:
+        comm.new_group([0, 1] if rank == 0 else [1, 2])
+    return str(caught.value)
+
+
+def test_groups_asked_for_in_different_orders_are_one_error_on_every_rank():
+    for message in run_ranks(_groups_in_other_orders, 3):
+        assert "the ranks of new_group[0] must be the same on all ranks, found 0 on rank 0; 1 on ranks 1" in message
 
 
 def _groups_in_a_loop() -> tuple[int, list[str]]:

@@ -124,10 +124,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None, axis: st
     group, size = ranks_of(group, axis, "all_reduce")
     if op not in ("sum", "mean", "max", "min"):
         raise ConfigError(f"all_reduce knows op 'sum', 'mean', 'max' and 'min', found {op!r}. Use one of them.")
-    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise ConfigError(
-            f"all_reduce cannot take the mean of {x.dtype}: use op='sum' and divide, or convert to float."
-        )
+    _require_fractions(x, op, "all_reduce")
     if op in ("max", "min"):
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError(f"all_reduce with op={op!r} carries no gradient, but x requires one. Pass x.detach().")
@@ -216,11 +213,13 @@ def reduce_scatter(
         Shape of `x`, with this rank's size at `dim`.
 
     Raises:
-        ConfigError: If `sizes` do not add up, or an even cut does not divide; or for a rank outside `group`.
+        ConfigError: If `sizes` do not add up, or an even cut does not divide; for an unknown op or `mean` of integers;
+            or for a rank outside `group`.
         PeerLostError: If a rank was lost.
     """
     if op not in ("sum", "mean"):
         raise ConfigError(f"reduce_scatter knows op 'sum' and 'mean', found {op!r}. Use one of them.")
+    _require_fractions(x, op, "reduce_scatter")
     dim = _dim(x, dim, "reduce_scatter")
     group, size = ranks_of(group, axis, "reduce_scatter")
     slices = _cut(x.shape[dim], sizes, size, "reduce_scatter")
@@ -310,6 +309,11 @@ def ranks_of(group: Group, axis: str | None, verb: str) -> tuple[Group, int]:
         return None, 1
     require_member(group, verb)
     return group, size_of(group)
+
+
+def _require_fractions(x: Tensor, op: str, verb: str) -> None:
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ConfigError(f"{verb} cannot take the mean of {x.dtype}: use op='sum' and divide, or convert to float.")
 
 
 def _dim(x: Tensor, dim: int, verb: str) -> int:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from phalanx.comm import process_group
+from phalanx.comm.agreement import agree
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
@@ -56,7 +57,7 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
         The group, or None in a job of one process.
 
     Raises:
-        ConfigError: If a rank does not exist or is named twice.
+        ConfigError: If a rank does not exist or is named twice, or ranks ask for groups in different orders.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     key = tuple(sorted(ranks))
@@ -68,6 +69,8 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
         return None
     _made.follow(dist.group.WORLD)
     _warn_in_a_loop(key)
+    if key not in _made.groups and process_group.has_met():
+        agree("the ranks of new_group", list(key))  # Else ranks would wait for each other in different groups.
     return _make(key, backend)
 
 

@@ -139,6 +139,11 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
+def has_met() -> bool:
+    """Return whether `start` found other ranks, or the group of the script."""
+    return _meeting is not None
+
+
 def meeting() -> Meeting:
     """Return what `start` learned of the other ranks; for a group the script made, only its store.
 

@@ -201,7 +201,14 @@ def _swap(slices: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Grou
 
 
 def send(x: Tensor, dst: int, requires_grad: bool, group: Group) -> None:
-    """Send a tensor to the group's rank `dst`, its looks first."""
+    """Send a tensor to the group's rank `dst`, its looks first.
+
+    Raises:
+        ConfigError: If it has too many dims, or a dtype that does not travel.
+    """
+    if x.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise ConfigError(f"send carries {known}, found {x.dtype}. Convert the tensor, or view it as one of them.")
     looks = [*_shape_vector(x, "send"), _DTYPES.index(x.dtype), int(requires_grad)]
     send_values(torch.tensor(looks, dtype=torch.int64, device=x.device), dst, group)
     send_values(x, dst, group)
