@@ -12,6 +12,7 @@ from phalanx.data.order import Work, contiguous
 from phalanx.data.pipeline import Pipeline
 from phalanx.data.seeding import seeded
 from phalanx.data.stream import Portion, PortionDataset
+from phalanx.data.worker import WorkerStart
 
 
 class RowFetcher(Dataset[Any]):
@@ -115,6 +116,6 @@ def _as_it_is(batch: Any) -> Any:
 def _passed_on(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options torch accepts together: some are refused without workers."""
     if options["num_workers"] > 0:
-        return options
+        return {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
     without = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
     return {name: value for name, value in options.items() if name not in without}
