@@ -128,6 +128,7 @@ def _run_script(message: dict[str, Any]) -> int:
         code = 128 + signal.SIGINT
     except BaseException:  # noqa: BLE001 -- whatever the script raises is its failure, to be recorded
         failed = True
+        _explain_memory(*_current_error())
         _write_error_record(message, *_current_error())
         _show(*_current_error())
         code = 1
@@ -209,6 +210,15 @@ def _current_error() -> tuple[type[BaseException], BaseException, types.Tracebac
         trace = trace.tb_next
     # The interpreter shows the traceback that hangs on the error, whatever it is handed.
     return kind, error.with_traceback(trace), trace
+
+
+def _explain_memory(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
+    """Add what fills the memory to an error that says that it ran out, if the script distributed a model."""
+    if "phalanx.parallel.apply" in sys.modules:
+        from phalanx.parallel.out_of_memory import explain_memory
+
+        with contextlib.suppress(MemoryError):  # not enough is left to say more
+            explain_memory(error)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -47,12 +47,12 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
         state=None if optimizer is None else state_of(optimizer),
         averaged=is_averaged(model),
     )
-    if not inputs or _computes_elsewhere(made):
+    if not inputs or computes_elsewhere(made):
         return found
     return replace(found, activation_bytes=activation_bytes(model, inputs))
 
 
-def _computes_elsewhere(made: Applied) -> bool:
+def computes_elsewhere(made: Applied) -> bool:
     """Return whether a forward pass in training does more than this process can count, or may not be tried."""
     is_ours = made.is_sharded or made.pipeline is not None or bool(made.plan.tables)
     return is_ours or made.plan.step.compiled

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.out_of_memory import memory_explained
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
@@ -77,6 +78,7 @@ class TrainStep:
         call: Callable[[Any], Any] | None = None,
         captured: bool = False,
     ) -> None:
+        self._model = model
         self._call = call or model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
@@ -129,11 +131,12 @@ class TrainStep:
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
-        loss, fetched = self._backward(inputs, target)
-        tell_loss(loss)
-        if self.compiled:
-            self._keep_rates_variable()
-        self._update()
+        with memory_explained(self._model, (inputs,) if self._call is self._model else inputs):
+            loss, fetched = self._backward(inputs, target)
+            tell_loss(loss)
+            if self.compiled:
+                self._keep_rates_variable()
+            self._update()
         self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs, loss)
         return StepOutput({"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in fetched.items()}})
 
