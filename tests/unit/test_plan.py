@@ -1,6 +1,7 @@
 """The Plan as a value: rules, files, explanation."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from phalanx.plan.value import (
     Step,
     Table,
     TopK,
+    matches,
 )
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.conflicts import TECHNIQUES
@@ -118,6 +120,13 @@ def test_a_name_with_brackets_matches_itself():
         ({"mesh": (Axis(name="a", size=2), Axis(name="a", size=2))}, "axis names repeat"),
         ({"params": (ParamRule(match="*", place=Server(table="t")),)}, "lives in table 't'"),
         ({"ops": (OpRule(site="mm", outputs=()),)}, "capture digest"),
+        (
+            {
+                "mesh": (Axis(name="data", size=2),),
+                "params": (ParamRule(match="w", place=OnRanks(layout={"data": Shard(dim=0, sizes=(4,))})),),
+            },
+            r"params\[w\] cuts along data=2 into sizes \(4,\)",
+        ),
     ],
 )
 def test_a_plan_that_refers_to_what_is_not_there_is_refused(fields, message):
@@ -130,22 +139,6 @@ def test_geo_needs_its_steps_and_sync_takes_none():
         Push(mode="geo")
     with pytest.raises(ValidationError, match="takes no `steps`"):
         Push(mode="sync", steps=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"mesh": [{"name": "data", "size": 0}]}', "mesh.0.size: Input should be greater than 0"),
-        ('{"mseh": []}', "mseh: Extra inputs"),
-        ('{"version": 2}', "version"),
-        ("not json", "Invalid JSON"),
-    ],
-)
-def test_a_file_that_holds_no_plan_is_an_error_that_names_the_field(tmp_path, text, message):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(PlanError, match=message):
-        load_plan(path)
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):
@@ -254,3 +247,56 @@ def test_a_technique_that_nothing_would_carry_out_is_refused():
     for technique in sorted(set(TECHNIQUES) - ACTING):
         with pytest.raises(PlanError, match=rf"strategy\.{technique} is not available in this version; turn it off"):
             plan_from_strategy(DistributedStrategy(**{technique: True}), SMALL, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("not json", "plan: Invalid JSON"),
+        ('"mesh": [{"name": "data", "size": 0}]', "mesh.0.size: Input should be greater than 0, found 0"),
+        ('"version": 2', "version: Input should be 1, found 2"),
+        ('"mehs": []', "mehs: there is no such field. Did you mean 'mesh'?"),
+        ('"mesh": [{"name": "data", "size": "2"}]', "mesh.0.size: Input should be a valid integer, found '2'"),
+        ('"mesh": [{"name": "data", "size": true}]', "mesh.0.size: Input should be a valid integer, found True"),
+        ('"step": {"scaler": {"initial": NaN}}', "step.scaler.initial: Input should be a finite number, found nan"),
+        ('"step": {"scaler": {"backoff": -1}}', "step.scaler.backoff: Input should be greater than 0, found -1"),
+        ('"params": [{"match": "*", "update": {"kind": "top_k", "sparsity": []}}]', "should have at least 1 item"),
+        ('"tables": [{"name": "t", "module": "a", "dim": 2}, {"name": "t", "module": "b", "dim": 2}]', "names repeat"),
+    ],
+)
+def test_a_file_by_hand_that_is_wrong_says_where_and_what_was_found(tmp_path, wrong, why):
+    (tmp_path / "plan.json").write_text(f"{{{wrong}}}")
+    with pytest.raises(PlanError, match=re.escape(why)):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_a_folder_is_no_plan(tmp_path):
+    with pytest.raises(PlanError, match=r"the Plan in .* cannot be read: Is a directory"):
+        load_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cut", "why"),
+    [
+        (Shard(dim=2), r"cuts dim 2 of 'fc.weight', whose shape is \[10, 4\]"),
+        (Shard(dim=-3), r"cuts dim -3 of 'fc.weight'"),
+        (Shard(dim=0, sizes=(3, 3)), r"which has 10, into \[3, 3\]\. Give sizes that add up"),
+    ],
+)
+def test_a_cut_that_a_parameter_cannot_have_is_named(cut, why):
+    rule = ParamRule(match="fc.weight", place=OnRanks(layout={"data": cut}), managed="module")
+    plan = Plan(mesh=(Axis(name="data", size=2),), params=(rule,))
+    with pytest.raises(PlanError, match=why):
+        explain(plan, SMALL)
+
+
+@given(
+    st.lists(st.sampled_from(["*", "a*", "a.b", "a[0]", "?.b", "b", "[ab]*", "c"]), max_size=6),
+    st.sampled_from(["a.b", "a[0]", "b", "b.b", "c", "a0"]),
+)
+def test_the_last_rule_that_matches_is_found_among_all(patterns, name):
+    plan = Plan(params=tuple(ParamRule(match=p, update=Average(every=n + 1)) for n, p in enumerate(patterns)))
+    matching = [rule for rule in plan.params if matches(rule.match, name)]
+    assert plan.rule_for(name) == (matching[-1] if matching else ParamRule(match="*"))
+    other = plan.model_copy(update={"params": (*plan.params, ParamRule(match=name, update=Frozen()))})
+    assert other.rule_for(name).update == Frozen()

@@ -322,3 +322,44 @@ def test_the_page_is_made_from_the_code():
         assert f"| `{name}` |" in page
         for key in getattr(field.annotation, "__annotations__", ()) if name.endswith("_configs") else ():
             assert f"| `{key}` |" in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"fuse_grad_size_in_MB": float("inf")}, "fuse_grad_size_in_MB: Input should be a finite number; found inf"),
+        ({"clip_configs": {"norm": float("nan")}}, "clip_configs.norm: Input should be a finite number; found nan"),
+        ({"clip_configs": {"norm": True}}, r"clip_configs.norm: Input should be a number; found True \(bool\)"),
+        ({"amp_configs": {"incr_ratio": 0.5}}, "incr_ratio: Input should be greater than or equal to 1; found 0.5"),
+        ({"amp_configs": {"decr_ratio": 2.0}}, "decr_ratio: Input should be less than or equal to 1; found 2.0"),
+        ({"self": 1}, "DistributedStrategy has no setting 'self'"),
+    ],
+)
+def test_numbers_that_nothing_can_be_done_with_are_refused(settings, why):
+    with pytest.raises(StrategyError, match=why):
+        DistributedStrategy(**settings)
+
+
+def test_what_was_put_into_a_dictionary_later_is_checked_before_it_is_used():
+    strategy = DistributedStrategy(amp=True)
+    strategy.amp_configs["dtype"] = "float16"
+    assert check_strategy(strategy).said() == {"amp": True, "amp_configs": {"dtype": "float16"}}
+    strategy.amp_configs["dtypo"] = "float16"
+    with pytest.raises(StrategyError, match=r"strategy.amp_configs has no setting 'dtypo'\. Did you mean 'dtype'"):
+        check_strategy(strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", "false", "holds a bool, not settings by name"),
+        ("a.yaml", "[" * 5000, "is not YAML"),
+        ("a.toml", "a=" + "[" * 5000, "is not TOML"),
+    ],
+)
+def test_files_that_are_no_settings_are_errors(tmp_path, name, text, why):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StrategyError, match=why):
+        DistributedStrategy.load(tmp_path / name)
+    with pytest.raises(StrategyError, match=r"cannot write the strategy file .*No such file"):
+        DistributedStrategy(amp=True).save(tmp_path / "none" / name)

@@ -15,10 +15,10 @@ from rich.text import Text
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.fractions import LayerKind, fractions, fractions_table
 from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
-from phalanx.plan.mesh import reduced_along, sharded_along
+from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
-from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
+from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Table
 
 _WIDTH = 120
 """Columns of a printed table; log files have no terminal to ask."""
@@ -221,18 +221,10 @@ def _stages(plan: Plan, shape: ModelShape, ranks: int) -> Iterator[StageRow]:
 
 
 def _rank_bytes(param: ParamShape, plan: Plan) -> int:
-    """Return the bytes of a parameter that one rank holds. A shape that its layer holds is that of a slice already."""
-    rule = plan.rule_for(param.name)
-    if not isinstance(rule.place, OnRanks):
+    """Return the bytes of a parameter that one rank holds."""
+    if not isinstance(plan.rule_for(param.name).place, OnRanks):
         return 0
-    if param.is_distributed:
-        return param.bytes
-    shape = list(param.shape)
-    for axis, placed in rule.place.layout.items():
-        if isinstance(placed, Shard):
-            sizes = placed.sizes or (-(-shape[placed.dim] // plan.axis_size(axis)),)
-            shape[placed.dim] = max(sizes)
-    return math.prod(shape) * param.item_bytes
+    return math.prod(slice_shape(plan, param)) * param.item_bytes
 
 
 def _table(table: Table, plan: Plan) -> TableRow:

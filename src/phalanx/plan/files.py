@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from phalanx.errors import PlanError
+from phalanx.errors import PlanError, did_you_mean
+from phalanx.plan import value as values
 from phalanx.plan.value import Plan, Value
+
+_FIELDS = {
+    name
+    for kind in vars(values).values()
+    if isinstance(kind, type) and issubclass(kind, Value)
+    for name in kind.model_fields
+}
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -34,12 +43,23 @@ def load_plan(path: str | Path) -> Plan:
     """Read a Plan.
 
     Raises:
-        PlanError: If the file is missing or does not hold a Plan; names the field and what was found.
+        PlanError: If the file cannot be read or does not hold a Plan; names the field and what was found.
     """
     try:
-        return Plan.model_validate_json(Path(path).read_bytes())
+        return Plan.model_validate_json(Path(path).read_bytes(), strict=True)
     except FileNotFoundError:
         raise PlanError(f"no Plan at {path}. Write one with phalanx.plan.save_plan(plan, path).") from None
+    except OSError as error:
+        raise PlanError(f"the Plan in {path} cannot be read: {error.strerror}. Name a file.") from None
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors())
-        raise PlanError(f"{path} does not hold a Plan: {found}") from None
+        raise PlanError(f"{path} does not hold a Plan: {'; '.join(map(_said, error.errors()))}") from None
+
+
+def _said(error: ErrorDetails) -> str:
+    """Return where a file is wrong, and what was found there."""
+    *before, last = map(str, error["loc"] or ("plan",))
+    where = ".".join((*before, last))
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no such field.{did_you_mean(last, _FIELDS)}"
+    found = error["input"]
+    return f"{where}: {error['msg']}" + ("" if isinstance(found, dict | bytes) else f", found {found!r}")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from rich.table import Table as Grid
 
 from phalanx.plan.buckets import all_reduce_buckets
-from phalanx.plan.mesh import Position
+from phalanx.plan.mesh import Position, slice_shape
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of
-from phalanx.plan.value import OnRanks, ParamRule, Plan, ReduceScatter, Shard, TopK
+from phalanx.plan.value import OnRanks, ParamRule, Plan, ReduceScatter, TopK
 
 _LOW = ("bfloat16", "float16")
 
@@ -113,12 +113,7 @@ class _Held:
         rule = plan.rule_for(param.name)
         if not isinstance(rule.place, OnRanks):
             return cls(param, rule, 0, 0)
-        shape, place = list(param.shape), Position(plan.mesh, rank)
-        for axis, placed in rule.place.layout.items():
-            if isinstance(placed, Shard) and not param.is_distributed:
-                index, count = place.index((axis,)), plan.axis_size(axis)
-                even, rest = divmod(shape[placed.dim], count)
-                shape[placed.dim] = placed.sizes[index] if placed.sizes else even + (index < rest)
+        shape, place = slice_shape(plan, param, rank), Position(plan.mesh, rank)
         if place.count(along) == 1 or not shape:
             return cls(param, rule, math.prod(shape), math.prod(shape))
         largest = -(-shape[0] // place.count(along))

@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from phalanx.errors import PlanError
+from phalanx.plan.shape import ParamShape
 from phalanx.plan.value import Axis, OnRanks, ParamRule, Plan, Shard
 
 
@@ -68,6 +70,35 @@ def reduced_along(plan: Plan, rule: ParamRule) -> tuple[str, ...]:
     axes = getattr(rule.update, "axes", None)
     carried = plan.step.batch_axes if axes is None else axes
     return tuple(a.name for a in plan.mesh if a.name in carried and a.name not in cut and a.size > 1)
+
+
+def slice_shape(plan: Plan, param: ParamShape, rank: int | None = None) -> tuple[int, ...]:
+    """Return the shape of what a rank holds of a parameter on ranks; of the largest slice when no rank is said.
+
+    A shape that its layer holds is that of a slice already.
+
+    Raises:
+        PlanError: If its rule cuts it where it cannot be cut.
+    """
+    rule, shape = plan.rule_for(param.name), list(param.shape)
+    layout = rule.place.layout if isinstance(rule.place, OnRanks) and not param.is_distributed else {}
+    for axis, placed in layout.items():
+        if not isinstance(placed, Shard):
+            continue
+        if not -len(shape) <= placed.dim < len(shape):
+            raise PlanError(
+                f"params[{rule.match}] cuts dim {placed.dim} of {param.name!r}, whose shape is {list(param.shape)}. "
+                "Name one of its dims."
+            )
+        even, rest = divmod(shape[placed.dim], plan.axis_size(axis))
+        sizes = placed.sizes or tuple(even + (index < rest) for index in range(plan.axis_size(axis)))
+        if sum(sizes) != shape[placed.dim]:
+            raise PlanError(
+                f"params[{rule.match}] cuts dim {placed.dim} of {param.name!r}, which has {shape[placed.dim]}, into "
+                f"{list(sizes)}. Give sizes that add up to it."
+            )
+        shape[placed.dim] = max(sizes) if rank is None else sizes[Position(plan.mesh, rank).index((axis,))]
+    return tuple(shape)
 
 
 def _rank(axes: Sequence[Axis], coordinates: Sequence[int]) -> int:

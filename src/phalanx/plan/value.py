@@ -52,7 +52,7 @@ class Shard(Value):
 
     kind: Literal["shard"] = "shard"
     dim: int
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Rows of each rank's slice; an even split (larger slices first) when None."""
 
 
@@ -135,7 +135,7 @@ class TopK(_Reduced):
     """Only the largest gradient entries travel, the rest is kept as a local residual (deep gradient compression)."""
 
     kind: Literal["top_k"] = "top_k"
-    sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...]
+    sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
     """Share of the entries that stay behind, over `rampup_steps` from the first to the last."""
 
     rampup_begin_step: int = Field(default=0, ge=0)
@@ -253,10 +253,10 @@ class Schedule(Value):
 class Scaler(Value):
     """Loss scaling for float16."""
 
-    initial: float = 32768.0
+    initial: float = Field(default=32768.0, gt=0, allow_inf_nan=False)
     growth_every: PositiveInt = 1000
-    growth: float = 2.0
-    backoff: float = 0.8
+    growth: float = Field(default=2.0, ge=1, allow_inf_nan=False)
+    backoff: float = Field(default=0.8, gt=0, le=1)
     backoff_after: PositiveInt = 1
     """Steps with an infinite or undefined gradient, one after another, until the scale falls."""
 
@@ -325,7 +325,13 @@ class Plan(Value):
             if axis not in names:
                 raise ValueError(f"{where} names mesh axis {axis!r}; the mesh has {names}")
         tables = {table.name for table in self.tables}
+        if len(tables) != len(self.tables):
+            raise ValueError(f"table names repeat: {[table.name for table in self.tables]}")
+        sizes = {axis.name: axis.size for axis in self.mesh}
         for rule in self.params:
+            for axis, placed in rule.place.layout.items() if isinstance(rule.place, OnRanks) else ():
+                if isinstance(placed, Shard) and placed.sizes is not None and len(placed.sizes) != sizes[axis]:
+                    raise ValueError(f"params[{rule.match}] cuts along {axis}={sizes[axis]} into sizes {placed.sizes}")
             if isinstance(rule.place, Server) and rule.place.table not in tables:
                 raise ValueError(f"params[{rule.match}] lives in table {rule.place.table!r}; tables: {sorted(tables)}")
         if self.ops and self.capture_digest is None:
@@ -343,12 +349,36 @@ class Plan(Value):
 
     def rule_for(self, name: str) -> ParamRule:
         """Return the rule of the parameter with this plain name: the last that matches."""
-        matching = (rule for rule in reversed(self.params) if matches(rule.match, name))
-        return next(matching, ParamRule(match="*"))
+        global _index
+        index = _index
+        if index.params is not self.params:
+            index = _index = _Index(self.params)
+        return index.find(name)
 
     def digest(self) -> str:
         """Return a short digest of everything but the reasons."""
         return digest_of(self.model_dump(mode="json", exclude={"because"}))
+
+
+class _Index:
+    """Rules by pattern, so that a name is not compared with the thousands that have none but an exact name."""
+
+    def __init__(self, params: tuple[ParamRule, ...]) -> None:
+        self.params = params
+        self._exact = {rule.match: number for number, rule in enumerate(params)}
+        globs = [(number, rule.match) for number, rule in enumerate(params) if set(rule.match) & set("*?[")]
+        self._globs = globs[::-1]
+
+    def find(self, name: str) -> ParamRule:
+        """Return the last rule that matches a name; an exact name always matches itself, brackets included."""
+        exact = self._exact.get(name, -1)
+        later = (number for number, match in self._globs if number > exact and fnmatch.fnmatchcase(name, match))
+        found = next(later, exact)
+        return self.params[found] if found >= 0 else _ANY
+
+
+_ANY = ParamRule(match="*")
+_index = _Index(())
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 Degree = Annotated[int, Field(ge=-1)]
-Positive = Annotated[float, Field(gt=0, strict=False)]
-Share = Annotated[float, Field(ge=0, lt=1, strict=False)]
+
+
+def _no_switch(value: Any) -> Any:
+    """Refuse a switch where a number is meant, which Python would take for 1; text such as 1e-3 of YAML may be one."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_switch), Field(strict=False, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
 Names = list[str]
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -76,10 +88,10 @@ class AmpConfigs(TypedDict, total=False):
     decr_every_n_nan_or_inf: Count
     """2."""
 
-    incr_ratio: Positive
+    incr_ratio: Annotated[Number, Field(ge=1)]
     """2.0."""
 
-    decr_ratio: Positive
+    decr_ratio: Annotated[Number, Field(gt=0, le=1)]
     """0.8."""
 
     use_dynamic_loss_scaling: bool
@@ -170,10 +182,10 @@ class LarsConfigs(TypedDict, total=False):
     lars_coeff: Positive
     """0.001."""
 
-    lars_weight_decay: Annotated[float, Field(ge=0, strict=False)]
+    lars_weight_decay: NotNegative
     """0.0005."""
 
-    epsilon: Annotated[float, Field(ge=0, strict=False)]
+    epsilon: NotNegative
     """0."""
 
     exclude_from_weight_decay: Names
@@ -185,7 +197,7 @@ class LambConfigs(TypedDict, total=False):
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
-    lamb_weight_decay: Annotated[float, Field(ge=0, strict=False)]
+    lamb_weight_decay: NotNegative
     """0.01."""
 
     exclude_from_weight_decay: Names

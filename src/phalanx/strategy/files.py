@@ -15,10 +15,14 @@ def write_settings(path: str | Path, settings: Mapping[str, Any]) -> None:
     """Write settings to a file, in the form its suffix names.
 
     Raises:
-        StrategyError: If the suffix names none.
+        StrategyError: If the suffix names none, or the file cannot be written.
     """
     path = Path(path)
-    path.write_text(_as_toml(settings) if _is_toml(path) else _as_yaml(settings))
+    text = _as_toml(settings) if _is_toml(path) else _as_yaml(settings)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StrategyError(f"cannot write the strategy file {path}: {error.strerror}.") from error
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def _from_toml(path: Path, text: str) -> dict[str, Any]:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise StrategyError(f"{path} is not TOML: {error}.") from error
 
 
@@ -74,6 +78,7 @@ def _from_yaml(path: Path, text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        read = yaml.safe_load(text)
+        return {} if read is None else read
+    except (yaml.YAMLError, RecursionError) as error:
         raise StrategyError(f"{path} is not YAML: {error}") from error

@@ -34,10 +34,10 @@ class DistributedStrategy(BaseModel):
     fuse_all_reduce_ops: bool = True
     """Let gradients travel together; one all-reduce per gradient when False."""
 
-    fuse_grad_size_in_MB: float = Field(default=25.0, gt=0, strict=False)  # noqa: N815 (Fleet's spelling)
+    fuse_grad_size_in_MB: shapes.Positive = 25.0  # noqa: N815 (Fleet's spelling)
     """MiB of gradients that travel together. Fleet's default is 32; ours is torch DDP's."""
 
-    fuse_grad_size_in_TFLOPS: float | None = Field(default=None, gt=0, strict=False)  # noqa: N815
+    fuse_grad_size_in_TFLOPS: shapes.Positive | None = None  # noqa: N815
     """Accepted and reported: buckets are cut by bytes only."""
 
     sync_nccl_allreduce: bool = True
@@ -152,7 +152,7 @@ class DistributedStrategy(BaseModel):
 
     ema_configs: shapes.EmaConfigs = Field(default_factory=shapes.EmaConfigs)
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, /, **settings: Any) -> None:
         for name in settings:
             _refuse_unknown(name)
         try:
@@ -165,6 +165,10 @@ class DistributedStrategy(BaseModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_unknown(name)
+        self._set(name, value)
+        self._say_what_does_not_act(name)
+
+    def _set(self, name: str, value: Any) -> None:
         before = getattr(self, name)
         try:
             super().__setattr__(name, value)
@@ -175,7 +179,6 @@ class DistributedStrategy(BaseModel):
         except StrategyError:
             super().__setattr__(name, before)
             raise
-        self._say_what_does_not_act(name)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -250,10 +253,11 @@ class DistributedStrategy(BaseModel):
 
 
 def check_strategy(strategy: object) -> DistributedStrategy:
-    """Return the strategy, or the default one for None.
+    """Return the strategy, or the default one for None; what was put into its dictionaries since is checked too.
 
     Raises:
         StrategyTypeError: If it is anything else; names the type.
+        StrategyError: If a dictionary holds what it does not know or take.
     """
     if strategy is None:
         return DistributedStrategy()
@@ -263,6 +267,9 @@ def check_strategy(strategy: object) -> DistributedStrategy:
             f"strategy must be a phalanx DistributedStrategy, found {kind.__module__}.{kind.__qualname__}. "
             "Make one with fleet.DistributedStrategy() and set its fields."
         )
+    for name in DistributedStrategy.model_fields:
+        if name.endswith("_configs") and getattr(strategy, name):
+            strategy._set(name, getattr(strategy, name))
     return strategy
 
 
