@@ -12,6 +12,7 @@ from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
+    from phalanx.auto.predict import predict
     from phalanx.checkpoint.checkpointer import Checkpointer
     from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
     from phalanx.checkpoint.loading import load
@@ -46,6 +47,9 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.events import report
     from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand
     from phalanx.train.metrics import accuracy, correct_at, global_mean
+    from phalanx.train.metrics_auc import AUC
+    from phalanx.train.metrics_classes import F1, ConfusionMatrix, Precision, Recall
+    from phalanx.train.metrics_regression import MAE, MSE, R2, RMSE
     from phalanx.train.model import Model
     from phalanx.train.modes import ParallelMode
     from phalanx.train.step import train_step
@@ -53,6 +57,15 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "AUC": "phalanx.train.metrics_auc",
+    "ConfusionMatrix": "phalanx.train.metrics_classes",
+    "F1": "phalanx.train.metrics_classes",
+    "MAE": "phalanx.train.metrics_regression",
+    "MSE": "phalanx.train.metrics_regression",
+    "Precision": "phalanx.train.metrics_classes",
+    "R2": "phalanx.train.metrics_regression",
+    "RMSE": "phalanx.train.metrics_regression",
+    "Recall": "phalanx.train.metrics_classes",
     "CSVLogger": "phalanx.train.callbacks.records",
     "Callback": "phalanx.train.callbacks.base",
     "Checkpointer": "phalanx.checkpoint.checkpointer",
@@ -92,6 +105,7 @@ _HOMES = {
     "init": "phalanx.comm.context",
     "load": "phalanx.checkpoint.loading",
     "no_sync": "phalanx.parallel.distribute",
+    "predict": "phalanx.auto.predict",
     "report": "phalanx.train.events",
     "reset_auto_parallel_context": "phalanx.train.auto_context",
     "save": "phalanx.checkpoint.saving",
@@ -102,7 +116,7 @@ _HOMES = {
     "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
 _MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")
-_TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan"}
+_TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan", "predict"}
 
 __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,13 +16,16 @@ from torch.utils.data import IterableDataset
 from phalanx.comm import context
 from phalanx.comm.agreement import agree
 from phalanx.data.loader import ShardedLoader
-from phalanx.errors import ConfigError, did_you_mean
-from phalanx.train.metrics import sum_over_ranks, topk_correct
+from phalanx.data.pipeline import Pipeline
+from phalanx.errors import ConfigError
+from phalanx.parallel.tensor.cut import Cut
+from phalanx.parallel.tensor.mappings import gather_from
+from phalanx.train.expanded_loss import cut_of_logits
+from phalanx.train.metrics_foreign import Foreign
+from phalanx.train.metrics_named import Metric, RowMetric, read_metrics, takes_loss
+from phalanx.train.metrics_sums import AllRanks, GlobalMetric
 
 logger = logging.getLogger("phalanx.train")
-
-Metric = Callable[[Tensor, Any], Tensor]
-"""From (output, target) to one value per row, shape (N,), or to the mean over the rows, no dimensions."""
 
 PROGRESS_EVERY_S = 10.0
 """Seconds between two lines of progress."""
@@ -32,26 +34,33 @@ PROGRESS_EVERY_S = 10.0
 def evaluate(
     model: nn.Module,
     data: Any,
-    metrics: Iterable[str | Metric] | Mapping[str, str | Metric] = ("acc1",),
+    metrics: Iterable[str | Metric] | Mapping[str, str | Metric] | str | Metric = ("acc1",),
     *,
-    loss_fn: Callable[[Tensor, Any], Tensor] | None = None,
+    loss_fn: RowMetric | None = None,
     batch_size: int | None = None,
     forward: Callable[[nn.Module, Any], tuple[Tensor, Any]] | None = None,
-) -> dict[str, float]:
-    """Return each metric's mean over all rows of `data`.
+) -> dict[str, Any]:
+    """Return each metric over all rows of `data`.
 
-    Collective: every rank must call it. Each row counts once, on one rank; sums are added up in int64 for
-    yes-or-no and whole-number metrics, in float64 for the others, so N ranks give the result of one process (the
-    latter up to the rounding of a sum). Runs without gradients and in evaluation mode; afterwards each module is
-    in the mode it was in.
+    Collective: every rank must call it. Each row counts once, on one rank, and is added up without rounding, so from
+    the same outputs N ranks give the result of one process to the last bit. Runs without gradients and in evaluation
+    mode; afterwards each module is in the mode it was in. Where ranks hold slices of the outputs (logits cut by
+    classes), the whole is put together for metrics; `loss_fn` gets what the model gives.
 
     Args:
         model: The model, wrapped or not.
-        data: Anything `ShardedLoader` takes. Every row is used, also where a DataLoader says drop_last.
-        metrics: Names (`acc<k>` for the top-k accuracy, `loss`) or functions; a mapping names them itself.
+        data: Anything `ShardedLoader` takes. Every row is used, also where a DataLoader says drop_last, and once,
+            whatever a pipeline repeats.
+        metrics: Names: `acc<k>` for the top-k accuracy, `loss`, `auc`, `confusion`, `precision`, `recall`, `f1` (also
+            `f1_macro` and so on), `mae`, `mse`, `rmse`, `r2`. Functions of (output, target), one value a row, of which
+            the result is the mean. Objects, such as `px.F1("macro")`, of torchmetrics, or of yours with reset, update
+            and compute. A mapping names them itself.
         loss_fn: What `loss` means; added under that name when given. A mean over the batch, or one value a row.
-        batch_size: Rows per rank; a DataLoader's own, or 64 when omitted.
+        batch_size: Rows per rank; a DataLoader's or pipeline's own, or 64 when omitted.
         forward: From (model, batch) to (output, target), for batches other than (input, ..., target).
+
+    Returns:
+        By name, floats; what an object computes, otherwise (a `Confusion`, say).
 
     Raises:
         ConfigError: If a metric is unknown, a batch has another shape, or a metric returns something else. On all
@@ -61,20 +70,37 @@ def evaluate(
     chosen = read_metrics(metrics, loss_fn)
     loader = _loader(data, batch_size)
     _meet(chosen, loader)
-    totals: dict[str, Tensor] = {}
-    count = 0
+    cut = cut_of_logits(model)
+    rows = 0
     with evaluation_mode(model), torch.no_grad():
-        for step, batch in enumerate(_with_progress(loader)):
+        for batch in _with_progress(loader):
             assert loader.share is not None
             out, target = (forward or forward_tuple)(model, batch)
-            count += loader.share.rows
-            for name, metric in chosen.items():
-                value = row_sum(name, metric(out, target), len(out), loader.share.rows)
-                totals[name] = totals[name] + value if step else value
-    return _means(totals, count, chosen)
+            whole = out if cut is None else _whole(out, cut)
+            # A padded row may hold anything, and counts on another rank.
+            if loader.share.rows:
+                rows += loader.share.rows
+                for metric in chosen.values():
+                    metric.update(out if takes_loss(metric, loss_fn) else whole, target)
+    ranks = AllRanks()
+    if int(ranks.sum(torch.tensor(rows))) == 0:
+        raise ConfigError("Asked to evaluate on data without rows. Check the dataset.")
+    found: dict[str, Any] = {}
+    for name, metric in chosen.items():
+        value = metric.compute(ranks)
+        # A collection of torchmetrics names its own.
+        found |= value if isinstance(metric, Foreign) and isinstance(value, dict) else {name: value}
+    return found
 
 
-def _meet(chosen: Mapping[str, Metric], loader: ShardedLoader) -> None:
+def _whole(out: Any, cut: Cut) -> Any:
+    """Return outputs of which this rank holds a slice of the classes, put together. Collective along the cut."""
+    if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
+        return gather_from(out, out.ndim - 1, cut)
+    return out
+
+
+def _meet(chosen: Mapping[str, GlobalMetric], loader: ShardedLoader) -> None:
     """Wait until every rank is here, through the store: a rank alone in a collective gets only its backend's words."""
     if context.is_initialized():
         rows = None if isinstance(loader.dataset, IterableDataset) else len(loader.dataset)
@@ -91,58 +117,6 @@ def forward_tuple(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
     return model(*batch[:-1]), batch[-1]
 
 
-def read_metrics(
-    metrics: Iterable[str | Metric] | Mapping[str, str | Metric], loss_fn: Metric | None
-) -> dict[str, Metric]:
-    """Return the functions behind the metrics, by name; see `evaluate`."""
-    named: Mapping[str, str | Metric]
-    if isinstance(metrics, Mapping):
-        named = metrics
-    else:
-        listed = [metrics] if isinstance(metrics, str) else list(metrics)
-        named = {m if isinstance(m, str) else getattr(m, "__name__", repr(m)): m for m in listed}
-    chosen = {name: _by_name(m, loss_fn) if isinstance(m, str) else m for name, m in named.items()}
-    if loss_fn is not None:
-        chosen.setdefault("loss", loss_fn)
-    return chosen
-
-
-def _by_name(name: str, loss_fn: Metric | None) -> Metric:
-    if name == "loss":
-        if loss_fn is None:
-            raise ConfigError("Asked for the metric 'loss' without loss_fn. Pass loss_fn=.")
-        return loss_fn
-    top = re.fullmatch(r"acc([1-9]\d*)", name)
-    if top is None:
-        raise ConfigError(
-            f"Asked for the metric {name!r}; 'loss' and 'acc1', 'acc5', ... are known by name."
-            f"{did_you_mean(name, ['loss', 'acc1'])} Or pass a function of (output, target)."
-        )
-    k = int(top[1])
-    return lambda out, target: topk_correct(out, target, k)
-
-
-def row_sum(name: str, value: Any, loaded: int, counted: int) -> Tensor:
-    """Return the sum of a metric over the rows of a batch that count: int64 if it is whole, float64 otherwise.
-
-    Args:
-        name: The metric's, for messages.
-        value: One value per row, shape (loaded,) or (loaded, 1), or their mean, no dimensions.
-        loaded: Rows of the batch.
-        counted: How many of them count: all or none.
-    """
-    if not isinstance(value, Tensor) or value.shape not in ((), (loaded,), (loaded, 1)):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ConfigError(
-            f"Metric {name!r} returned {found} for {loaded} rows. "
-            "Return one value per row, or their mean without dimensions, as a tensor."
-        )
-    exact = value.double() if value.is_floating_point() or value.ndim == 0 else value.long()
-    total = exact * loaded if value.ndim == 0 else exact.sum()
-    # A padded row may hold anything, so it is replaced rather than multiplied: 0 * inf is not 0.
-    return total if counted else torch.zeros_like(total)
-
-
 def _loader(data: Any, batch_size: int | None) -> ShardedLoader:
     if isinstance(data, ShardedLoader):
         if data.training or data.drops_last:
@@ -151,7 +125,9 @@ def _loader(data: Any, batch_size: int | None) -> ShardedLoader:
                 "Pass the dataset, or make the loader with training=False and drop_last=False."
             )
         return data
-    if batch_size is None and not isinstance(data, torch.utils.data.DataLoader):
+    if isinstance(data, Pipeline):
+        data = data.one_pass()
+    if batch_size is None and not isinstance(data, torch.utils.data.DataLoader) and not getattr(data, "is_batched", 0):
         batch_size = 64
     return ShardedLoader(data, batch_size=batch_size, drop_last=False, training=False)
 
@@ -178,11 +154,3 @@ def _with_progress(loader: ShardedLoader) -> Iterator[Any]:
             said = time.monotonic()
             logger.info("Evaluating: %d%s batches done", done, steps)
         yield batch
-
-
-def _means(totals: dict[str, Tensor], count: int, chosen: Mapping[str, Metric]) -> dict[str, float]:
-    device = context.current().device if context.is_initialized() else torch.device("cpu")
-    rows = int(sum_over_ranks(torch.tensor(count, device=device)))
-    if rows == 0:
-        raise ConfigError("Asked to evaluate on data without rows. Check the dataset.")
-    return {name: float(sum_over_ranks(totals[name].to(device)).double() / rows) for name in chosen}

@@ -86,10 +86,23 @@ def auc(positive: Any, negative: Any) -> float:
             f"Asked for the AUC of histograms of shapes {tuple(counts[0].shape)} and {tuple(counts[1].shape)}. "
             "Count both labels in the same row of bins."
         )
-    positives, negatives = sum(torch.stack(counts)).double().cpu()
+    positives, negatives = sum(torch.stack(counts)).cpu()
+    return area_under_roc(positives, negatives)
+
+
+def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
+    """Return the area under the ROC curve from how many rows of each label have each score, lowest first; NaN if none.
+
+    Counted in whole numbers, so the same wherever and in which order rows were counted.
+    """
+    pairs = int(positives.sum()) * int(negatives.sum())
+    if pairs == 0:
+        return math.nan
+    # Twice the pairs won fits in 64 bits for up to 2 * 10**9 rows of each label.
+    kind = torch.int64 if 2 * pairs < 2**63 else torch.float64
+    positives, negatives = positives.to(kind), negatives.to(kind)
     below = negatives.cumsum(0) - negatives
-    pairs = positives.sum() * negatives.sum()
-    return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else math.nan
+    return (positives * (2 * below + negatives)).sum().item() / (2 * pairs)
 
 
 class Auc:
