@@ -1,5 +1,7 @@
 """Scripts that treat gradients, buffers and parameters in unusual ways still train as one process would."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -296,3 +298,31 @@ def raise_in_backward():
 
 def test_after_an_error_in_backward_neither_a_step_nor_another_backward_goes_on_in_silence():
     run_ranks(raise_in_backward, 2)
+
+
+def merged(folder: Path, numbers: tuple[int, ...], load: bool, save: bool) -> list[torch.Tensor]:
+    """Train on batches of both ranks, each on a rank of its own or one after the other; two make an update."""
+    context = px.init()
+    strategy = px.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    px.distribute(model, optimizer, strategy=strategy)
+    if load:
+        px.load(folder, model, optimizer)
+    ranks = [context.rank] if context.is_distributed else [0, 1]
+    for number in numbers:
+        model(torch.cat([rows(rank, number) for rank in ranks])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if save:
+        px.save(folder, model, optimizer)
+    return [param.detach() for param in model.parameters()]
+
+
+def test_a_group_of_merged_gradients_goes_on_after_a_checkpoint_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = merged(tmp_path, (0, 1, 2, 3), load=False, save=False)
+    run_ranks(merged, 2, tmp_path, (0, 1, 2), False, True)
+    alone = merged(tmp_path, (3,), load=True, save=False)
+    for found in (alone, *run_ranks(merged, 2, tmp_path, (3,), True, False)):
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)

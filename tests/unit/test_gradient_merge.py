@@ -191,3 +191,31 @@ def test_nothing_is_left_of_a_merge_when_its_optimizer_is_gone() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_checkpoint_within_a_group_holds_its_gradients(tmp_path) -> None:
+    strategy = px.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+
+    def distributed() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        px.distribute(model, optimizer, strategy=strategy)
+        return model, optimizer
+
+    first, second, third = batches(4, 2, 4)
+    model, optimizer = distributed()
+    train(model, optimizer, [first])
+    px.save(tmp_path, model, optimizer)
+    train(model, optimizer, [second])
+    again, its_optimizer = distributed()
+    px.load(tmp_path, again, its_optimizer)
+    train(again, its_optimizer, [second])
+    for found, wanted in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    assert not torch.equal(again[0].weight, net()[0].weight)
+    px.save(tmp_path / "between", model, optimizer)
+    train(again, its_optimizer, [third])
+    px.load(tmp_path / "between", again, its_optimizer)
+    for one, its in ((model, optimizer), (again, its_optimizer)):
+        train(one, its, [third])
+    assert torch.equal(again[0].weight.grad, model[0].weight.grad)

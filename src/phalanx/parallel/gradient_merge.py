@@ -106,6 +106,15 @@ class GradientMerge:
         self._quiet.follow()
         return completes
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the group is."""
+        return {"held": self.held, "batches": self._batches, "first_rows": self._first_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.held, self._batches, self._first_rows = state["held"], state["batches"], state["first_rows"]
+        self._quiet.follow()
+
     def end(self) -> None:
         """Leave gradients alone from now on."""
         for hook in self.hooks:
@@ -182,6 +191,48 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
     return weighted_outputs(outputs, merge.factor)
+
+
+class HeldGradients:
+    """What waits for the update of an optimizer, as checkpoints hold it (`keep_state`).
+
+    Args:
+        optimizer: Its gradients are merged.
+        merge: Its group.
+        is_sharded: Whether torch keeps the gradients of a group to itself; the group then begins anew.
+    """
+
+    def __init__(self, optimizer: Optimizer, merge: GradientMerge, *, is_sharded: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._merge = merge
+        self._is_sharded = is_sharded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the group is, and the gradients of this rank; those of unused parameters as zeros."""
+        if self._merge.held and self._is_sharded:
+            logger.warning(
+                "gradient_merge: the checkpoint is without the gradients of %d batches that wait for an update, which "
+                "sharding cannot save. Save after an update.",
+                self._merge.held,
+            )
+        elif self._merge.held:
+            kept = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
+            return {"group": self._merge.state_dict(), "gradients": kept}
+        return {"group": None, "gradients": {}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what waited here is forgotten."""
+        self._merge.load_state_dict(state["group"] or {"held": 0, "batches": 0.0, "first_rows": None})
+        for name, param in self._params().items():
+            gradient = state["gradients"].get(name)
+            is_used = gradient is not None and bool(gradient.any())
+            param.grad = gradient.to(param.device, param.dtype, copy=True) if is_used else None
+
+    def _params(self) -> dict[str, Tensor]:
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        return {str(number): p for number, p in enumerate(params) if p.requires_grad and not p.is_meta}
 
 
 class _ZeroGrad:

@@ -72,9 +72,12 @@ def _follow_plan(
 ) -> None:
     step = made.plan.step
     if step.accumulate > 1:
-        from phalanx.parallel.gradient_merge import merge_gradients
+        from phalanx.parallel.gradient_merge import HeldGradients, merge_gradients
 
-        merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
+        merge = merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
+        held = HeldGradients(optimizer, merge, is_sharded=made.is_sharded)
+        is_summed = any(getattr(rule.update, "reduce", "mean") == "sum" for rule in made.plan.params)
+        keep_state(optimizer, "gradient_merge", held, elsewhere="share" if is_summed else "mean")
     if any(rule.pure for rule in made.plan.modules):
         from phalanx.parallel.master_weights import keep_master_weights
 
