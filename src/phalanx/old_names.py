@@ -30,7 +30,7 @@ REPLACED: dict[str, str] = {
     "set_image_backend": "Pillow is the only image backend of phalanx.data",
     # set_context and what stands in it
     "context": "px.set_auto_parallel_context(...); what set_context said, the launcher and the strategy say",
-    "set_context": "nothing: the launcher picks the device (--gpus) and lets the ranks meet; strategy.graph = True compiles",
+    "set_context": "nothing: the launcher picks the device (--gpus), ranks meet by themselves; strategy.graph compiles",
     "GRAPH_MODE": "strategy.graph = True, or px.Model(..., compiled=True)",
     "PYNATIVE_MODE": "nothing: steps are eager, on any number of ranks, unless strategy.graph = True",
     "enable_task_sink": "model.train(..., dataset_sink_mode=True)",
