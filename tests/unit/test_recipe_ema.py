@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.errors import ConfigError
 from phalanx.parallel.gradient_merge import merge_gradients
-from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.recipe.ema import EMA, keep_average
 
 
 def net() -> nn.Module:
@@ -103,3 +103,10 @@ def test_what_cannot_be_averaged_is_an_error() -> None:
     model[0].weight = nn.Parameter(torch.zeros(2, 3))
     with pytest.raises(ConfigError, match=r"'0\.weight' was \(4, 3\) on cpu .* Make the EMA after"):
         ema.update()
+
+
+def test_a_second_optimizer_of_a_model_is_told_that_its_updates_do_not_count(caplog, phalanx_propagates) -> None:
+    model = net()
+    for _ in range(2):
+        keep_average(model, torch.optim.SGD(model.parameters(), lr=0.1), 0.9, warmup=True)
+    assert caplog.text.count("ema follows the updates of the first optimizer of a model") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.recipe.norms import local_part
 from phalanx.parallel.step_hooks import hook_steps
+
+logger = logging.getLogger("phalanx.parallel")
 
 _averages: weakref.WeakKeyDictionary[nn.Module, EMA] = weakref.WeakKeyDictionary()
 """The averages that a strategy asked for, by model."""
@@ -46,7 +49,9 @@ def is_averaged(model: nn.Module) -> bool:
 
 def keep_average(model: nn.Module, optimizer: Optimizer, decay: float, *, warmup: bool) -> None:
     """Average a model's weights after each update of the first optimizer that trains it, for `ema_of`."""
-    if model not in _averages:
+    if model in _averages:
+        logger.warning("ema follows the updates of the first optimizer of a model; those of another do not move it.")
+    else:
         _averages[model] = EMA(model, decay, warmup=warmup, optimizer=optimizer)
 
 
