@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,14 @@ def test_tables_that_a_checkpoint_lacks_are_named_before_anything_is_changed(tmp
     with pytest.raises(ConfigError, match="holds no tables: it was saved without"):
         px.load(tmp_path, model)
     assert torch.equal(model[2].weight, before)
+
+
+def test_a_checkpointer_that_is_closed_leaves_sigterm_to_a_later_one(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first = px.Checkpointer(tmp_path, nn.Linear(1, 1))
+    second = px.Checkpointer(tmp_path, nn.Linear(1, 1))
+    first.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        second.step()
+    signal.signal(signal.SIGTERM, before)

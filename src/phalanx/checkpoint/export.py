@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.held import MODEL, ModelView
+from phalanx.checkpoint.manifest import write_durable
 from phalanx.checkpoint.planning import Entry, Part, deal_out
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
@@ -192,8 +193,10 @@ def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module]
     def write_on_first(_: list[Any]) -> None:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         try:
-            part.write_bytes(write(_plain_copy(model)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durable(part, write(_plain_copy(model)))
             part.rename(path)
+            sync_directory(path.parent)
         finally:
             part.unlink(missing_ok=True)
 
@@ -202,7 +205,7 @@ def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module]
 
 def _require_whole(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) or is_module_held(param) or is_handle(param):
+        if param.is_meta or isinstance(param, DTensor) or is_module_held(param) or is_handle(param):
             raise ConfigError(
                 f"parameter {name!r} is not whole on every rank. Write the weights with px.export_state_dict, build "
                 "the plain model, px.load the file into it with one process, and export that."

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ from phalanx import __version__
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.tensor_file import Slot, Written, dtype_of
 from phalanx.errors import DataError
-from phalanx.ps.snapshot.durable import sync_directory
+from phalanx.ps.snapshot.durable import sync_directory, sync_file
 
 COMPLETE = "complete.json"
 VERSION = 1
@@ -108,10 +107,10 @@ def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, A
     """
     text = json.dumps({"version": VERSION, "phalanx": __version__, "torch": torch.__version__, **body}).encode()
     name = f"manifest-{marker_terms['save']}.json"
-    _write(folder / name, text)
+    write_durable(folder / name, text)
     marker = Marker(**marker_terms, manifest=name, sha256=hashlib.sha256(text).hexdigest())
     part = folder / f"{COMPLETE}.{marker.save}"
-    _write(part, json.dumps(asdict(marker), indent=1).encode())
+    write_durable(part, json.dumps(asdict(marker), indent=1).encode())
     # Files must have their names on disk before the marker has its own.
     sync_directory(folder)
     part.rename(folder / COMPLETE)
@@ -120,11 +119,11 @@ def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, A
     return marker
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file, and wait until it is on disk."""
     with path.open("xb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def read_marker(folder: Path) -> Marker:

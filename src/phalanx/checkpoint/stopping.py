@@ -86,14 +86,14 @@ class StopEdge:
         return edge >= self._edge
 
     def close(self) -> None:
-        """End the thread and give SIGTERM back."""
+        """End the thread and give SIGTERM back, unless somebody else has it by now."""
         atexit.unregister(self.close)
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if self._before is not None:
+        if self._before is not None and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
-            self._before = None
+        self._before = None
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._asked.set()
