@@ -5,29 +5,50 @@ from __future__ import annotations
 import resource
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:  # a run measures itself
+    from phalanx.train.callbacks.run import Run
 
 _PAGE_BYTES = resource.getpagesize()
 
 
-class Speed:
-    """Samples per second since it was last asked."""
+class Clock:
+    """Seconds spent in epochs, from their first batch to their last: without evaluations and what is between."""
 
     def __init__(self) -> None:
-        self._samples, self._asked = 0, time.perf_counter()
+        self.seconds = 0.0
+        self._since = time.perf_counter()
+
+    def begin(self) -> None:
+        """Go on from now."""
+        self._since = time.perf_counter()
+
+    def tick(self) -> None:
+        """Count the time until now."""
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
+
+
+class Speed:
+    """Samples per second of all ranks, since it was last asked."""
+
+    def __init__(self) -> None:
+        self._samples, self._seconds = 0, 0.0
         self._rate = 0.0
 
-    def restart(self, samples: int) -> None:
+    def restart(self, run: Run) -> None:
         """Count from here."""
-        self._samples, self._asked, self._rate = samples, time.perf_counter(), 0.0
+        self._samples, self._seconds, self._rate = run.samples, run.clock.seconds, 0.0
 
-    def rate(self, samples: int) -> float:
+    def rate(self, run: Run) -> float:
         """Return samples/s since the last call; what it returned then, while there are no new ones."""
-        now = time.perf_counter()
-        if samples > self._samples and now > self._asked:
-            self._rate = (samples - self._samples) / (now - self._asked)
-            self._samples, self._asked = samples, now
+        seconds = run.clock.seconds - self._seconds
+        if run.samples > self._samples and seconds > 0:
+            self._rate = (run.samples - self._samples) / seconds
+            self._samples, self._seconds = run.samples, run.clock.seconds
         return self._rate
 
 

@@ -44,7 +44,7 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         """Open the bar where there is a terminal."""
-        self._speed.restart(run.samples)
+        self._speed.restart(run)
         if run.rank == 0 and sys.stdout.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -91,14 +91,15 @@ class ProgressBar(Callback):
     def _show(self, run: Run, *, is_end: bool = False) -> None:
         if run.rank != 0:
             return
-        now = time.monotonic()
-        said = f"{self._loss}  {self._speed.rate(run.samples):,.0f} samples/s"
-        if is_end:
-            said += "".join(f"  {name} {value:.4g}" for name, value in run.metrics.items() if isinstance(value, float))
+        if self._bar is None and not is_end and time.monotonic() - self._line_at < LINE_EVERY_S:
+            return
+        said = f"{self._loss}  {self._speed.rate(run):,.0f} samples/s"
+        if is_end and (shown := {name: value for name, value in run.metrics.items() if isinstance(value, float)}):
+            said += "  eval" + "".join(f" {name} {value:.4g}" for name, value in shown.items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=run.batches, said=said)
-        elif is_end or now - self._line_at > LINE_EVERY_S:
-            self._line_at = now
+        else:
+            self._line_at = time.monotonic()
             of = f"/{run.steps_per_epoch}" if run.steps_per_epoch else ""
             logger.info("%s  %d%s  %s", _epoch(run), run.batches, of, said)
 

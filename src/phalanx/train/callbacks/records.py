@@ -16,6 +16,7 @@ from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.measure import Speed
 from phalanx.train.callbacks.pace import Pace
 from phalanx.train.callbacks.values import values_of
+from phalanx.train.metrics_classes import Confusion
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
@@ -42,7 +43,7 @@ class Recorder(Callback):
     def on_train_begin(self, run: Run) -> None:
         """Open what is written to."""
         self._pace.restart(run.step)
-        self._speed.restart(run.samples)
+        self._speed.restart(run)
         self._written_at = -1
         if run.rank == 0:
             self.open(run)
@@ -139,6 +140,8 @@ class CSVLogger(FileRecorder):
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Confusion):
+        value = value.counts
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return value if isinstance(value, (int, float, str, list)) else str(value)

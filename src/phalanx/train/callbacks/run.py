@@ -40,7 +40,7 @@ from phalanx.parallel.recipe.ema import EMA
 from phalanx.parallel.step_gate import has_updated
 from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, names_of, read_callbacks
-from phalanx.train.callbacks.measure import Speed, memory
+from phalanx.train.callbacks.measure import Clock, Speed, memory
 from phalanx.train.metrics import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
@@ -98,6 +98,9 @@ class Run:
 
         self.compile_s = 0.0
         """Seconds of steps in which something was compiled, likewise."""
+
+        self.clock = Clock()
+        """Time spent in epochs."""
 
         self.stop_reason: str | None = None
         """Why training was stopped before its end, the same on every rank; None when it was not."""
@@ -203,7 +206,7 @@ class Run:
 
     def __enter__(self) -> Run:
         """Begin: `on_train_begin`."""
-        self._speed.restart(self.samples)
+        self._speed.restart(self)
         events.run_reports(self._facts)
         self._each("on_train_begin")
         return self
@@ -214,6 +217,7 @@ class Run:
             return False
         self.batches = self.loader.state_dict()["position"] // self.loader.global_batch
         self._each("on_epoch_begin")
+        self.clock.begin()
         return True
 
     def batch_done(self, loss: Tensor, share: BatchShare | None = None) -> bool:
@@ -223,6 +227,7 @@ class Run:
             loss: This rank's mean loss, detached.
             share: The rows of this batch; those of the batch the loader handed out last when omitted.
         """
+        self.clock.tick()
         self.loss, self._share = loss, share or context.current().batch
         self.batches += 1
         self.samples += self._share.global_rows if self._share is not None else 0
@@ -280,7 +285,7 @@ class Run:
         return {
             "epoch": self.epoch,
             "samples": self.samples,
-            "samples_per_s": round(self._speed.rate(self.samples), 1),
+            "samples_per_s": round(self._speed.rate(self), 1),
             **memory(self._device),
             "train_s": round(self.train_s, 3),
             "compile_s": round(self.compile_s, 3),

@@ -29,5 +29,5 @@ def values_of(run: Run, speed: Speed) -> dict[str, float | int]:
         "samples": run.samples,
         "loss": math.nan if run.loss is None else run.global_loss(),
         **named,
-        "samples_per_s": round(speed.rate(run.samples), 1),
+        "samples_per_s": round(speed.rate(run), 1),
     }
