@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
+from phalanx.data.collate import collate
 from phalanx.data.order import Work, contiguous
 from phalanx.data.pipeline import Pipeline
 from phalanx.data.seeding import seeded
@@ -20,9 +21,9 @@ class RowFetcher(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
-        self.collate_fn = collate_fn or default_collate
+        self.collate_fn = collate if collate_fn in (None, default_collate) else collate_fn
         # Indexing the tensors at once gives what taking rows and stacking them again would.
-        self.is_tensors = type(dataset) is TensorDataset and self.collate_fn is default_collate
+        self.is_tensors = type(dataset) is TensorDataset and self.collate_fn is collate
 
     def __getitems__(self, work: Work) -> Any:
         """Return the batch; torch's fetcher calls this with whatever the batch sampler yielded."""
@@ -37,7 +38,7 @@ class RowFetcher(Dataset[Any]):
         if fetch_many is not None:
             samples: list[Any] = fetch_many(list(work.indices))
             return samples
-        return [self.dataset[index] for index in work.indices]
+        return list(map(self.dataset.__getitem__, work.indices))
 
 
 class PipelineFetcher(Dataset[Any]):

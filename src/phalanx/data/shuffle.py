@@ -14,6 +14,9 @@ from phalanx.data.mix import GOLDEN, WORD, mix64, mix_one
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE
 
+if HAS_NATIVE:
+    from phalanx import _core
+
 MAX_ROWS = 2**62
 """Most rows a permutation can order."""
 
@@ -41,8 +44,6 @@ def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> NDArra
     _check(n, start, count, step)
     if not HAS_NATIVE:
         return shuffled_numpy(n, seed, start, count, step)
-    from phalanx import _core
-
     return _core.shuffled(n, seed & WORD, start, count, step)
 
 
