@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import logging
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +110,26 @@ def test_progress_is_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureF
     lines = [record.getMessage() for record in caplog.records if "samples/s" in record.getMessage()]
     assert len(lines) == 2
     assert lines[1].startswith("epoch 2/2  4/4  loss ")
-    assert lines[1].endswith("acc1 0.25")
+    assert lines[1].endswith("eval acc1 0.25")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_bar_on_a_terminal_and_a_line_of_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    train([px.ProgressBar(), px.LossMonitor()], epochs=2, evaluate=series("acc1", 0.125, 0.25))
+    assert sys.stdout is terminal
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", line).strip() for line in terminal.getvalue().splitlines()]
+    ends = [line for line in lines if line.startswith("epoch") and "eval" in line]
+    assert [line.split("  ")[:2] for line in ends] == [["epoch 1/2", "4/4"], ["epoch 2/2", "4/4"]]
+    assert [line for line in lines if line.startswith("global_step: 7")]
+    assert any("━" in line and "/4" in line for line in lines)
 
 
 def test_training_stops_when_patience_is_at_its_end() -> None:

@@ -96,12 +96,16 @@ class ProgressBar(Callback):
         said = f"{self._loss}  {self._speed.rate(run):,.0f} samples/s"
         if is_end and (shown := {name: value for name, value in run.metrics.items() if isinstance(value, float)}):
             said += "  eval" + "".join(f" {name} {value:.4g}" for name, value in shown.items())
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=run.batches, said=said)
-        else:
+        of = f"/{run.steps_per_epoch}" if run.steps_per_epoch else ""
+        line = f"{_epoch(run)}  {run.batches}{of}  {said}"
+        if self._bar is None or self._task is None:
             self._line_at = time.monotonic()
-            of = f"/{run.steps_per_epoch}" if run.steps_per_epoch else ""
-            logger.info("%s  %d%s  %s", _epoch(run), run.batches, of, said)
+            logger.info("%s", line)
+        elif is_end:  # a line stays of each epoch, above the bar of the next
+            self._bar.remove_task(self._task)
+            self._bar.console.print(line, highlight=False)
+        else:
+            self._bar.update(self._task, completed=run.batches, said=said)
 
 
 def _epoch(run: Run) -> str:
