@@ -126,6 +126,25 @@ def test_a_resumed_run_goes_on_inside_the_epoch_exactly(alone: dict[str, Any], t
         assert found["resumed"] == found["losses"]
 
 
+def of_three(folder: str) -> list[float]:
+    rest = Losses()
+    script(px.ParallelMode.DATA_PARALLEL).train(2, data(), [rest], global_batch=16, resume=folder)
+    return rest.global_losses
+
+
+def of_two(folder: str) -> list[float]:
+    first = Losses(stop_at=3)
+    model = script(px.ParallelMode.DATA_PARALLEL)
+    model.train(2, data(), [first, px.ModelCheckpoint(folder)], dataset_sink_mode=True, sink_size=3, global_batch=16)
+    return first.global_losses
+
+
+def test_three_ranks_go_on_where_two_stopped_inside_a_pass(tmp_path: Path, alone: dict[str, Any]) -> None:
+    assert run_ranks(of_two, 2, str(tmp_path))[0] == pytest.approx(alone["losses"][2:3], abs=1e-4)
+    for found in run_ranks(of_three, 3, str(tmp_path)):
+        assert found == pytest.approx(alone["losses"][3:], abs=1e-4)
+
+
 def of_sums() -> tuple[list[Tensor], str]:
     moved = []
     for mean in (True, False):

@@ -106,15 +106,14 @@ def train_epoch(run: Run, steps_in_sink: int, one_step: Callable[[Any], bool]) -
     Raises:
         ConfigError: If there is no batch.
     """
-    waiting = done = 0
+    waiting = 0
     for batch in run.loader:
         waiting += one_step(batch)
-        done += 1
         # Inside the loop where the length is known, so that what is saved there belongs to this epoch.
-        if waiting >= steps_in_sink or (waiting and done == run.steps_per_epoch):
+        if waiting >= steps_in_sink or (waiting and run.batches == run.steps_per_epoch):
             waiting = 0
             if run.end_step():
                 return True
-    if not done and not run.step:
+    if not run.batches:
         raise ConfigError("The training data has no batch. Check the dataset, its batch size and drop_last.")
     return bool(waiting) and run.end_step()
