@@ -1,0 +1,65 @@
+"""Data workers leave with the process that trains, however it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fault
+
+TRAIN = """
+import os, sys, time
+import torch
+from phalanx.data import GeneratorDataset, Pipeline, ShardedLoader
+
+def reader():
+    yield (os.getpid(),)
+    yield (os.getpid(),)
+    time.sleep(600)  # a camera that sends nothing more
+
+def slow(x):
+    time.sleep(600 if x > 3 else 0)
+    return torch.tensor(os.getpid())
+
+if sys.argv[1] == "generator":
+    loader = ShardedLoader(GeneratorDataset(reader, "pid", capacity=8, process=True), batch_size=1)
+else:
+    data = Pipeline((torch.arange(100),)).map(slow).batch(1)
+    loader = ShardedLoader(data, shuffle=False, num_workers=2)
+for _, (pid,) in zip(range(2), loader):
+    print(int(pid), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+@pytest.mark.parametrize("data", ["generator", "pipeline"])
+def test_workers_that_wait_die_with_a_killed_parent(script: Path, data: str) -> None:
+    training = subprocess.Popen([sys.executable, script, data], stdout=subprocess.PIPE, text=True)
+    assert training.stdout is not None
+    try:
+        workers = {int(training.stdout.readline()) for _ in range(2)}
+        assert training.pid not in workers
+        # A handle of a process becomes readable when it has ended.
+        handles = [os.pidfd_open(worker) for worker in workers]
+        training.send_signal(signal.SIGKILL)
+        for handle in handles:
+            assert select.select([handle], [], [], 10.0)[0], "a data worker outlived the training"
+            os.close(handle)
+    finally:
+        training.kill()
+        training.wait()
+        training.stdout.close()
