@@ -326,3 +326,25 @@ def test_a_group_of_merged_gradients_goes_on_after_a_checkpoint_on_any_number_of
     for found in (alone, *run_ranks(merged, 2, tmp_path, (3,), True, False)):
         for value, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)
+
+
+def recurrent() -> list[torch.Tensor]:
+    """A sharded model whose output it reads again, over two merged batches."""
+    rank = px.init().rank
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}, "sharding": dist.is_initialized()}
+    px.distribute(model, optimizer, strategy=px.DistributedStrategy(**settings))
+    for number in (0, 1):
+        ranks = [rank] if dist.is_initialized() else [0, 1]
+        model(model(torch.cat([rows(rank, number) for rank in ranks]))).square().mean().backward()
+        optimizer.step()
+    return [param.full_tensor() if dist.is_initialized() else param.detach() for param in model.parameters()]
+
+
+def test_merged_gradients_that_pass_a_sharded_model_twice_have_their_weight_once() -> None:
+    expected = recurrent()
+    for found in run_ranks(recurrent, 2):
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.describe import is_handle
-from phalanx.parallel.row_weights import weighted_outputs
+from phalanx.parallel.row_weights import weighted_outputs, with_gradient_times
 from phalanx.parallel.step_gate import gate_steps
 
 logger = logging.getLogger("phalanx.parallel")
@@ -177,6 +178,7 @@ def merge_gradients(
     if _is_sharded(model):
         # Its parameters' hooks see only what comes from outside its forward pass.
         merge.hooks.append(model.register_forward_hook(partial(_weigh_outputs, merge)))
+        merge.hooks.append(model.register_forward_pre_hook(partial(_unweigh_inputs, merge), with_kwargs=True))
     gate_steps(optimizer, merge.admit, first=True)
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
     model.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -191,6 +193,15 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
     return weighted_outputs(outputs, merge.factor)
+
+
+def _unweigh_inputs(merge: GradientMerge, _model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Take the weight off gradients that leave a model: what made its inputs, maybe the model itself, has its own."""
+
+    def unweighed(x: Tensor) -> Tensor:
+        return with_gradient_times(x, lambda: 1.0 / merge.factor()) if x.requires_grad else x
+
+    return tree_map_only(Tensor, unweighed, (inputs, named))
 
 
 class HeldGradients:
