@@ -220,9 +220,11 @@ def test_what_is_trained_may_change_and_an_error_halfway_is_not_passed_over():
         assert found["names"] == [name for name, _ in model.named_parameters()]
 
 
-def by_strategy(settings: dict[str, Any]) -> dict[str, Any]:
+def by_strategy(
+    settings: dict[str, Any], folder: str | None = None, build: Callable[[], nn.Module] = chain
+) -> dict[str, Any]:
     torch.manual_seed(px.init().rank)  # rank 0's parameters count
-    model = chain()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same = px.fleet.distributed_optimizer(optimizer)
     strategy = px.DistributedStrategy(**settings)
@@ -230,8 +232,14 @@ def by_strategy(settings: dict[str, Any]) -> dict[str, Any]:
     model, _, loader = px.distribute(model.double(), None, data, global_batch=8, strategy=strategy, shuffle=False)
     assert same is optimizer
     step = px.train_step(model, F.cross_entropy, optimizer)
-    losses = [step(x, y).loss.item() for x, y in loader]
-    held = {name: value for name, value in model.state_dict().items() if not value.is_meta}
+    losses = [px.global_mean(step(x, y).loss).item() for x, y in loader]
+    held = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+        if not value.is_meta
+    }
+    if folder is not None:
+        px.save(folder, model, optimizer)
     scores = px.evaluate(model, data, ["acc1"], loss_fn=F.cross_entropy, batch_size=5)
     return {"losses": losses, "held": held, "scores": scores, "told": str(px.explain(model))}
 
@@ -268,9 +276,37 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def by_hand(settings: dict[str, Any]) -> dict[str, Any]:
+SHARDED: dict[str, Any] = {
+    "sharding": True,
+    "sharding_configs": {"stage": 3},
+    "hybrid_configs": {"pp_degree": 2, "sharding_degree": 2},
+    "pipeline_configs": {"accumulate_steps": 2, "schedule_mode": "Interleaved", "virtual": 2, "cuts": ["2", "3", "4"]},
+    "clip": True,
+    "clip_configs": {"norm": 0.1},
+}
+
+
+def layers() -> nn.Module:
+    """A chain whose units return no views and change nothing in place, as torch asks of sharded ones."""
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES))
+
+
+def test_stages_whose_parameters_are_sharded_equal_one_process_and_are_saved_whole(tmp_path: Path):
+    expected = by_hand(SHARDED, layers)
+    for found in run_ranks(by_strategy, 4, SHARDED, str(tmp_path / "saved"), layers):
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+        assert found["scores"] == pytest.approx(expected["scores"], abs=1e-12)
+        for key, value in found["held"].items():
+            torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
+    model = layers().double()
+    px.load(str(tmp_path / "saved"), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
+
+
+def by_hand(settings: dict[str, Any], build: Callable[[], nn.Module] = chain) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = chain().double()
+    model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = made(TWO["gpipe"])[2]
     merged = settings.get("gradient_merge_configs", {}).get("k_steps", 1)

@@ -84,7 +84,7 @@ def settings(case: Case) -> dict[str, Any]:
     if "sharding" in case:  # each stage with some of the others
         said["sharding_configs"]["stage"] = 1 + sum(map(TECHNIQUES.index, case)) % 3
     if "pipeline" in case:
-        said["hybrid_configs"] = {"pp_degree": 2}
+        said["hybrid_configs"] = {"pp_degree": 2, "order": ["dp", "sharding", "pp", "mp"]}
     if "use_hierarchical_allreduce" in case:
         said["hierarchical_allreduce_inter_nranks"] = ranks_of(case) // 2
     return said

@@ -143,13 +143,13 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         cut_layers(plan, model, mesh)
     prepare_modules(plan, model, context)
     update = sharded_update(plan, shape) if context.is_distributed else None
-    pipeline = cut_stages(plan, model, mesh, context) if mesh.size((STAGE_AXIS,)) > 1 else None
+    pipeline = cut_stages(plan, model, mesh, update, context) if mesh.size((STAGE_AXIS,)) > 1 else None
     if pipeline is not None:
         reducer = pipeline.reducer
     elif context.is_distributed:
         reducer = reduce_gradients(plan, model, mesh, update, context)
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()
-    _applied[model] = Applied(plan, shape, reducer, update is not None, updaters, pipeline)
+    _applied[model] = Applied(plan, shape, reducer, update is not None and pipeline is None, updaters, pipeline)
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     return model

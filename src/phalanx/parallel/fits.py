@@ -13,9 +13,7 @@ from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import (
-    AllReduce,
     Average,
-    Frozen,
     OnRanks,
     ParamRule,
     Plan,
@@ -145,7 +143,11 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
         "modules.recompute, by the schedule zero_bubble,": schedule.kind == "zero_bubble"
         and any(rule.recompute != "none" for rule in plan.modules),
         "step.batch_axes with the stages among them": STAGE_AXIS in plan.step.batch_axes,
-        "params.update other than all_reduce": any(not isinstance(rule.update, (AllReduce, Frozen)) for rule in rules),
+        "params.update average, top_k or push": any(isinstance(rule.update, (Average, TopK, Push)) for rule in rules),
+        "sharding, by the schedule zero_bubble or with step.accumulate,": (
+            schedule.kind == "zero_bubble" or plan.step.accumulate > 1
+        )
+        and any(isinstance(rule.update, ReduceScatter) for rule in rules),
         "layers cut over ranks that read other rows": cut_by_rows,
     }
     found = next((name for name, is_there in beside.items() if is_there), None)

@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,6 +40,9 @@ from phalanx.parallel.row_weights import row_weight
 from phalanx.parallel.tensor.same_rows import SameRows
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import Plan
+
+if TYPE_CHECKING:  # a job that shards nothing does not wait for this
+    from phalanx.parallel.sharded import ShardedStages
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -100,6 +103,9 @@ class Pipeline:
         self.reducer: Reducer | None = None
         """Averages gradients over the ranks that hold the same stages, if there are any."""
 
+        self.sharded: ShardedStages | None = None
+        """Holds slices of the parameters, if they are sharded over those ranks."""
+
         self._plan = plan
         self._model_ref = weakref.ref(model)  # what was made of a model must not keep it alive
         self._stages = stages
@@ -158,10 +164,14 @@ class Pipeline:
         weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
         parts = [(part,) for part in split(inputs, rows, count)]
         batch = self._batch = Batch(parts, split(target, rows, count), loss_fn, weight)
+        if self.sharded is not None:
+            self.sharded.gather()
         schedule, last = self._schedule()
         numbers = torch.arange(count)
         with self._together("a pipeline's step"):
             schedule.step(*([numbers] if 0 in self.route.mine else []), target=numbers, return_outputs=False)
+            if self.sharded is not None:
+                self.sharded.reduce()
             if self.reducer is not None:
                 self.reducer.reduce()
             told: dict[str, Tensor] = {}
@@ -183,6 +193,8 @@ class Pipeline:
             ends = flow(stages, self.route)
             output = unpack(stages[-1].gives, ends[last][1]) if last in ends else None
             told = self._told_by_last(output)
+        if self.sharded is not None:
+            self.sharded.let_go()
         self._batch = _NO_BATCH
         return told
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
 from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import held_over, is_module_held, mark_held
+from phalanx.parallel.describe import held_over, is_module_held, mark_held, note_stages, stages_over
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import row_weight, weighted_outputs
@@ -47,6 +48,58 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
     Raises:
         PlanError: If a parameter has no dim to cut.
     """
+    _cut([*_units(plan, model), model], model, mesh, update, reshard=update.zero == 3 and update.reshard)
+
+
+class ShardedStages:
+    """Parameters of this rank's stages, cut over the ranks that hold the same stages. Collective, as `shard` is.
+
+    They are gathered once for all micro-batches of a step, whose gradients add up here and are reduced once: copies may
+    have different numbers of micro-batches.
+
+    Raises:
+        PlanError: If a parameter has no dim to cut, or is in no unit.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> None:
+        units = _units(plan, model, is_here=lambda unit: not any(param.is_meta for param in unit.parameters()))
+        inner = {id(part) for unit in units for part in unit.modules() if part is not unit}
+        self._units: list[Any] = [unit for unit in units if id(unit) not in inner]
+        gathered = {id(param) for unit in self._units for param in unit.parameters()}
+        for name, param in model.named_parameters():
+            if not param.is_meta and id(param) not in gathered:
+                raise PlanError(
+                    f"sharding with a pipeline gathers units, and {name!r} is in none alone. Name the module that "
+                    "holds it in sharding_configs units, or turn one of the two off."
+                )
+        _cut(units, model, mesh, update, reshard=False)
+
+    def gather(self) -> None:
+        """Gather parameters for a step. Collective over the copies."""
+        for unit in self._units:
+            for part in unit.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_is_last_backward(False)
+                    part.set_reshard_after_backward(False)
+                    part.set_requires_gradient_sync(False)
+                    part.unshard()
+
+    def reduce(self) -> None:
+        """Reduce the gradients of a step, and let go of what was gathered. Collective over the copies."""
+        from torch.distributed.pipelining import PipelineStage  # a model without stages does not wait for this
+
+        for unit in reversed(self._units):
+            # What torch's stages do with a module of this kind; it has no public call without a stage.
+            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
+
+    def let_go(self) -> None:
+        """Let go of parameters that were gathered without gradients."""
+        for unit in self._units:
+            _let_go(unit)
+
+
+def _cut(units: list[nn.Module], model: nn.Module, mesh: Mesh, update: ReduceScatter, *, reshard: bool) -> None:
+    """Cut the parameters of units, and tell what takes the place of what."""
     before = dict(model.named_parameters())
     for name, param in before.items():
         if not param.dim():
@@ -57,23 +110,24 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
     is_offloaded = update.offload == "cpu" and mesh.device_type != "cpu"
     if update.offload == "cpu" and not is_offloaded:
         logger.warning("optimize_offload of sharding does not act: the model is in host memory already.")
-    along = mesh.batch_axes if update.along is None else update.along
     settings: dict[str, Any] = {
-        "mesh": _device_mesh(mesh, along),
-        "reshard_after_forward": update.zero == 3 and update.reshard,
+        "mesh": _device_mesh(mesh, mesh.batch_axes if update.along is None else update.along),
+        "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_dtype(update.wire_dtype), cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
     }
-    for unit in _units(plan, model):
+    for unit in units:
         fully_shard(unit, **settings)
-    fully_shard(model, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
-    replaced.note(before, dict(model.named_parameters()))
-    for name, param in model.named_parameters():
+    after = dict(model.named_parameters())
+    replaced.note(before, after)
+    for name, param in after.items():
         if is_module_held(before[name]):  # what was cut here is a layer's slice
             mark_held(param, held_over(before[name]))
+        for group in stages_over([before[name]]):
+            note_stages(param, group)
 
 
 def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
@@ -95,12 +149,16 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
     def leave(model: nn.Module, _inputs: Any, outputs: Any) -> Any:
         if torch.is_grad_enabled():
             return weighted_outputs(outputs, weight)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _let_go(model)
         return outputs
 
     model.register_forward_hook(leave)
+
+
+def _let_go(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager
@@ -125,7 +183,7 @@ def _device_mesh(mesh: Mesh, along: tuple[str, ...]) -> DeviceMesh:
     return mesh.device_mesh(*copies, *along)
 
 
-def _units(plan: Plan, model: nn.Module) -> list[nn.Module]:
+def _units(plan: Plan, model: nn.Module, is_here: Callable[[nn.Module], bool] = lambda _unit: True) -> list[nn.Module]:
     """Return the modules that are gathered on their own, inner ones first.
 
     Not those that share a parameter with a module outside: it is gathered with what holds both.
@@ -133,6 +191,7 @@ def _units(plan: Plan, model: nn.Module) -> list[nn.Module]:
     patterns = [rule.match for rule in plan.modules if rule.unit]
     named = [(name, module) for name, module in model.named_modules() if name]
     units = [module for name, module in reversed(named) if any(matches(pattern, name) for pattern in patterns)]
+    units = [unit for unit in units if is_here(unit)]
     holders = _holders(model)
     return [unit for unit in units if all(holders[param] == count for param, count in _holders(unit).items())]
 

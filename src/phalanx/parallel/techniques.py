@@ -132,7 +132,7 @@ def updaters_of(
     return make_updaters(plan, model, mesh, context, reducer)
 
 
-def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
+def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context) -> Pipeline:
     """Keep this rank's stages of a model, and average their gradients over the ranks with the same. Collective."""
     from phalanx.parallel import pipeline  # a job without stages does not wait for this
 
@@ -143,6 +143,10 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pi
     _scale_module_held(plan, model, mesh)
     held = {name for name, param in model.named_parameters() if not param.is_meta}
     mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
+    if update is not None and mesh.size(mesh.batch_axes) > 1:
+        from phalanx.parallel.sharded import ShardedStages  # a job that shards nothing does not wait for this
+
+        made.sharded = ShardedStages(plan, model, mesh, update)
     if mesh.size(mesh.batch_axes) > 1:
         buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
         made.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)

@@ -77,7 +77,6 @@ _PENDING: dict[frozenset[str], str] = {
     frozenset(pair): why
     for pair, why in {
         ("graph", "pipeline"): "stages are not compiled yet",
-        ("sharding", "pipeline"): "the parameters of a stage are not sharded yet",
         ("dgc", "pipeline"): "residuals are kept for whole models only",
         ("dgc", "tensor_parallel"): "residuals are kept for whole parameters only",
     }.items()
