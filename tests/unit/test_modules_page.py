@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "design" / "modules.md").read_text()
 SOURCE = ROOT / "src" / "phalanx"
-NAMED = set(re.findall(r"`((?:cluster|comm|plan|data|parallel|checkpoint|train|diagnose|cli|launch)/\w+)`", PAGE))
+NAMED = set(re.findall(r"`((?:auto|cluster|comm|plan|data|parallel|checkpoint|train|diagnose|cli|launch)/\w+)`", PAGE))
 
 
 def test_every_module_named_is_there() -> None:
@@ -19,7 +19,7 @@ def test_every_module_named_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["cluster", "comm", "plan", "parallel", "checkpoint", "train", "diagnose", "launch"]
+    "package", ["auto", "cluster", "comm", "plan", "parallel", "checkpoint", "train", "diagnose", "launch"]
 )
 def test_every_module_is_named(package: str) -> None:
     there = {f"{package}/{path.stem}" for path in (SOURCE / package).glob("[!_]*.py")}

@@ -16,6 +16,7 @@ _COMMANDS = {
         "Start a script on every process of this host and watch over it.",
     ),
     "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
     "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }

@@ -1,0 +1,244 @@
+"""A training run in words and numbers: what `phalanx predict` reads, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from phalanx.cluster.devices import Device, device_named
+from phalanx.errors import ConfigError, did_you_mean
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelOf(_Part):
+    """A transformer: attention and feed-forward blocks between an embedding and a projection to the vocabulary."""
+
+    kind: Literal["gpt"] = "gpt"
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int | None = Field(default=None, gt=0)
+    ffn: int | None = Field(default=None, gt=0)
+    gated: bool = False
+    seq: int = Field(gt=0)
+    vocab: int = Field(gt=0)
+    tied: bool = True
+    experts: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    moe_ffn: int | None = Field(default=None, gt=0)
+    flash: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelOf:
+        if self.heads % self.keys_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.keys_heads})")
+        if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
+            raise ValueError(f"experts ({self.experts}) and top_k ({self.top_k}) belong together, top_k the smaller")
+        return self
+
+    @property
+    def keys_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward layer, or of one expert."""
+        return (self.moe_ffn if self.experts else None) or self.ffn or 4 * self.hidden
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values side by side."""
+        return self.hidden + 2 * self.hidden * self.keys_heads // self.heads
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one block's attention."""
+        return self.hidden * self.qkv + self.hidden * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one feed-forward layer, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model; biases and norms, below a thousandth, are left out."""
+        block = self.attention_parameters + max(1, self.experts) * self.expert_parameters + self.experts * self.hidden
+        return self.layers * block + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def flops_per_token(self) -> float:
+        """Return the FLOP of forward and backward that the model needs a token.
+
+        As usual in reports, attention counts as if no score were masked, and recomputation does not count.
+        """
+        block = self.attention_parameters + max(1, self.top_k) * self.expert_parameters
+        return 6 * (self.layers * (block + 2 * self.seq * self.hidden) + self.vocab * self.hidden)
+
+
+class ClusterOf(_Part):
+    """Nodes of equal devices."""
+
+    device: str
+    per_node: int = Field(gt=0)
+    nodes: int = Field(gt=0)
+    node_gbps: float = Field(gt=0)
+
+
+class ParallelOf(_Part):
+    """How many ways each thing is cut."""
+
+    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0)
+    dp: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
+    vpp: int = Field(default=1, gt=0)
+    zero: Literal[0, 1, 2, 3] = 0
+    hsdp: int = Field(default=1, gt=0)
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Devices the run needs; experts are dealt to ranks of the other axes."""
+        return self.tp * self.pp * self.dp * self.cp
+
+
+class BatchOf(_Part):
+    """Sequences of a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    whole: int = Field(gt=0, alias="global")
+    micro: int = Field(gt=0)
+
+
+class OverlapOf(_Part):
+    """Which communication runs beside computation."""
+
+    dp: bool = True
+    tp: bool = False
+    pp: bool = True
+
+
+class Run(_Part):
+    """One described run; the format is that of docs/predict.md."""
+
+    name: str
+    model: ModelOf
+    cluster: ClusterOf
+    parallel: ParallelOf
+    batch: BatchOf
+    precision: Literal["bf16", "fp16", "fp8", "fp32"]
+    recompute: Literal["none", "selective", "full"]
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    overlap: OverlapOf = OverlapOf()
+    compile: bool = False
+    software: str = ""
+    source: str = ""
+    measured: dict[str, Any] = Field(default_factory=dict)
+    derived: list[str] = Field(default_factory=list)
+    assumed: list[str] = Field(default_factory=list)
+    group: str | None = None
+    grid: str | None = None
+    scaling: str | None = None
+    doubt: bool | str = False
+    memory_kind: str | None = None
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Run:
+        devices, ranks = self.cluster.per_node * self.cluster.nodes, self.parallel.ranks
+        if ranks > devices:
+            raise ValueError(f"tp x pp x dp x cp is {ranks}, and the cluster has {devices} devices")
+        if self.batch.whole < self.parallel.dp:
+            raise ValueError(f"batch.global ({self.batch.whole}) is less than dp ({self.parallel.dp})")
+        if self.model.layers < self.parallel.pp * self.parallel.vpp:
+            raise ValueError(f"{self.model.layers} layers do not make {self.parallel.pp} x {self.parallel.vpp} stages")
+        if self.parallel.dp % self.parallel.hsdp:
+            raise ValueError(f"hsdp ({self.parallel.hsdp}) must divide dp ({self.parallel.dp})")
+        return self
+
+    @property
+    def device(self) -> Device:
+        """The accelerator it runs on."""
+        return device_named(self.cluster.device)
+
+    @property
+    def micro(self) -> float:
+        """Sequences of a micro-batch of one replica."""
+        return min(self.batch.micro, self.batch.whole / self.parallel.dp)
+
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a replica in one step; not whole if the last one is smaller."""
+        return self.batch.whole / self.parallel.dp / self.micro
+
+    @property
+    def measured_step_time_s(self) -> float | None:
+        """Seconds of a step as measured, if something is stated that gives them."""
+        if "step_time_s" in self.measured:
+            return float(self.measured["step_time_s"])
+        if "tokens_per_s_per_device" in self.measured:
+            tokens = self.batch.whole * self.model.seq / self.parallel.ranks
+            return tokens / float(self.measured["tokens_per_s_per_device"])
+        return None
+
+
+def read_run(described: Any, where: str = "the run") -> Run:
+    """Return a run, checked.
+
+    Args:
+        described: A mapping, as a line of a file of runs has it.
+        where: Where it comes from, for messages.
+
+    Raises:
+        ConfigError: If a key is unknown or missing, or a value cannot be; names the place and what was found.
+    """
+    if not isinstance(described, dict):
+        raise ConfigError(f"{where}: a run is a JSON object, found {type(described).__name__}.")
+    try:
+        run = Run.model_validate(described)
+        run.device.rate(run.precision)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return run
+
+
+def read_runs(lines: Iterable[str], where: str) -> list[Run]:
+    """Return the runs of a file, one JSON object a line; lines about collectives alone are left out."""
+    runs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{where}, line {number}"
+        try:
+            described = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}).") from None
+        if isinstance(described, dict) and "collective" in described:
+            continue
+        runs.append(read_run(described, place))
+    return runs
+
+
+def _first(error: ValidationError) -> str:
+    # A key that is not known explains one that is missing.
+    found = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    path = ".".join(str(part) for part in found["loc"])
+    if found["type"] == "extra_forbidden":
+        part: Any = Run
+        for name in found["loc"][:-1]:
+            part = part.model_fields[str(name)].annotation
+        known = [f.alias or name for name, f in part.model_fields.items()]
+        return f"{path} is not known.{did_you_mean(str(found['loc'][-1]), known)} Known: {', '.join(known)}."
+    said = found["msg"].removeprefix("Value error, ")
+    return f"{path}: {said}." if path else f"{said}."

@@ -1,0 +1,217 @@
+"""`px.predict`: time and memory of a described training run, with no model and no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from phalanx.auto.collective_cost import Layout, Links
+from phalanx.auto.constants import DEFAULT, Constants
+from phalanx.auto.described_run import Run, read_run
+from phalanx.auto.footprint import FLOAT, footprint
+from phalanx.auto.kernels import Kernels
+from phalanx.auto.transformer import HALF, Work, block, boundary_bytes, head, keeps_every_second_product
+from phalanx.cluster.devices import GIB
+
+USABLE = 0.94
+"""Share of a device's memory that training can allocate; the rest is the driver's and the links'."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a run takes. Seconds and bytes of the slowest and the fullest rank."""
+
+    name: str
+    step_time_s: float
+    tokens_per_s_per_device: float
+    model_tflops_per_device: float
+    memory_gib: float
+    fits: bool
+    breakdown: dict[str, float]
+    """Seconds of a step by cause, under `*_s`; GiB by what they hold, under `*_gib`."""
+
+
+def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Prediction:
+    """Return time and memory of one step of a described run. Pure: no devices are looked at.
+
+    Args:
+        run: A `Run`, or a mapping as a line of a file of runs has it (docs/predict.md).
+        constants: The physical quantities to compute with.
+
+    Raises:
+        ConfigError: If the run cannot be; says which key, what was found and what is known.
+    """
+    run = run if isinstance(run, Run) else read_run(dict(run))
+    seconds = _Step(run, constants).breakdown()
+    total, held = sum(seconds.values()), footprint(run)
+    per_device = run.batch.whole * run.model.seq / run.parallel.ranks / total
+    return Prediction(
+        name=run.name,
+        step_time_s=total,
+        tokens_per_s_per_device=per_device,
+        model_tflops_per_device=per_device * run.model.flops_per_token() / 1e12,
+        memory_gib=held.total / GIB,
+        fits=held.total <= USABLE * run.device.memory,
+        breakdown=seconds | {f"{name}_gib": getattr(held, name) / GIB for name in held.__dataclass_fields__},
+    )
+
+
+class _Step:
+    """One optimizer step of a run, summed up from the passes of its micro-batches."""
+
+    def __init__(self, run: Run, constants: Constants) -> None:
+        self.run, self.known = run, constants
+        self.kernels = Kernels(run.device, constants, run.precision)
+        self.links = Links(run.device, run.cluster.node_gbps, constants)
+        self.block, self.head = block(run, self.kernels), head(run, self.kernels)
+        self.layers = run.model.layers / run.parallel.pp
+
+    def breakdown(self) -> dict[str, float]:
+        """Return the seconds of a step by cause."""
+        run, count = self.run, self.run.micro_batches
+        alone = self.layers * (self._compute_forward + self._compute_backward)
+        passes = self.layers * (self._forward + self._backward)
+        bubble = (run.parallel.pp - 1) / run.parallel.vpp * self._idle_share * (passes + self._send)
+        return {
+            "compute_s": count * (alone + self.head.forward + self.head.backward),
+            "exposed_communication_s": count * (passes - alone),
+            "pipeline_send_s": count * self._send,
+            "pipeline_bubble_s": bubble,
+            "gradients_s": self._gradients,
+            "optimizer_s": self._optimizer + self.known.step_s,
+        }
+
+    # -- one block -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _launch(self) -> float:
+        return self.known.compiled_launch_s if self.run.compile else self.known.launch_s
+
+    @cached_property
+    def _again(self) -> Work:
+        """What backward computes again before it can begin."""
+        run, whole = self.run, self.block
+        if run.recompute == "full":
+            return Work(forward=whole.forward, backward=0.0, forward_launches=whole.forward_launches)
+        if keeps_every_second_product(run):
+            half = (whole.forward - whole.attention) / 2
+            return Work(forward=half, backward=0.0, forward_launches=whole.forward_launches / 2)
+        if run.recompute == "selective" and not run.model.flash:
+            return Work(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
+        return Work(forward=0.0, backward=0.0)
+
+    @cached_property
+    def _compute_forward(self) -> float:
+        return max(self.block.forward, self.block.forward_launches * self._launch)
+
+    @cached_property
+    def _compute_backward(self) -> float:
+        issued = (self.block.backward_launches + self._again.forward_launches) * self._launch
+        return max(self.block.backward + self._again.forward, issued)
+
+    @cached_property
+    def _forward(self) -> float:
+        return self._beside(self.block.forward + self._cut_layers, self._gathers, self._compute_forward)
+
+    @cached_property
+    def _backward(self) -> float:
+        repeated = self._cut_layers if self.run.recompute == "full" else 0.0
+        device = self.block.backward + self._again.forward + self._cut_layers + repeated
+        scattered = self._shard_step if self.run.parallel.zero >= 2 else 0.0
+        return self._beside(device, self._gathers + scattered, self._compute_backward)
+
+    def _beside(self, device: float, communication: float, least: float) -> float:
+        """Return the seconds of work with communication beside it, at least what the host needs to issue it."""
+        if not self.run.overlap.dp:
+            return max(device + communication, least)
+        shared = min(device, communication)
+        return max(max(device, communication) + self.known.contention * shared, least)
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _cut_layers(self) -> float:
+        """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
+        run, par = self.run, self.run.parallel
+        layout = Layout(par.tp, min(par.tp, run.cluster.per_node))
+        seconds = 2 * self.links.all_reduce(boundary_bytes(run), layout)  # or all-gather and reduce-scatter
+        if run.overlap.tp:
+            seconds = max(0.0, seconds - self.block.forward / 2)
+        if run.model.experts and par.ep > 1:
+            experts = Layout(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
+            seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
+        if par.cp > 1:
+            kv = 2 * boundary_bytes(run) * run.model.keys_heads / run.model.heads / par.tp
+            ring = Layout(par.cp, min(par.cp, max(1, run.cluster.per_node // par.tp)), par.tp)
+            # The ring runs beside attention, and shows where it is the longer.
+            seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
+        return seconds
+
+    @cached_property
+    def _replicas(self) -> Layout:
+        """The ranks that hold the same part of the model: neighbours `tp` apart."""
+        par, per_node = self.run.parallel, self.run.cluster.per_node
+        ranks = par.dp * par.cp
+        return Layout(ranks, max(1, min(ranks, per_node // par.tp)), min(par.tp, per_node))
+
+    @cached_property
+    def _held(self) -> float:
+        """Parameters of this rank's layers."""
+        par, model = self.run.parallel, self.run.model
+        experts = max(1, model.experts) / (par.ep if model.experts else 1)
+        return (model.attention_parameters + experts * model.expert_parameters) * self.layers / par.tp
+
+    @cached_property
+    def _shard_step(self) -> float:
+        """Seconds to gather the parameters of one block from their shards, or to scatter its gradients."""
+        replicas = self._replicas
+        shards = replicas.ranks // self.run.parallel.hsdp
+        layout = Layout(shards, min(replicas.in_node, shards), replicas.sharing)
+        return self.links.all_gather(HALF * self._held / self.layers, layout)
+
+    @cached_property
+    def _gathers(self) -> float:
+        return self._shard_step if self.run.parallel.zero == 3 else 0.0
+
+    @cached_property
+    def _send(self) -> float:
+        """Seconds a micro-batch spends between stages, both ways."""
+        run, par = self.run, self.run.parallel
+        if par.pp == 1:
+            return 0.0
+        beside = par.tp * par.cp * par.dp
+        across = beside * par.pp > run.cluster.per_node
+        size = boundary_bytes(run) / par.tp
+        once = self.links.send(size, across=across, sharing=min(beside, run.cluster.per_node))
+        if run.overlap.pp:
+            chunk = self.layers / par.vpp * self._forward
+            once = max(0.0, once - chunk) + self.known.contention * min(once, chunk)
+        return 2 * par.vpp * once
+
+    @cached_property
+    def _idle_share(self) -> float:
+        # Zero-bubble schedules fill the idle time of a stage with gradients of weights, a third of a pass.
+        return 1 / 3 if self.run.schedule == "zero-bubble" else 1.0
+
+    @cached_property
+    def _gradients(self) -> float:
+        """Seconds of the gradients' collectives that nothing hides."""
+        par, model = self.run.parallel, self.run.model
+        if par.zero >= 2:
+            return 2 * self._shard_step  # the first gather and the last scatter have nothing beside them
+        edges = model.vocab * model.hidden / par.tp
+        whole = self.links.all_reduce(HALF * (self._held + edges), self._replicas)
+        if not self.run.overlap.dp:
+            return whole
+        beside = min(whole, self.layers * self._backward)
+        return whole - beside + self.known.contention * beside
+
+    @cached_property
+    def _optimizer(self) -> float:
+        par = self.run.parallel
+        updated = self._held + self.run.model.vocab * self.run.model.hidden / par.tp
+        shards = par.dp * par.cp // par.hsdp if par.zero else 1
+        moved = self.known.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
+        return self.kernels.streamed(moved * updated / shards)

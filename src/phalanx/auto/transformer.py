@@ -1,0 +1,142 @@
+"""The work of a transformer on one rank for one micro-batch: kernels, host launches and bytes (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.auto.described_run import Run
+from phalanx.auto.kernels import Kernels
+
+HALF = 2
+"""Bytes of an activation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds of the device, and kernels that the host has to issue, for a forward and a backward pass."""
+
+    forward: float
+    backward: float
+    forward_launches: float = 0.0
+    backward_launches: float = 0.0
+    attention: float = 0.0
+    """The attention's part of `forward`."""
+
+    attention_launches: float = 0.0
+
+
+def keeps_every_second_product(run: Run) -> bool:
+    """Return whether selective recomputation is PyTorch's policy for sharded models: half of a block again.
+
+    Elsewhere it is Megatron's: the scores of attention again, of which fused attention keeps none anyway.
+    """
+    return run.recompute == "selective" and run.parallel.zero >= 2
+
+
+def tokens(run: Run) -> float:
+    """Return the tokens of a micro-batch on one rank."""
+    return run.micro * run.model.seq / run.parallel.cp
+
+
+def boundary_bytes(run: Run) -> float:
+    """Return the bytes of the activations between two blocks, before they are cut over ranks."""
+    return HALF * tokens(run) * run.model.hidden
+
+
+def block(run: Run, kernels: Kernels) -> Work:
+    """Return the work of one block: attention, feed-forward, and what stands between them."""
+    products_f, products_b = _products(run, kernels)
+    attention = _attention(run, kernels.in_half())
+    plain = _element_wise(run, kernels)
+    return Work(
+        forward=products_f + attention.forward + plain.forward,
+        backward=products_b + attention.backward + plain.backward,
+        forward_launches=attention.forward_launches + plain.forward_launches + 4,
+        backward_launches=attention.backward_launches + plain.backward_launches + 8,
+        attention=attention.forward,
+        attention_launches=attention.forward_launches,
+    )
+
+
+def _products(run: Run, kernels: Kernels) -> tuple[float, float]:
+    """Return the seconds of the matrix products of one block's layers, forward and backward."""
+    model, cut, rows = run.model, run.parallel.tp, tokens(run)
+    h = model.hidden
+    layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
+    wide = (2 if model.gated else 1) * model.inner
+    if model.experts:
+        here = model.experts / run.parallel.ep
+        each = rows * model.top_k / here
+        layers += [(each, wide / cut, h, here), (each, h, model.inner / cut, here), (rows, model.experts, h, 1.0)]
+    else:
+        layers += [(rows, wide / cut, h, 1.0), (rows, h, model.inner / cut, 1.0)]
+    forward = sum(kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers)
+    backward = sum(
+        kernels.matmul(m, k, n, batch=count, backward=True) + kernels.matmul(k, n, m, batch=count, backward=True)
+        for m, n, k, count in layers
+    )
+    return forward, backward
+
+
+def _attention(run: Run, kernels: Kernels) -> Work:
+    """Return scores, softmax and their product with the values: fused, or kernel by kernel."""
+    model, cut, seq = run.model, run.parallel.tp, run.model.seq
+    if model.flash:
+        # The upper half of the scores is masked and not computed.
+        flops = 4 * run.micro * seq * seq * model.hidden / cut / run.parallel.cp / 2
+        return Work(
+            forward=kernels.attention(flops),
+            backward=kernels.attention(flops, backward=True),
+            forward_launches=1,
+            backward_launches=2,
+        )
+    heads, width, own = run.micro * model.heads / cut, model.hidden / model.heads, seq / run.parallel.cp
+    products = [(own, seq, width), (own, width, seq)]
+    forward = sum(kernels.matmul(m, n, k, batch=heads) for m, n, k in products)
+    backward = sum(
+        kernels.matmul(m, k, n, batch=heads, backward=True) + kernels.matmul(k, n, m, batch=heads, backward=True)
+        for m, n, k in products
+    )
+    # Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
+    scores = HALF * heads * own * seq * kernels.constants.score_passes
+    gap = kernels.constants.kernel_gap_s
+    return Work(
+        forward=forward + kernels.streamed(4.5 * scores) + 3 * gap,
+        backward=backward + kernels.streamed(5.5 * scores) + 3 * gap,
+        forward_launches=5,
+        backward_launches=8,
+    )
+
+
+def _element_wise(run: Run, kernels: Kernels) -> Work:
+    """Return norms, residual sums, dropouts and the activation function."""
+    model, cut = run.model, run.parallel.tp
+    rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
+    inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / cut
+    qkv = HALF * tokens(run) * model.qkv / cut
+    # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
+    fused = 0.5 if run.compile else 1.0
+    forward = fused * (10.5 * rest + (3 if model.gated else 2) * inner) + qkv / 2
+    backward = fused * (15 * rest + (5 if model.gated else 3) * inner) + qkv / 2
+    launches = 8 if run.compile else 16
+    gap = kernels.constants.kernel_gap_s
+    return Work(
+        forward=kernels.streamed(forward) + launches / 2 * gap,
+        backward=kernels.streamed(backward) + launches * gap,
+        forward_launches=launches,
+        backward_launches=2 * launches,
+    )
+
+
+def head(run: Run, kernels: Kernels) -> Work:
+    """Return the projection to the vocabulary, the loss in float32, and their backward pass."""
+    model, rows, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
+    kernels = kernels.in_half()
+    forward = kernels.matmul(rows, columns, model.hidden)
+    backward = kernels.matmul(rows, model.hidden, columns, backward=True)
+    backward += kernels.matmul(model.hidden, columns, rows, backward=True)
+    # Logits are written in half precision, read, kept in float32, and read for maximum, sum and gradient.
+    return Work(
+        forward=forward + kernels.streamed(14 * rows * columns),
+        backward=backward + kernels.streamed(8 * rows * columns),
+    )

@@ -1,0 +1,118 @@
+"""What accelerators can do: peak rates, memory and links, as their makers state them (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError, did_you_mean
+
+TERA = 1e12
+GIB = 2**30
+FP8_OVER_BF16 = 0.709 / 0.803
+"""Share of the peak that fp8 products reach over that of bf16 products: bursts on H100 SXM (table MAMF, see below)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One kind of accelerator. Dense rates; where a maker states sparse ones, half of them."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Peak matrix rate in FLOP/s by precision: `bf16`, `fp16`, `fp8`, `fp32`."""
+
+    sustained: float
+    """Share of the peak that large matrix products reach in training, where power and clocks give way; see
+    docs/design/predict.md for how each was found."""
+
+    memory: float
+    """Bytes of device memory."""
+
+    bandwidth: float
+    """Bytes/s of device memory."""
+
+    multiprocessors: int
+    """Processors that tiles of a matrix product are dealt to."""
+
+    link: float
+    """Bytes/s to the other devices of a node, one way."""
+
+    def rate(self, precision: str) -> float:
+        """Return the FLOP/s that large matrix products of a precision reach.
+
+        Raises:
+            ConfigError: If the device does not compute in that precision.
+        """
+        if precision not in self.flops:
+            raise ConfigError(
+                f"Asked for {precision} on {self.name}, which computes in {', '.join(self.flops)}. Choose one of them."
+            )
+        return self.flops[precision] * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
+
+
+def _hopper(name: str, memory_gib: float, bandwidth: float, sustained: float) -> Device:
+    return Device(
+        name=name,
+        flops={"bf16": 989 * TERA, "fp16": 989 * TERA, "fp8": 1979 * TERA, "fp32": 67 * TERA},
+        sustained=sustained,
+        memory=memory_gib * GIB,
+        bandwidth=bandwidth,
+        multiprocessors=132,
+        link=450e9,
+    )
+
+
+def _ampere(name: str, memory_gib: float, bandwidth: float, link: float, sustained: float) -> Device:
+    return Device(
+        name=name,
+        flops={"bf16": 312 * TERA, "fp16": 312 * TERA, "fp32": 19.5 * TERA},
+        sustained=sustained,
+        memory=memory_gib * GIB,
+        bandwidth=bandwidth,
+        multiprocessors=108,
+        link=link,
+    )
+
+
+# Sustained shares: A100 and H100 are fitted to training runs. Short bursts of one product reach 0.869 (A100 SXM), 0.811
+# (A100 PCIe), 0.803 (H100 and H200 SXM), 0.776 (B200) of the peak (S. Bekman, Machine Learning Engineering, table
+# MAMF, bf16). Devices without training runs get their burst times the ratio training : burst of the nearest kin.
+A100, H100 = 0.90, 0.71
+_PRESETS = (
+    _ampere("A100-80GB-SXM", 80, 2.039e12, 300e9, A100),
+    _ampere("A100-40GB-SXM", 40, 1.555e12, 300e9, A100),
+    _ampere("A100-80GB-PCIe", 80, 1.935e12, 32e9, A100 * 0.811 / 0.869),
+    _hopper("H100-80GB-SXM", 80, 3.35e12, H100),
+    _hopper("H100-96GB-SXM-500W", 96, 2.4e12, H100 * 0.9),
+    _hopper("H200-141GB-SXM", 141, 4.8e12, H100),
+    _hopper("H800-80GB-SXM", 80, 3.35e12, H100),
+    Device(
+        name="B200-180GB-SXM",
+        flops={"bf16": 2250 * TERA, "fp16": 2250 * TERA, "fp8": 4500 * TERA, "fp32": 75 * TERA},
+        sustained=H100 * 0.776 / 0.803,
+        memory=180 * GIB,
+        bandwidth=7.7e12,
+        multiprocessors=148,
+        link=900e9,
+    ),
+)
+DEVICES = {device.name: device for device in _PRESETS}
+"""Presets by their full name."""
+
+
+def device_named(name: str) -> Device:
+    """Return the device of a name; case does not count, and a start that only one device has will do.
+
+    Raises:
+        ConfigError: If no device, or more than one, has that name.
+    """
+    wanted = name.lower().replace("_", "-")
+    found = [d for d in _PRESETS if d.name.lower() == wanted] or [
+        d for d in _PRESETS if d.name.lower().startswith(wanted)
+    ]
+    if len(found) == 1:
+        return found[0]
+    said = f"which could be {', '.join(d.name for d in found)}" if found else "which is not known"
+    raise ConfigError(
+        f"Asked for the device {name!r}, {said}.{did_you_mean(name, DEVICES)} Known: {', '.join(DEVICES)}."
+    )

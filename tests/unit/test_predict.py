@@ -1,0 +1,161 @@
+"""`px.predict` and `phalanx predict`: time and memory of described runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import phalanx as px
+from benchmarks.bench_predict import PUBLISHED, errors
+from phalanx.auto.collective_cost import Layout, Links
+from phalanx.auto.constants import DEFAULT
+from phalanx.auto.described_run import Run, read_run, read_runs
+from phalanx.auto.footprint import block_bytes, footprint
+from phalanx.auto.kernels import Kernels
+from phalanx.auto.predict import predict
+from phalanx.cli.group import phalanx
+from phalanx.cluster.devices import DEVICES, GIB
+from phalanx.errors import ConfigError
+
+RUN: dict[str, Any] = {
+    "name": "gpt-22B",
+    "model": {"kind": "gpt", "layers": 48, "hidden": 6144, "heads": 64, "seq": 2048, "vocab": 51200, "flash": False},
+    "cluster": {"device": "A100-80GB-SXM", "per_node": 8, "nodes": 1, "node_gbps": 1600},
+    "parallel": {"tp": 8, "pp": 1, "dp": 1},
+    "batch": {"global": 4, "micro": 4},
+    "precision": "fp16",
+    "recompute": "full",
+}
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    """Return the run with parts replaced: `model={"layers": 2}` changes the layers alone."""
+    run = copy.deepcopy(RUN)
+    for name, value in changes.items():
+        run[name] = {**run[name], **value} if isinstance(value, dict) and name in run else value
+    return run
+
+
+def test_a_published_run_comes_out_within_a_tenth() -> None:
+    found = px.predict(RUN)
+    assert found.step_time_s == pytest.approx(1.42, rel=0.1)  # Korthikanti et al. 2022, table 5
+    assert found.fits
+    assert sum(v for k, v in found.breakdown.items() if k.endswith("_s")) == pytest.approx(found.step_time_s)
+    assert sum(v for k, v in found.breakdown.items() if k.endswith("_gib")) == pytest.approx(found.memory_gib)
+
+
+def test_published_rows_stay_as_close_as_the_page_says() -> None:
+    with PUBLISHED.open() as lines:
+        runs = [r for r in read_runs(lines, PUBLISHED.name) if not r.doubt and r.measured_step_time_s]
+    assert len(runs) > 700
+    median = {
+        source: np.median(np.abs(found)) for source, found in errors(runs, lambda r: predict(r).step_time_s).items()
+    }
+    assert median["Narayanan et al. 2021 A100 fp16"] < 0.03
+    assert median["MPT training A100 bf16"] < 0.03
+    assert np.median(list(median.values())) < 0.08
+
+
+@given(st.floats(1.0, 8.0), st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_more_of_a_network_is_never_slower(more: float, zero: int, pp: int, overlaps: bool) -> None:
+    parallel = {"tp": 2, "pp": pp, "dp": 32 // pp, "zero": zero}
+    slow = described(parallel=parallel, cluster={"nodes": 8}, batch={"global": 512}, overlap={"dp": overlaps})
+    fast = described(**{**slow, "cluster": {**slow["cluster"], "node_gbps": 1600 * more}})
+    assert predict(fast).step_time_s <= predict(slow).step_time_s * (1 + 1e-12)
+
+
+@given(st.integers(1, 3), st.integers(1, 8))
+def test_sharding_never_holds_more(zero: int, nodes: int) -> None:
+    parallel = {"tp": 1, "dp": 8 * nodes}
+    cluster = {"nodes": nodes}
+    plain = footprint(read_run(described(parallel=parallel, cluster=cluster, batch={"global": 512})))
+    cut = footprint(read_run(described(parallel={**parallel, "zero": zero}, cluster=cluster, batch={"global": 512})))
+    assert cut.optimizer + cut.parameters + cut.gradients <= plain.optimizer + plain.parameters + plain.gradients
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    none, full = (predict(described(recompute=how)) for how in ("none", "full"))
+    assert none.step_time_s < full.step_time_s
+    assert none.memory_gib > full.memory_gib
+
+
+def test_activations_are_those_of_the_paper() -> None:
+    # Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h) bytes a layer, nothing cut, with biases and dropout.
+    run = read_run(described(parallel={"tp": 1}, recompute="none"))
+    s, b, h, a = 2048, 4, 6144, 64
+    assert block_bytes(run) == pytest.approx(s * b * h * (34 + 5 * a * s / h), rel=0.05)
+
+
+def test_tiles_of_a_last_wave_cost_a_whole_one() -> None:
+    kernels = Kernels(DEVICES["A100-80GB-SXM"], DEFAULT, "bf16")
+    full, one_more = kernels.matmul(256 * 108, 128, 8192), kernels.matmul(256 * 108 + 1, 128, 8192)
+    assert one_more > full
+    assert kernels.matmul(1, 1, 1) >= DEFAULT.kernel_gap_s
+
+
+def test_groups_that_share_ports_take_as_much_longer() -> None:
+    links = Links(DEVICES["A100-80GB-SXM"], 400, DEFAULT)
+    alone, shared = (links.all_reduce(1e9, Layout(16, 4, sharing)) for sharing in (1, 2))
+    assert shared == pytest.approx(2 * alone, rel=0.01)
+    assert links.all_reduce(1e9, Layout(8, 8)) < alone
+    assert links.all_reduce(1e9, Layout(1, 1)) == links.all_gather(1e9, Layout(1, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"hiden": 5}}, r"model\.hiden is not known. Did you mean 'hidden'"),
+        ({"parallel": {"tp": 16}}, "tp x pp x dp x cp is 16, and the cluster has 8 devices"),
+        ({"precision": "fp8"}, "Asked for fp8 on A100-80GB-SXM, which computes in bf16"),
+        ({"cluster": {"device": "A100"}}, "which could be A100-80GB-SXM, A100-40GB-SXM"),
+        ({"cluster": {"device": "H1000"}}, "which is not known"),
+        ({"batch": {"micro": 0}}, r"batch\.micro: Input should be greater than 0"),
+        ({"model": {"heads": 64, "kv_heads": 7}}, "must be a multiple of kv_heads"),
+        ({"model": {"layers": 1}, "parallel": {"tp": 1, "pp": 2}}, "1 layers do not make 2 x 1 stages"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        px.predict(described(**changes))
+
+
+def test_lines_that_are_no_json_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"runs.jsonl, line 2: not JSON"):
+        read_runs([json.dumps(RUN), "{"], "runs.jsonl")
+
+
+def test_what_does_not_fit_is_said() -> None:
+    assert not px.predict(described(parallel={"tp": 1}, recompute="none")).fits
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    collective = {"name": "a", "collective": "all_reduce", "bytes": 1}
+    file.write_text(json.dumps({**RUN, "measured": {"step_time_s": 1.42}}) + "\n\n" + json.dumps(collective) + "\n")
+    shown = CliRunner().invoke(phalanx, ["predict", str(file)])
+    assert shown.exit_code == 0
+    assert "gpt-22B" in shown.output
+    assert "compute" in shown.output
+    lines = CliRunner().invoke(phalanx, ["predict", str(file), "--json"]).output.splitlines()
+    (found,) = [json.loads(line) for line in lines]
+    assert found["step_time_s"] == px.predict(RUN).step_time_s
+    assert found["memory_gib"] * GIB == pytest.approx(footprint(read_run(RUN)).total)
+
+
+def test_a_file_without_runs_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "has no run" in CliRunner().invoke(phalanx, ["predict", str(tmp_path / "empty.jsonl")]).output
+
+
+def test_runs_are_values() -> None:
+    run = read_run(RUN)
+    assert isinstance(run, Run)
+    assert run == read_run(RUN)
