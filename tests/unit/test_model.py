@@ -261,6 +261,7 @@ def test_several_inputs_and_a_net_that_returns_its_loss() -> None:
     x, y = data()
     assert made.eval(halves)["acc1"] == made.eval(TensorDataset(x, torch.zeros_like(x), y))["acc1"]
     assert made.predict(x[:3], x[:3]).shape == (3, CLASSES)
+    assert torch.equal(made.predict(TensorDataset(x / 2, x / 2)), made.predict(halves))
 
 
 @pytest.mark.parametrize(
@@ -276,9 +277,9 @@ def test_several_inputs_and_a_net_that_returns_its_loss() -> None:
             Sum(),
             F.cross_entropy,
             data(),
-            r"Sum takes \(first, second\), and the batch has 2 columns, of which the last",
+            r"Sum takes \(first, second\), and the batch has 1 input beside",
         ),
-        (WithLoss(), None, (torch.zeros(9, 6),), r"WithLoss takes .* has 1 columns, of which without loss_fn all are"),
+        (WithLoss(), None, (torch.zeros(9, 6),), r"WithLoss takes \(x, y\), and the batch has 1 input\."),
         (None, nn.CrossEntropyLoss(reduction="none"), data(), r"loss_fn returned shape \(8,\). Return the mean"),
         (None, lambda output, target: 1.0, data(), "loss_fn returned float. Return the mean"),
         (None, F.cross_entropy, (torch.zeros(0, 6), torch.zeros(0)), "The training data has no batch"),
@@ -329,6 +330,7 @@ def test_predict_gives_all_rows_in_order() -> None:
         ((TensorDataset(torch.zeros(0, 6)),), "TensorDataset is empty: it has 0 rows"),
         ((), "takes the tensors of one batch, or one dataset; found nothing"),
         ((data(), data()), "found tuple, tuple"),
+        ((data()[0], data()[0], data()[0]), r"Sequential takes \(input\), and the batch has 3 inputs"),
     ],
 )
 def test_predict_says_what_it_cannot_do(given: tuple[Any, ...], message: str) -> None:

@@ -17,8 +17,28 @@ from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import auto_context
+from phalanx.train.batches import check_loss
 from phalanx.train.mode_rules import require_cuts, strategy_in
 from phalanx.train.modes import ParallelMode
+
+
+def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
+    """Raise unless these can be the parts of a Model.
+
+    Raises:
+        ConfigError: Names the one that is of another kind.
+    """
+    if isinstance(net, type):
+        raise ConfigError(f"Model takes a net first, found the class {net.__name__}. Make one: {net.__name__}().")
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"Model takes a torch.nn.Module first, found {type(net).__name__}.")
+    if loss_fn is not None:
+        check_loss(loss_fn)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigError(
+            f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
+        )
 
 
 def one_pass(data: Any) -> Any:

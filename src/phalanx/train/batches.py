@@ -47,9 +47,18 @@ def inputs_and_target(batch: Any, *, has_target: bool = True) -> tuple[tuple[Any
     return tuple(value for name, value in columns.items() if name != target), columns[target]
 
 
-def inputs_of(batch: Any) -> tuple[Any, ...]:
-    """Return the net's inputs of a batch that may hold a target too: all columns but that, or the only one."""
-    return inputs_and_target(batch, has_target=len(_columns(batch)) > 1)[0]
+def inputs_of(batch: Any, net: nn.Module) -> tuple[Any, ...]:
+    """Return the net's inputs of a batch that may hold a target too: all columns if it takes as many, else the others.
+
+    Raises:
+        ConfigError: If the net takes neither.
+    """
+    takes, every = inspect.signature(net.forward), tuple(_columns(batch).values())
+    others = inputs_and_target(batch)[0] if len(every) > 1 else every
+    if not _binds(takes, len(others)) and _binds(takes, len(every)):
+        return every
+    check_call(net, others, has_target=len(every) > 1)
+    return others
 
 
 def _columns(batch: Any) -> dict[Any, Any]:
@@ -67,10 +76,10 @@ def check_call(net: nn.Module, inputs: tuple[Any, ...], *, has_target: bool) -> 
     takes = inspect.signature(net.forward)
     if _binds(takes, len(inputs)):
         return
-    rest = "the last, or the one called label, is the target" if has_target else "without loss_fn all are inputs"
+    beside = " beside the target, which is the last or the one called label" if has_target else ""
     raise ConfigError(
-        f"{type(net).__name__} takes {_names(takes)}, and the batch has {len(inputs) + has_target} columns, of which "
-        f"{rest}. Let the data yield what the net takes."
+        f"{type(net).__name__} takes {_names(takes)}, and the batch has {len(inputs)} input{'s' * (len(inputs) != 1)}"
+        f"{beside}. Let the data yield what the net takes."
     )
 
 

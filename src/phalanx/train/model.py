@@ -24,9 +24,9 @@ from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
-from phalanx.train.assemble import distribute_net, distribute_optimizer, one_pass, training_loader
+from phalanx.train.assemble import check_parts, distribute_net, distribute_optimizer, one_pass, training_loader
 from phalanx.train.auto_context import close_context
-from phalanx.train.batches import LossFunction, MeanLoss, check_call, check_loss, inputs_and_target, inputs_of, own_loss
+from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and_target, inputs_of, own_loss
 from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.run import Run
 from phalanx.train.evaluate import evaluate, evaluation_mode
@@ -82,7 +82,7 @@ class Model:
         parallel_mode: ParallelMode | str | None = None,
         compiled: bool | None = None,
     ) -> None:
-        _check_parts(net, loss_fn, optimizer)
+        check_parts(net, loss_fn, optimizer)
         if plan is not None and strategy is not None:
             raise ConfigError("Model takes a strategy or a plan, found both: a strategy makes a plan. Leave one out.")
         self.net = net
@@ -157,11 +157,12 @@ class Model:
         )
         if resume is not None:
             run.resume(resume)
+        captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
         if not self.net.training:
             self.net.train()
         with run:
             while run.begin_epoch():
-                if train_epoch(run, sink, partial(self._train_on, run, dataset_sink_mode)):
+                if train_epoch(run, sink, partial(self._train_on, run, captured)):
                     break
                 if valid_dataset is not None:
                     with run.evaluating():
@@ -217,12 +218,13 @@ class Model:
         self._distribute()
         with evaluation_mode(self.net), torch.no_grad():
             if data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+                check_call(self.net, data, has_target=False)
                 return self._output(tuple(moved(torch.as_tensor(part), here.device) for part in data))
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
                 raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
             loader = rows_in_order(one_pass(data[0]), batch_size)
-            return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch)))
+            return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch, self.net)))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -242,18 +244,18 @@ class Model:
             self.loss_fn.cut = cut_of_logits(self.net)
         self._is_distributed = True
 
-    def _train_on(self, run: Run, is_sink: bool, batch: Any) -> bool:
+    def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""
         inputs, target = inputs_and_target(batch, has_target=self.loss_fn is not None)
-        step = self._step(inputs, is_sink)
+        step = self._step(inputs, captured)
         before = step.train_s, step.compile_s
         loss = step(inputs[0] if len(inputs) == 1 else inputs, target).loss
         run.train_s += step.train_s - before[0]
         run.compile_s += step.compile_s - before[1]
         return run.batch_done(loss)
 
-    def _step(self, inputs: tuple[Any, ...], is_sink: bool) -> TrainStep:
-        if (found := self._steps.get((len(inputs), is_sink))) is not None:
+    def _step(self, inputs: tuple[Any, ...], captured: bool) -> TrainStep:
+        if (found := self._steps.get((len(inputs), captured))) is not None:
             return found
         check_call(self.net, inputs, has_target=self.loss_fn is not None)
         made = applied_to(self.net)
@@ -264,18 +266,22 @@ class Model:
                 f"A model cut into stages takes one input, and the batch has {len(inputs)}. Stack them, or train it "
                 "without stages."
             )
-        compiled = made.plan.step.compiled if self._compiled is None else self._compiled
         step = TrainStep(
             self.net,
             self._loss,
             self.optimizer,
             {},
-            compiled,
+            self._compiles(),
             call=None if len(inputs) == 1 else lambda several: self.net(*several),
-            captured=is_sink and can_capture(self.net, context.current(), compiled=compiled),
+            captured=captured,
         )
-        self._steps[len(inputs), is_sink] = step
+        self._steps[len(inputs), captured] = step
         return step
+
+    def _compiles(self) -> bool:
+        made = applied_to(self.net)
+        assert made is not None
+        return made.plan.step.compiled if self._compiled is None else self._compiled
 
     def _output(self, inputs: tuple[Any, ...]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
@@ -285,6 +291,7 @@ class Model:
 
     def _output_and_target(self, _net: nn.Module, batch: Any) -> tuple[Any, Any]:
         inputs, target = inputs_and_target(batch)
+        check_call(self.net, inputs, has_target=True)
         return self._output(inputs), target
 
     def _cut(self) -> Cut | None:
@@ -295,17 +302,3 @@ class Model:
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.cut is not None:
             return SoftmaxCrossEntropyExpand(self.loss_fn.sparse)
         return self._loss
-
-
-def _check_parts(net: object, loss_fn: object, optimizer: object) -> None:
-    if isinstance(net, type):
-        raise ConfigError(f"Model takes a net first, found the class {net.__name__}. Make one: {net.__name__}().")
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"Model takes a torch.nn.Module first, found {type(net).__name__}.")
-    if loss_fn is not None:
-        check_loss(loss_fn)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ConfigError(
-            f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
-        )
