@@ -2,6 +2,7 @@
 
 python examples/resnet/train.py
 phalanx run -n 2 examples/resnet/train.py --graph
+phalanx run -n 2 examples/resnet/train.py --strategy examples/resnet/strategies/sharding.yaml
 """
 
 import argparse
@@ -10,7 +11,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from images import SOURCES, open_images
+from images import SOURCES, Images, open_images
 from model import ResNet
 
 import phalanx as px
@@ -34,12 +35,73 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--l2-decay", type=float, default=1e-4)
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps over which the learning rate rises")
     parser.add_argument("--graph", action="store_true", help="compile the forward pass, the loss and the update")
+    parser.add_argument("--strategy", default=None, help="file of a technique, such as one of strategies/*.yaml")
+    parser.add_argument("--checkpoint", default=None, help="folder to save to, and to go on from where it holds a save")
+    parser.add_argument("--save-every", type=int, default=100, help="optimizer steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a narrow model for a few steps")
     args = parser.parse_args()
     if args.smoke:
         args.width, args.epochs, args.steps = 8, 1, args.steps or 6
     return args
+
+
+def strategy_of(args: argparse.Namespace) -> px.DistributedStrategy:
+    strategy = px.DistributedStrategy.load(args.strategy) if args.strategy else px.DistributedStrategy()
+    strategy.warmup_steps = args.warmup_steps
+    if args.graph:
+        strategy.graph = True
+    return strategy
+
+
+def build(args: argparse.Namespace, images: Images):
+    """Return model, optimizer and loader, which train as the strategy says."""
+    strategy = strategy_of(args)
+    model = ResNet(
+        class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64, norm=args.norm
+    )
+    if strategy.lamb:  # changes how Adam updates; every other technique goes with SGD
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.l2_decay)
+    return px.distribute(
+        model, optimizer, images.train, global_batch=args.global_batch, strategy=strategy, seed=args.seed, shuffle=True
+    )
+
+
+def batches(args: argparse.Namespace, loader, steps: int):
+    """Yield epoch, number in it, images and labels of what is left to train on after some steps."""
+    for epoch in range(loader.epoch, args.epochs):
+        for batch_id, (image, label) in enumerate(loader):
+            yield epoch, batch_id, image, label
+            steps += 1
+            if steps == args.steps:
+                return
+
+
+def train(args: argparse.Namespace, model, optimizer, loader, step):
+    """Train, from a checkpoint where there is one; return the last loss, the steps so far and the rows of this run."""
+    checkpointer, found = None, None
+    if args.checkpoint:
+        checkpointer = px.Checkpointer(args.checkpoint, model, optimizer, loader, every=args.save_every)
+        found = checkpointer.resume()
+    context = px.current()
+    loss, steps, rows = float("nan"), found.step if found else 0, 0
+    model.train()
+    for epoch, batch_id, image, label in batches(args, loader, steps):
+        out = step(image, label)
+        loss = px.global_mean(out.loss)
+        rows += context.batch.global_rows
+        steps += 1
+        if batch_id % 5 == 0:
+            acc1, acc5 = px.accuracy(out.output, label, k=1), px.accuracy(out.output, label, k=5)
+            if context.rank == 0:
+                print(f"[Epoch {epoch}, batch {batch_id}] loss: {loss:.5f}, acc1: {acc1:.5f}, acc5: {acc5:.5f}")
+        if checkpointer:
+            checkpointer.step()
+    if checkpointer:
+        checkpointer.close()
+    return float(loss), steps, rows
 
 
 def main() -> None:
@@ -53,42 +115,19 @@ def main() -> None:
         print(f"Run on {context.device}.")
 
     images = open_images(args.data, args.data_dir, args.class_dim)
-    model = ResNet(
-        class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64, norm=args.norm
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.l2_decay)
-
-    strategy = px.DistributedStrategy(graph=args.graph, warmup_steps=args.warmup_steps)
-    model, optimizer, loader = px.distribute(
-        model, optimizer, images.train, global_batch=args.global_batch, strategy=strategy, seed=args.seed, shuffle=True
-    )
+    model, optimizer, loader = build(args, images)
     step = px.train_step(model, F.cross_entropy, optimizer, fetch={"output": lambda output, _: output})
-
     if is_first:
         print("Start training:")
-    started, rows, steps, loss = time.perf_counter(), 0, 0, float("nan")
-    for epoch in range(args.epochs):
-        model.train()
-        for batch_id, (image, label) in enumerate(loader):
-            out = step(image, label)
-            loss = px.global_mean(out.loss)
-            rows += context.batch.global_rows
-            steps += 1
-            if batch_id % 5 == 0:
-                acc1, acc5 = px.accuracy(out.output, label, k=1), px.accuracy(out.output, label, k=5)
-                if is_first:
-                    print(f"[Epoch {epoch}, batch {batch_id}] loss: {loss:.5f}, acc1: {acc1:.5f}, acc5: {acc5:.5f}")
-            if steps == args.steps:
-                break
-        if steps == args.steps:
-            break
+    started = time.perf_counter()
+    loss, steps, rows = train(args, model, optimizer, loader, step)
     seconds = time.perf_counter() - started
 
     scores = px.evaluate(model, images.test, {"acc1": px.correct_at(1), "acc5": px.correct_at(5)}, batch_size=128)
     if is_first:
         print(step.summary())
         result = {
-            "loss": round(float(loss), 6),
+            "loss": round(loss, 6),
             "test_acc1": round(scores["acc1"], 4),
             "test_acc5": round(scores["acc5"], 4),
             "samples_per_s": round(rows / seconds, 1),
