@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
+from phalanx.data.collate import collate_column
 from phalanx.data.order import contiguous
 from phalanx.data.seeding import seeded
 from phalanx.errors import ConfigError, DataError, did_you_mean
@@ -30,7 +30,7 @@ class Columnar(Protocol):
     column_names: tuple[str, ...]
 
     def read_columns(self, rows: NDArray[np.int64]) -> Columns:
-        """Return the columns of `rows`, shape (n,), each as the file has it (images as uint8, not normalised)."""
+        """Return the columns of `rows`, shape (n,), each as the file has it (images as uint8); draws nothing."""
 
 
 def names_of(dataset: Any, asked: str | Sequence[str] | None, *, is_stream: bool) -> tuple[str, ...]:
@@ -72,8 +72,14 @@ def _names_of_sample(dataset: Any) -> tuple[str, ...]:
     return tuple(map(str, sample)) if isinstance(sample, dict) else _numbered(len(_parts(sample)))
 
 
-def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64]) -> Columns:
+def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64], seed: int) -> Columns:
     """Return the columns of `rows` of a dataset with random access.
+
+    Args:
+        dataset: What to read.
+        names: What its columns are called.
+        rows: Which, shape (n,).
+        seed: Where the random numbers start that a dataset draws for its samples.
 
     Raises:
         DataError: If a sample lacks a column; names both.
@@ -86,7 +92,8 @@ def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64]) 
         return dict(zip(names, (tensor[index] for tensor in dataset.tensors), strict=True))
     fetch_many = getattr(dataset, "__getitems__", None)
     numbers = rows.tolist()
-    samples = fetch_many(numbers) if fetch_many is not None else [dataset[number] for number in numbers]
+    with seeded(seed):
+        samples = fetch_many(numbers) if fetch_many is not None else [dataset[number] for number in numbers]
     described = type(dataset).__name__
     return transposed([values_of(s, names, n, described) for s, n in zip(samples, numbers, strict=True)], names)
 
@@ -127,7 +134,7 @@ def transposed(rows: list[list[Any]], names: tuple[str, ...]) -> Columns:
 
 
 def batched(name: str, column: Column) -> Any:
-    """Return a column as the part of a batch: a tensor, or what torch's `default_collate` makes of it.
+    """Return a column as the part of a batch: a tensor, or what torch's `default_collate` makes of its values.
 
     Raises:
         DataError: If its values have different shapes.
@@ -141,9 +148,7 @@ def batched(name: str, column: Column) -> Any:
             f"The column {name!r} of a batch holds values of shapes {a} and {b}, which do not stack. "
             "Bring them to one shape with map before batch, such as vision.Resize or padding."
         )
-    if len(shapes) == 1 and all(isinstance(value, Tensor) for value in column):
-        return torch.stack(column)
-    return default_collate(column)
+    return collate_column(tuple(column))
 
 
 def _parts(sample: Any) -> list[Any]:

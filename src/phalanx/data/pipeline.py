@@ -22,7 +22,6 @@ from phalanx.data.maps import Map, checked_map
 from phalanx.data.order import Work
 from phalanx.data.pipeline_order import Ordering, Window
 from phalanx.data.ranks import read_shard, shards_expected
-from phalanx.data.seeding import seeded
 from phalanx.data.shards import EpochPlan, asked_rows
 from phalanx.data.sources import decides_batches, read_source
 from phalanx.errors import ConfigError
@@ -229,9 +228,7 @@ class Pipeline(Verbs):
         """Return the batch of a `Work` of this pipeline's order, for data with a length."""
         rows = np.asarray(work.indices, np.int64)
         assert work.row_seeds is not None
-        with seeded(work.seed):
-            columns = read_columns(self.dataset, self.names, rows)
-        return self.finish(columns, work.row_seeds)
+        return self.finish(read_columns(self.dataset, self.names, rows, work.seed), work.row_seeds)
 
     def finish(self, columns: Columns, seeds: NDArray[np.uint64]) -> Any:
         """Return rows, as they were read, as this pipeline's batch.

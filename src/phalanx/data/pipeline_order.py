@@ -127,13 +127,14 @@ class PipelineOrder:
             count: How many positions.
         """
         positions = self._rows_of_units(np.arange(start, start + count), span)
+        if self.ordering.joined == 1:
+            return self._rows_of_pass(positions, span)
         rows, seeds = np.empty_like(positions), np.empty(count, np.uint64)
         passes = positions // self.rows
         for one in np.unique(passes):
             here = passes == one
-            number = span * self.ordering.joined + int(one)
-            rows[here] = self._rows_of_pass(positions[here] - int(one) * self.rows, number)
-            seeds[here] = Draws.of_rows(self.seed, number, rows[here]).seeds
+            within = positions[here] - one * self.rows
+            rows[here], seeds[here] = self._rows_of_pass(within, span * self.ordering.joined + int(one))
         return rows, seeds
 
     def _rows_of_units(self, positions: Rows, span: int) -> Rows:
@@ -151,10 +152,10 @@ class PipelineOrder:
         which[whole] = numbers[back]
         return which * unit + within
 
-    def _rows_of_pass(self, positions: Rows, number: int) -> Rows:
+    def _rows_of_pass(self, positions: Rows, number: int) -> tuple[Rows, NDArray[np.uint64]]:
         for window in reversed(self.ordering.row_windows):
             positions = windowed(self.rows, window.buffer, window.start(self.seed, number), positions)
-        return positions
+        return positions, Draws.of_rows(self.seed, number, positions).seeds
 
     def _cut(self, shard_count: int, first: int = 0) -> EpochPlan:
         return cut(self.span, self.global_batch(shard_count), self.drop_last, first)
