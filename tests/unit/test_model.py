@@ -174,7 +174,7 @@ def test_a_resumed_run_goes_on_inside_the_epoch_exactly(tmp_path: Path, sink: di
     done = run.step
     assert 10 <= done < 21
     again = Losses()
-    run = model(small(9)).train(3, data(), [again, px.ModelCheckpoint(tmp_path)], batch_size=8, resume=tmp_path, **sink)
+    run = model(small(9)).train(3, data(), [again, px.ModelCheckpoint(tmp_path)], batch_size=8, resume=True, **sink)
     assert run.step == 21
     assert [loss.item() for loss in (*seen.losses, *again.losses)] == whole
 
@@ -359,6 +359,7 @@ def test_eval_says_when_there_is_nothing_to_compute() -> None:
         ),
         ((small(), None, torch.optim.SGD), "takes a torch optimizer, found the class SGD"),
         ((small(), None, [1]), "takes a torch optimizer, found list"),
+        ((small(), None, torch.optim.SGD(small().parameters())), "the optimizer holds no parameter of the net"),
     ],
 )
 def test_parts_of_another_kind_are_named(parts: tuple[Any, ...], message: str) -> None:
@@ -383,10 +384,13 @@ def test_a_strategy_for_a_distributed_net_is_too_late() -> None:
     ("settings", "message"),
     [
         ({"epoch": 0}, "takes a number of passes over the data first, found 0"),
-        ({"epoch": "3"}, "takes a number of passes over the data first, found '3'"),
+        ({"epoch": data()}, "takes a number of passes over the data first, found tuple"),
+        ({"epoch": "3"}, "takes a number of passes over the data first, found 3"),
         ({"sink_size": 3}, "sink_size=3 needs dataset_sink_mode=True"),
         ({"sink_size": 0, "dataset_sink_mode": True}, "sink_size is a number of steps, or -1 .* found 0"),
         ({"sink_size": True, "dataset_sink_mode": True}, "found True"),
+        ({"resume": True}, "resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found 0"),
+        ({"callbacks": px.LossMonitor}, "callbacks has the class LossMonitor"),
         ({"bath_size": 3}, "no argument 'bath_size'. Did you mean 'batch_size'"),
     ],
 )

@@ -39,6 +39,13 @@ def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
         raise ConfigError(
             f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
         )
+    if optimizer is not None and applied_to(net) is None:
+        own = {id(param) for param in net.parameters()}
+        if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+            raise ConfigError(
+                "the optimizer holds no parameter of the net, so nothing would be trained. Make it of "
+                "net.parameters(), of this very net."
+            )
 
 
 def one_pass(data: Any) -> Any:

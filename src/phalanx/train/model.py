@@ -28,6 +28,7 @@ from phalanx.train.assemble import check_parts, distribute_net, distribute_optim
 from phalanx.train.auto_context import close_context
 from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and_target, inputs_of, own_loss
 from phalanx.train.callbacks.base import Callback
+from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
 from phalanx.train.evaluate import evaluate, evaluation_mode
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
@@ -109,7 +110,7 @@ class Model:
         sink_size: int = -1,
         *,
         valid_dataset: Any = None,
-        resume: str | Path | None = None,
+        resume: str | Path | bool = False,
         **loader_options: Any,
     ) -> Run:
         """Train for a number of passes over the data. Collective.
@@ -122,8 +123,9 @@ class Model:
                 CUDA device forward and backward pass are one CUDA graph. Losses are the same.
             sink_size: Steps of a sink; -1 for a whole epoch. The last of an epoch may be shorter.
             valid_dataset: Evaluated after each epoch; callbacks find the result as `run.metrics`.
-            resume: A folder of `px.ModelCheckpoint`: go on from the newest checkpoint there, with the batch after the
-                last that was trained on; from the start where there is none.
+            resume: A folder of `px.ModelCheckpoint`, or True for that of the one among the callbacks: go on from the
+                newest checkpoint there, with the batch after the last that was trained on; from the start where there
+                is none.
             **loader_options: As `px.distribute` takes them: `global_batch`, `batch_size`, `shuffle`, `seed`, ...
 
         Returns:
@@ -134,7 +136,8 @@ class Model:
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
             raise ConfigError(
-                f"Model.train takes a number of passes over the data first, found {epoch!r}. Give 1 or more."
+                "Model.train takes a number of passes over the data first, found "
+                f"{epoch if isinstance(epoch, int | float | str) else type(epoch).__name__}. Give 1 or more."
             )
         if self.optimizer is None:
             raise ConfigError("Model.train needs an optimizer, and this Model was made without. Give it to Model.")
@@ -155,8 +158,8 @@ class Model:
             callbacks=callbacks,
             steps_in_sink=sink,
         )
-        if resume is not None:
-            run.resume(resume)
+        if resume:
+            run.resume(_folder_of(run.callbacks) if resume is True else resume)
         captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
         if not self.net.training:
             self.net.train()
@@ -302,3 +305,18 @@ class Model:
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.cut is not None:
             return SoftmaxCrossEntropyExpand(self.loss_fn.sparse)
         return self._loss
+
+
+def _folder_of(callbacks: Iterable[Callback]) -> Path:
+    """Return where the callbacks keep checkpoints.
+
+    Raises:
+        ConfigError: If they keep none, or in several folders.
+    """
+    folders = [callback.folder for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if len(folders) != 1:
+        raise ConfigError(
+            f"resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found {len(folders)}. "
+            "Name the folder: resume='runs/a'."
+        )
+    return folders[0]

@@ -72,7 +72,7 @@ def read_callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback
     Raises:
         ConfigError: If something else was given, or one twice.
     """
-    listed = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    listed = [] if given is None else [given] if isinstance(given, Callback | type) else list(given)
     for callback in listed:
         if isinstance(callback, type) and issubclass(callback, Callback):
             raise ConfigError(f"callbacks has the class {callback.__name__}. Make one: {callback.__name__}().")
