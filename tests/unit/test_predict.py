@@ -159,3 +159,10 @@ def test_runs_are_values() -> None:
     run = read_run(RUN)
     assert isinstance(run, Run)
     assert run == read_run(RUN)
+
+
+def test_a_run_names_its_cluster_in_words() -> None:
+    run = {**RUN, "cluster": "a100x8"}
+    assert predict(run).step_time_s == predict(RUN).step_time_s
+    with pytest.raises(ConfigError, match="the device 'z9', which is not known"):
+        predict({**RUN, "cluster": "z9x8"})

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from phalanx.cluster.description import read_cluster
 from phalanx.cluster.devices import Device, device_named
 from phalanx.errors import ConfigError, did_you_mean
 
@@ -89,6 +90,22 @@ class ClusterOf(_Part):
     per_node: int = Field(gt=0)
     nodes: int = Field(gt=0)
     node_gbps: float = Field(gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _worded(cls, said: Any) -> Any:
+        if not isinstance(said, str):
+            return said
+        cluster = read_cluster(said)
+        if not cluster.is_uniform:
+            raise ValueError(f"a run is on equal nodes, found {cluster}")
+        node = cluster.nodes[0]
+        return {
+            "device": node.device.name,
+            "per_node": node.devices,
+            "nodes": len(cluster.nodes),
+            "node_gbps": node.gbps,
+        }
 
 
 class ParallelOf(_Part):
