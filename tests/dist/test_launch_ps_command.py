@@ -17,7 +17,7 @@ SCRIPT = """
 import json, os
 with open(os.environ["PHALANX_EVENTS_FILE"], "a") as file:
     for step in (7, 8):
-        file.write(json.dumps({"time": 1.0, "step": step, "loss": 0.25}) + "\\n")
+        file.write(json.dumps({"time": 1.0, "step": step, "loss": 0.25, "samples_per_s": 512.5}) + "\\n")
     file.write('{"time": 1.0, "st')
 open(f"up.{os.environ['RANK']}", "w").write("x")
 open("gate").read()
@@ -50,6 +50,7 @@ def test_running_jobs_are_listed_with_step_and_loss(tmp_path: Path) -> None:
     text = ps(runtime)
     assert f"job {job['job_id']}  train.py  collective  launcher pid {running.process.pid}" in text
     assert "0.25" in text
+    assert [line.split()[5] for line in text.splitlines() if line.startswith("  worker")] == ["512.5", "512.5"]
     running.process.kill()
     running.wait()
     running.gone_within(3.0)

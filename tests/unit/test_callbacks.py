@@ -98,10 +98,21 @@ def test_the_loss_line_is_that_of_the_seed(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_time_of_an_epoch_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     train([px.TimeMonitor()], epochs=2)
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
+    assert re.fullmatch(r"training \d+\.\d s in 8 steps", last)
     whole, each = (float(part.split()[-2]) for part in lines[0].split(","))
     assert each == pytest.approx(whole / 4, abs=0.001)
+
+
+def test_compiling_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    def compiled(run: Run) -> None:
+        run.compile_s = 1000.0
+
+    train([At(2, compiled), px.TimeMonitor()], epochs=1)
+    epoch, last = capsys.readouterr().out.splitlines()
+    assert epoch.endswith(" ms without 1000.0 s of compiling")
+    assert last.endswith(" s in 4 steps, compiling 1000.0 s")
 
 
 def test_progress_is_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,13 +47,18 @@ class LossMonitor(Callback):
 class TimeMonitor(Callback):
     """Prints `epoch time: 5021.114 ms, per step time: 25.749 ms` after each epoch, as rank 0 sees it.
 
-    An evaluation after the epoch does not count. Steps in which something was compiled are told apart.
+    An evaluation after the epoch does not count. Steps in which something was compiled are told apart, here and in the
+    line after training, `training 50.2 s in 1950 steps, compiling 212.6 s`.
     """
 
     def __init__(self) -> None:
         self._started = self._ended = 0.0
-        self._first_step = 0
+        self._first_step = self._step_before = 0
         self._compiled_before = 0.0
+
+    def on_train_begin(self, run: Run) -> None:
+        """Begin to count."""
+        self._step_before = run.step
 
     def on_epoch_begin(self, run: Run) -> None:
         """Start the clock."""
@@ -71,4 +76,10 @@ class TimeMonitor(Callback):
             return
         whole, compiling = self._ended - self._started, run.compile_s - self._compiled_before
         line = f"epoch time: {whole * 1e3:.3f} ms, per step time: {(whole - compiling) / steps * 1e3:.3f} ms"
-        show(run.rank, line + (f" (and compiling: {compiling:.1f} s)" if compiling else ""))
+        show(run.rank, line + (f" without {compiling:.1f} s of compiling" if compiling else ""))
+
+    def on_train_end(self, run: Run) -> None:
+        """Print the time of it all."""
+        if steps := run.step - self._step_before:
+            line = f"training {run.clock.seconds - run.compile_s:.1f} s in {steps} steps"
+            show(run.rank, line + (f", compiling {run.compile_s:.1f} s" if run.compile_s else ""))
