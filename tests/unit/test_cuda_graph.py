@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.train.cuda_graph import WARMUP_STEPS, Captured, refuse_waits
 from phalanx.train.sink import can_capture
+from phalanx.train.step import TrainStep
 
 ON_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,6 +94,51 @@ def test_steps_that_are_no_graph_say_why_on_a_card_only(
     on_card = Context(Role(world_size=world_size), torch.device("cuda", 0))
     assert can_capture(net, on_card, compiled=compiled) is (said is None)
     assert [said in message for message in caplog.messages] == [True] * (said is not None)
+
+
+class FakeStream:
+    def wait_stream(self, _other: object) -> None:
+        """Nothing to wait for."""
+
+
+class FakeGraph:
+    """Stands for a captured graph on a machine without a card: a replay computes from the buffers into the results."""
+
+    def __init__(self, of: list[Captured]) -> None:
+        self._of = of
+
+    def replay(self) -> None:
+        (made,) = self._of
+        assert made._result is not None
+        loss, _ = made._run(*made._buffers)
+        made._result[0].copy_(loss.detach())
+        for held, param in zip(made._gradients, made._params, strict=True):
+            assert held is not None
+            assert param.grad is not None
+            held.copy_(param.grad)
+
+
+def test_around_the_graph_batches_are_copied_in_and_results_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Captured] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(made))
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    x, y = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 5
+
+    def losses(captured: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 5)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        step = TrainStep(net, F.cross_entropy, optimizer, {}, False, captured=captured)
+        if isinstance(step._backward, Captured):
+            made.append(step._backward)
+        return [step(x[start : start + 8], y[start : start + 8]).loss for start in [*range(0, 50, 8)] * 2]
+
+    assert all(map(torch.equal, losses(True), losses(False)))
+    # The short batch of each pass and the first steps run as they are.
+    assert made[0].replays == 2 * 6 - WARMUP_STEPS
 
 
 @pytest.mark.gpu
