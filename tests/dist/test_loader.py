@@ -56,6 +56,11 @@ class RankDependent(Sampler[int]):
         return 3
 
 
+def _workers(count: int) -> dict[str, Any]:
+    """Return the options of that many workers; ranks of tests would start them from a fork server without torch."""
+    return {"num_workers": count, "multiprocessing_context": "fork"}
+
+
 def _counted(loader: ShardedLoader) -> list[tuple[list[int], int]]:
     seen = []
     for batch in loader:
@@ -66,7 +71,7 @@ def _counted(loader: ShardedLoader) -> list[tuple[list[int], int]]:
 
 
 def _rows_with_a_loader_made_before_init(num_workers: int, persistent: bool) -> list[Any]:
-    loader = ShardedLoader(Numbers(), global_batch=8, num_workers=num_workers, persistent_workers=persistent)
+    loader = ShardedLoader(Numbers(), global_batch=8, persistent_workers=persistent, **_workers(num_workers))
     phalanx.init()
     return [_counted(loader) for _ in range(2)]
 
@@ -83,7 +88,7 @@ def test_ranks_share_the_batches_of_one_process(num_workers: int, persistent: bo
 
 def _stream_rows(num_workers: int) -> list[Any]:
     phalanx.init()
-    return _counted(ShardedLoader(SplitByWorker(), global_batch=6, num_workers=num_workers))
+    return _counted(ShardedLoader(SplitByWorker(), global_batch=6, **_workers(num_workers)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -145,7 +150,7 @@ def test_samplers_that_differ_are_an_error_on_every_rank() -> None:
 
 def _random_rows(num_workers: int) -> list[float]:
     phalanx.init()
-    loader = ShardedLoader(Draws(), global_batch=8, num_workers=num_workers)
+    loader = ShardedLoader(Draws(), global_batch=8, **_workers(num_workers))
     return [x for _ in range(2) for batch in loader for column in batch for x in column.tolist()]
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx.comm import context
 from phalanx.data import GeneratorDataset, Pipeline, QueueDataset, ShardedLoader, vision
+from phalanx.data.pipeline import Verbs
 from phalanx.data.windows import windowed, windowed_stream
 from phalanx.errors import ConfigError, DataError
 
@@ -188,6 +189,29 @@ def test_shards_are_disjoint_and_complete() -> None:
         for i in range(4)
     ]
     assert sorted(chain.from_iterable(shards)) == list(range(103))
+
+
+class Reader(Verbs, TensorRows):
+    """A reader that is told its shard, and may be loaded as it is."""
+
+    def __init__(self, rows: int, shard: tuple[int, int]) -> None:
+        super().__init__(rows)
+        self.shard = shard
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+def test_a_reader_keeps_its_shard_in_and_out_of_a_pipeline() -> None:
+    reader = Reader(12, (1, 3))
+    assert [batch.tolist() for batch in ShardedLoader(reader, batch_size=2, shuffle=False)] == [[2, 3], [8, 9]]
+    assert [batch.tolist() for batch in ShardedLoader(DataLoader(reader, batch_size=2))] == [[2, 3], [8, 9]]
+    assert rows_of(ShardedLoader(reader.batch(2), shuffle=False), 1) == [2, 3, 8, 9]
+
+
+def test_a_pipeline_says_who_iterates_it() -> None:
+    with pytest.raises(TypeError, match=r"Iterate over ShardedLoader\(dataset\)"):
+        next(iter(numbers(3).batch(2)))
 
 
 def test_every_pass_is_another_order_and_repeats_are_passes() -> None:

@@ -62,7 +62,8 @@ class Loading:
         source.num_workers = _first(num_workers, source.num_workers)
         self.training = training
         self._shard = _read_shard(shard)
-        self._asked_shard = data.shard if isinstance(data, Verbs) else None
+        says = self.pipeline or source.dataset
+        self._asked_shard = says.shard if isinstance(says, Verbs) else None
         self.is_own = stream == "own" or decides_batches(source.dataset)
         self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
         self.seed = _first(seed, _first(source.seed, 0))
@@ -149,7 +150,7 @@ class Loading:
         dataset = self.source.dataset
         if isinstance(dataset, GeneratorDataset) and dataset.process:
             options["num_workers"] = max(options["num_workers"], 1)
-            options["prefetch_factor"] = max(dataset.capacity // chunk, 1)
+            options["prefetch_factor"] = max(dataset.capacity // (chunk * options["num_workers"]), 1)
         if not self.is_own:
             # Each worker would read the whole stream, and a dataset that splits itself over workers would lose
             # rows; one worker reads ahead just as well.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,6 +184,12 @@ class Pipeline(Verbs):
     def pipeline(self) -> Pipeline:
         """See `Verbs`."""
         return self
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "A pipeline says what to load and does not load itself. Iterate over ShardedLoader(dataset), or give it to "
+            "px.distribute, px.evaluate or px.Model."
+        )
 
     def as_dicts(self) -> Pipeline:
         """Hand out batches as dictionaries by column, instead of lists in the order of the columns."""
