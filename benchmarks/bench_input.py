@@ -3,26 +3,40 @@
 tensors   a TensorDataset of MNIST's shape; batches of 64 rows a rank
 samples   a Dataset that hands out one real digit at a time
 workers   the same with two worker processes
+images    a pipeline over CIFAR-10's files with crop, flip and normalisation; batches of 32 rows a rank
+large     the same, scaled to 224 pixels
+large_workers   the same with two worker processes
+crops     no loader: the transforms of `images` on batches, against the same on one image at a time
+scaled    the transforms of `large` likewise
 resume    seconds until the first batch when a run goes on in the middle of an epoch of 1,000,000 rows
 """
 
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from benchmarks import input_images
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.data import ShardedLoader
+from phalanx.data import ShardedLoader, vision
 from phalanx.data.digits import DigitsDataset
+from phalanx.data.draws import Draws
 
-CASES = ("tensors", "samples", "workers", "resume")
+LOADED = {"images": (32, 0), "large": (224, 0), "large_workers": (224, 2)}
+"""Side of the images, worker processes."""
+
+TRANSFORMED = {"crops": 32, "scaled": 224}
+CASES = ("tensors", "samples", "workers", *LOADED, *TRANSFORMED, "resume")
 BATCH = 64
 PEER = "torch DataLoader + DistributedSampler"
+ONE_BY_ONE = "the same transforms with torch, one image at a time"
 
 
 class OneByOne(Dataset[Any]):
@@ -75,9 +89,41 @@ def seconds_to_resume_peer(dataset: Dataset[Any]) -> float:
     return time.perf_counter() - started
 
 
+def images_per_s_ours(images: torch.Tensor, side: int) -> float:
+    """Return the images per second that our transforms take on batches."""
+    chain = vision.Chain(input_images.transforms(side))
+    started = time.perf_counter()
+    for first, batch in enumerate(images.split(input_images.BATCH)):
+        chain.batched(batch, Draws.of_rows(0, first, range(len(batch))))
+    return len(images) / (time.perf_counter() - started)
+
+
+def images_per_s_peer(images: torch.Tensor, side: int) -> float:
+    """Return the images per second of transforms on one image at a time, stacked to the same batches."""
+    started = time.perf_counter()
+    for batch in images.split(input_images.BATCH):
+        torch.stack([input_images.transform_one(image, side) for image in batch])
+    return len(images) / (time.perf_counter() - started)
+
+
+def measure_images(case: str, pairs: int, *, quick: bool) -> Row:
+    """Measure transforms, with and without a loader around them."""
+    with tempfile.TemporaryDirectory() as folder:
+        input_images.write_cifar(Path(folder), 200 if quick else 4_000)
+        if case in LOADED:
+            side, workers = LOADED[case]
+            loaders = [make(Path(folder), side, workers) for make in (input_images.ours, input_images.peer)]
+            return _row(case, lambda: rows_per_s(loaders[0]), lambda: rows_per_s(loaders[1]), pairs, "rows/s")
+        side, images = TRANSFORMED[case], input_images.OneByOne(Path(folder), 32).images
+        sides = lambda: images_per_s_ours(images, side), lambda: images_per_s_peer(images, side)
+        return _row(case, *sides, pairs, "images/s", ONE_BY_ONE)
+
+
 def measure(case: str, *, quick: bool) -> Row:
     """Measure one case on both sides in turn."""
     pairs = 1 if quick else 9
+    if case in LOADED or case in TRANSFORMED:
+        return measure_images(case, pairs, quick=quick)
     if case == "resume":
         rows = torch.arange(10_000 if quick else 1_000_000)
         many = TensorDataset(rows, rows)
@@ -92,9 +138,11 @@ def measure(case: str, *, quick: bool) -> Row:
     return _row(case, lambda: rows_per_s(loaders[0]), lambda: rows_per_s(loaders[1]), pairs, "rows/s")
 
 
-def _row(case: str, ours: Callable[[], float], peer: Callable[[], float], pairs: int, unit: str) -> Row:
-    better = "lower" if unit == "s" else "higher"
-    return measure_pairs(f"{case} torch DataLoader", ours, peer, pairs=pairs, unit=unit, better=better, peer_name=PEER)
+def _row(
+    case: str, ours: Callable[[], float], peer: Callable[[], float], pairs: int, unit: str, name: str = PEER
+) -> Row:
+    better, against = "lower" if unit == "s" else "higher", "torch DataLoader" if name == PEER else "one by one"
+    return measure_pairs(f"{case} {against}", ours, peer, pairs=pairs, unit=unit, better=better, peer_name=name)
 
 
 def main() -> None:

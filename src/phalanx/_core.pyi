@@ -3,6 +3,14 @@
 import numpy
 import numpy.typing
 
+def scaled_planes(
+    pixels: numpy.typing.NDArray[numpy.uint8],
+    scale: numpy.typing.NDArray[numpy.float32],
+    shift: numpy.typing.NDArray[numpy.float32],
+    planes: numpy.typing.NDArray[numpy.float32],
+) -> None:
+    """Fills planes (n, channels, pixels) with pixels (n, pixels, channels) * scale + shift, by channel."""
+
 def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> numpy.typing.NDArray[numpy.int64]:
     """Elements at start, start + step, ... of the permutation of [0, n) that `seed` picks."""
 

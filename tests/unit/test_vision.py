@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.data import vision
 from phalanx.data.draws import Draws
+from phalanx.data.vision import pointwise
 from phalanx.errors import ConfigError
 
 MEAN, STD = (0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)
@@ -203,6 +204,19 @@ def test_pixels_are_scaled_shifted_and_normalised_as_numpy_does_it() -> None:
         for operation in chain:
             one = operation(one)
         torch.testing.assert_close(one, whole(images_in[0]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("side", [(1, 1), (5, 7), (33, 16)])
+def test_without_the_native_core_the_same_bits_come_out(
+    monkeypatch: pytest.MonkeyPatch, channels: int, side: tuple[int, int]
+) -> None:
+    images, numbers = pictures(3, *side, channels), [0.1 * (i + 1) for i in range(channels)]
+    chains = [vision.Chain([vision.ToTensor(), vision.Normalize(numbers, numbers)]), vision.Chain(vision.ToTensor())]
+    native = [chain.batched(images, drawn(3)) for chain in chains]
+    monkeypatch.setattr(pointwise, "HAS_NATIVE", False)
+    for chain, found in zip(chains, native, strict=True):
+        assert torch.equal(found, chain.batched(images, drawn(3)))
 
 
 def test_channels_move_to_the_front_and_the_bytes_stay() -> None:

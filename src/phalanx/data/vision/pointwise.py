@@ -11,8 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.draws import Draws
+from phalanx.data.reuse import batches
 from phalanx.data.vision.base import CHANNELS, Transform, layout_of
 from phalanx.errors import ConfigError
+from phalanx.versions import HAS_NATIVE
+
+if HAS_NATIVE:
+    from phalanx import _core
 
 _CHUNK_BYTES = 1 << 19
 """Work on parts of a batch that stay in a core's second cache from the first operation on them to the last."""
@@ -58,32 +63,48 @@ class Pointwise(Transform):
         """See `Transform`."""
         if self._channels_first:
             samples = _moved(samples)
-        return samples.contiguous() if self._scale is None else self._computed(samples)
+        if self._scale is None:
+            return samples.contiguous()
+        result = batches.empty(samples.shape)
+        if HAS_NATIVE and self._channels_first and samples.dtype == torch.uint8 and not samples.is_contiguous():
+            self._compute_native(samples, result)
+        else:
+            self._compute(samples, result)
+        return result
 
-    def _computed(self, samples: Tensor) -> Tensor:
-        scale, shift = self._factors(samples)
-        result = torch.empty(samples.shape, dtype=torch.float32)
+    def _compute(self, samples: Tensor, result: Tensor) -> None:
+        scale, shift = self._shaped_factors(samples)
         rows = max(1, _CHUNK_BYTES // max(1, 4 * samples[:1].numel()))
         for start in range(0, len(samples), rows):
             part = result[start : start + rows]
             # Moving bytes and then making floats of them is faster than both at once.
             part.copy_(samples[start : start + rows].contiguous()).mul_(scale).add_(shift)
-        return result
 
-    def _factors(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_native(self, samples: Tensor, result: Tensor) -> None:
+        # Three times as fast as the steps above, of which each costs a pass; the same bits.
+        images, channels = samples.shape[:2]
+        scale, shift = (np.broadcast_to(numbers, channels).copy() for numbers in self._factors(channels))
+        pixels = samples.permute(0, 2, 3, 1).contiguous().numpy().reshape(images, -1, channels)
+        _core.scaled_planes(pixels, scale, shift, result.numpy().reshape(images, channels, -1))
+
+    def _shaped_factors(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         assert self._scale is not None
-        scale, shift = torch.from_numpy(self._scale).float(), torch.from_numpy(self._shift).float()
-        if not self._scale.ndim:
-            return scale, shift
-        is_last = not self._channels_first and layout_of(samples, "Normalize") == "HWC"
-        channels = samples.shape[-1 if is_last else 1]
-        if channels != len(scale):
+        shape: tuple[int, ...] = ()
+        channels = 1
+        if self._scale.ndim:
+            is_last = not self._channels_first and layout_of(samples, "Normalize") == "HWC"
+            channels, shape = samples.shape[-1 if is_last else 1], (-1,) if is_last else (-1, 1, 1)
+        scale, shift = self._factors(channels)
+        return torch.from_numpy(scale).view(shape), torch.from_numpy(shift).view(shape)
+
+    def _factors(self, channels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        assert self._scale is not None
+        if self._scale.ndim and len(self._scale) != channels:
             raise ConfigError(
-                f"Normalize has numbers for {len(scale)} channels and was given images with {channels}. "
+                f"Normalize has numbers for {len(self._scale)} channels and was given images with {channels}. "
                 "Give one mean and one deviation for each channel of the images."
             )
-        shape = (-1,) if is_last else (-1, 1, 1)
-        return scale.view(shape), shift.view(shape)
+        return np.asarray(self._scale, np.float32), np.asarray(self._shift, np.float32)
 
 
 class Rescale(Pointwise):
