@@ -123,14 +123,22 @@ def _trains_on_a_shard_of_another() -> None:
     px.distribute(torch.nn.Linear(1, 1), data=Pipeline(Squares(), num_shards=1, shard_id=0).batch(2))
 
 
+def _shuffles_by_rank() -> None:
+    px.init()
+    px.distribute(torch.nn.Linear(1, 1), data=Pipeline(Squares()).shuffle(10, seed=px.current().rank).batch(2))
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
         (_misfed, "DataError", "Row 5 of the generator reader has no 'label': asked for image, label, found image."),
         (_trains_on_a_shard_of_another, "ConfigError", "Asked to train on shard 0 of 1, but rank"),
+        (_shuffles_by_rank, "ConfigError", "shuffle(10, seed=1)"),
     ],
 )
-def test_a_missing_feed_and_a_wrong_shard_are_errors_on_every_rank(function: Any, kind: str, message: str) -> None:
+def test_a_missing_feed_a_wrong_shard_and_another_order_are_errors_on_every_rank(
+    function: Any, kind: str, message: str
+) -> None:
     for outcome in run_ranks(function, 2, expect_failure=True):
         assert outcome.error_type == kind
         assert message in outcome.message

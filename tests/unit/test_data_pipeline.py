@@ -356,10 +356,10 @@ def test_columns_have_names(data: Any, columns: tuple[str, ...]) -> None:
 
 
 def test_a_pipeline_says_what_it_does() -> None:
-    pipeline = numbers(9).shuffle(5).repeat(2).batch(4).shuffle(3).repeat(6)
+    pipeline = numbers(9).shuffle(5, seed=1).repeat(2).batch(4).shuffle(3).repeat(6)
     assert repr(pipeline) == (
-        "Pipeline(TensorDataset: x, y; shuffle(5), repeat(2), shuffle(3) of batches of 4, repeat(6) of batches; "
-        "batches of 4 rows a rank)"
+        "Pipeline(TensorDataset: x, y; shuffle(5, seed=1), repeat(2), shuffle(3) of batches of 4, "
+        "repeat(6) of batches; batches of 4 rows a rank)"
     )
 
 
@@ -425,6 +425,25 @@ def test_datasets_of_ready_batches_are_no_pipelines(tmp_path: Any) -> None:
 def test_rows_that_do_not_fit_are_named(pipeline: Pipeline, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(ShardedLoader(pipeline, training=False))
+
+
+def test_a_long_epoch_goes_on_by_reading_one_batch() -> None:
+    class Long(Dataset[Any]):
+        read = 0
+
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, index: int) -> int:
+            self.read += 1
+            return index
+
+    long = Long()
+    loader = ShardedLoader(Pipeline(long, "x").shuffle(10**9).shuffle(100).batch(8).shuffle(1000).repeat(3))
+    state = {"version": 1, "epoch": 5, "position": 12_345_678_90, "seed": 0, "global_batch": 8}
+    loader.load_state_dict({**state, "order": loader.ordering})
+    assert len(set(next(iter(loader))[0].tolist())) == 8
+    assert long.read == 8
 
 
 def test_a_state_of_another_chain_or_length_is_refused() -> None:

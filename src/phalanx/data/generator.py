@@ -26,7 +26,7 @@ class GeneratorDataset(Verbs, FunctionStream):
         function: Yields dictionaries that hold the columns, or tuples with one value for each.
         columns: The names of the feeds, in the order of a batch. A sample that lacks one is an error that names it.
         capacity: Samples read ahead of the training at most; 0 reads them when they are needed. A process reads whole
-            batches, and one at least.
+            batches, and one at least. Leaving a loop early waits for the sample that is being read.
         process: Whether a process reads ahead, not a thread. For generators that compute in Python, or that draw
             from torch's, NumPy's or Python's global generators, which a thread would share with the training.
         num_shards: Load as one of this many ranks instead of this job's; with `shard_id`.

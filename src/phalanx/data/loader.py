@@ -108,6 +108,11 @@ class ShardedLoader:
         return self._loading.seed
 
     @property
+    def ordering(self) -> str | None:
+        """What a pipeline does to the order, in words; None for other data."""
+        return self._loading.describe_order()
+
+    @property
     def epoch(self) -> int:
         """Epoch in progress; between two, the one that comes next."""
         return self._epoch
@@ -166,7 +171,7 @@ class ShardedLoader:
 
         Taken inside the loop it counts the batch in hand as done.
         """
-        order = self._loading.describe_order()
+        order = self.ordering
         return {
             "version": 1,
             "epoch": self._epoch,
@@ -195,7 +200,7 @@ class ShardedLoader:
                 f"The state was saved with seed {state['seed']}, this loader has seed {self.seed}: the rest of "
                 "the epoch would repeat rows and miss others. Make the loader with the saved seed."
             )
-        order = self._loading.describe_order()
+        order = self.ordering
         if state["position"] and state.get("order") != order:
             raise ConfigError(
                 f"The state was saved inside an epoch of a pipeline with {state.get('order') or 'no verbs'}, this one "

@@ -41,6 +41,9 @@ class Window:
         """Return where its random numbers start in a run of `seed`, for the pass or span `time`."""
         return mixed_seed(seed, time, self.number, self.seed)
 
+    def __str__(self) -> str:
+        return f"shuffle({self.buffer}{f', seed={self.seed}' if self.seed else ''})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
@@ -63,9 +66,9 @@ class Ordering:
         return bool(self.row_windows or self.unit_windows)
 
     def __str__(self) -> str:
-        said = [f"shuffle({window.buffer})" for window in self.row_windows]
+        said = [str(window) for window in self.row_windows]
         said += [f"repeat({self.joined})"] * (self.joined > 1)
-        said += [f"shuffle({window.buffer}) of batches of {self.unit}" for window in self.unit_windows]
+        said += [f"{window} of batches of {self.unit}" for window in self.unit_windows]
         said += [f"repeat({self.spans}) of batches"] * (self.spans > 1)
         return ", ".join(said) or "in order"
 

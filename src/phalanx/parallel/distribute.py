@@ -281,6 +281,7 @@ def _contract(loader: ShardedLoader | None) -> dict[str, Any] | None:
         "global_batch": loader.global_batch,
         "drop_last": loader.drops_last,
         "seed": loader.seed,
+        "order": loader.ordering,
         "steps_per_epoch": steps,
     }
 
