@@ -375,3 +375,25 @@ def test_events_tell_speed_and_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_run_without_steps_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     train([px.LossMonitor(), px.TimeMonitor(), px.ProgressBar()], epochs=0)
     assert capsys.readouterr().out == ""
+
+
+def test_two_savers_may_listen_and_records_go_on_in_another_call(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    savers = [px.ModelCheckpoint(tmp_path / name) for name in ("a", "b")]
+    table = px.CSVLogger(tmp_path / "run.csv")
+    for _ in range(2):
+        train([*savers, table], epochs=1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (tmp_path / "run.csv").read_text().count("\n") == 1 + 2
+
+
+class FailingToClose(px.Callback):
+    def close(self) -> None:
+        raise OSError("no room")
+
+
+def test_all_are_closed_where_one_fails_to() -> None:
+    first, second = Seen(), Seen()
+    with pytest.raises(OSError, match="no room"):
+        train([first, FailingToClose(), second], epochs=1)
+    assert first.calls[-1] == second.calls[-1] == ("close", 0)

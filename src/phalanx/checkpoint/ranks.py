@@ -41,7 +41,7 @@ class Ranks:
     """Keeps the keys of this call apart."""
 
     @classmethod
-    def meet(cls, call: str, terms: Any) -> Ranks:
+    def meet(cls, call: str, terms: Any, *, timeout_s: float | None = None) -> Ranks:
         """Wait for all ranks at one call.
 
         Collective.
@@ -49,9 +49,10 @@ class Ranks:
         Args:
             call: What is called, for messages.
             terms: JSON value that must be the same on all ranks.
+            timeout_s: Seconds to wait for the slowest rank; the rendezvous timeout when omitted.
 
         Raises:
-            PeerLostError: If a rank did not come within the rendezvous timeout; names it.
+            PeerLostError: If a rank did not come in time; names it.
             ConfigError: If ranks called with different terms, or this worker has no way to the others.
         """
         context = context_of.init()
@@ -62,7 +63,7 @@ class Ranks:
                 f"{call} needs all workers, and worker {context.rank} was started again alone. Save tables with "
                 "fleet.save_persistables, or start the whole job again."
             )
-        agree(call, terms, timeout_s=process_group.rendezvous_timeout_s())
+        agree(call, terms, timeout_s=process_group.rendezvous_timeout_s() if timeout_s is None else timeout_s)
         return cls(context.rank, context.world_size, process_group.meeting().store, f"checkpoint/{next(_calls)}")
 
     def decide(

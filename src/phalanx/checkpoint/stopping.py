@@ -13,6 +13,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from types import FrameType
 
 from phalanx.comm.store import JobStore
@@ -48,7 +49,9 @@ class StopEdge:
             self._thread.start()
 
     def listen(self) -> None:
-        """Take SIGTERM as a request to stop at a step edge. Only Python's main thread can."""
+        """Take SIGTERM as a request to stop at a step edge. Only Python's main thread can. Once is enough."""
+        if self._before is not None:
+            return
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_signal)
             atexit.register(self.close)
@@ -116,6 +119,10 @@ class StopEdge:
             self._said.set()
         self._store.set(f"{self._prefix}/edge/{self._rank}", str(mine))
         keys = [f"{self._prefix}/edge/{rank}" for rank in range(self._world_size)]
-        if self._store.wait(keys, EDGES_TIMEOUT_S):
-            self._edge = max(int(self._store.get(key)) for key in keys)
-            self._known.set()
+        deadline = time.monotonic() + EDGES_TIMEOUT_S
+        while not self._store.wait(keys, 1.0):
+            # A rank that has closed tells no edge any more, and neither does this one come to another.
+            if self._closed.is_set() or time.monotonic() > deadline:
+                return
+        self._edge = max(int(self._store.get(key)) for key in keys)
+        self._known.set()

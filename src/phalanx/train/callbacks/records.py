@@ -72,12 +72,13 @@ class Recorder(Callback):
 
 
 class FileRecorder(Recorder):
-    """Records to one file: a new one, or the same one further when training was resumed."""
+    """Records to one file: a new one; the same one further when training was resumed, or goes on in another call."""
 
     def __init__(self, path: str | Path, every_steps: int | None = None) -> None:
         super().__init__(every_steps)
         self.path = Path(path)
         self._file: TextIO | None = None
+        self._was_open = False
 
     def open(self, run: Run) -> None:
         """Open the file; its folder is made if missing."""
@@ -86,8 +87,9 @@ class FileRecorder(Recorder):
                 f"{type(self).__name__} writes to a file, and {self.path} is a folder. Name a file in it."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if run.resumed_from is None:
+        if run.resumed_from is None and not self._was_open:
             self.path.unlink(missing_ok=True)
+        self._was_open = True
         self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
 
     @property

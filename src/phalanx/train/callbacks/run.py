@@ -34,6 +34,7 @@ from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.stopping import StopEdge
 from phalanx.comm import context
+from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.recipe.ema import EMA
@@ -125,11 +126,12 @@ class Run:
         self._edges = 0
         self._speed = Speed()
         self._device = here.device
-        self._ranks = Ranks.meet("training", {"epochs": epochs, "callbacks": self._names, "sink": steps_in_sink})
+        terms = {"epochs": epochs, "callbacks": self._names, "sink": steps_in_sink}
+        self._ranks = Ranks.meet("training", terms, timeout_s=DEFAULT_TIMEOUT_S)
         self._stop = StopEdge(self.rank, self.world_size, self._ranks.store, f"{self._ranks.prefix}/stop")
         try:
             self._each("setup")
-            self._ranks.decide("setup", self._say, lambda _: None)
+            self._decide("setup")
         except BaseException:
             self._stop.close()
             raise
@@ -271,12 +273,13 @@ class Run:
         try:
             if kind is None:
                 self._each("on_train_end")
-                self._ranks.decide("end", self._say, lambda _: None)
+                self._decide("end")
         finally:
             events.run_reports(None)
             self._stop.close()
-            for callback in self.callbacks:
-                callback.close()
+            with contextlib.ExitStack() as closing:  # all, also where one fails
+                for callback in self.callbacks:
+                    closing.callback(callback.close)
         if kind is None and self.was_signalled:
             raise SystemExit(0)
 
@@ -312,10 +315,19 @@ class Run:
         self._edges += 1
         if self.stop_reason is not None or not self._stop.is_at(self._edges):
             return self.stop_reason is not None
-        self.stop_reason = self._ranks.decide("stop", self._say, lambda said: next(filter(None, said), SIGNALLED))
+        self.stop_reason = self._decide("stop")
         if self.rank == 0:
             logger.info("training stops at step %d: %s", self.step, self.stop_reason)
         return True
+
+    def _decide(self, topic: str) -> str:
+        """Return the first reason to stop that a rank gave; raise on all ranks what failed on any. Collective."""
+
+        def first(said: list[str | None]) -> str:
+            return next(filter(None, said), SIGNALLED)
+
+        reason: str = self._ranks.decide(topic, self._say, first, timeout_s=DEFAULT_TIMEOUT_S)
+        return reason
 
     def _say(self) -> str | None:
         """Return why this rank asked to stop, or raise what failed here."""
