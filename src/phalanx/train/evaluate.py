@@ -76,7 +76,7 @@ def evaluate(
         for batch in _with_progress(loader):
             assert loader.share is not None
             out, target = (forward or forward_tuple)(model, batch)
-            whole = out if cut is None else _whole(out, cut)
+            whole = out if cut is None else whole_output(out, cut)
             # A padded row may hold anything, and counts on another rank.
             if loader.share.rows:
                 rows += loader.share.rows
@@ -93,7 +93,7 @@ def evaluate(
     return found
 
 
-def _whole(out: Any, cut: Cut) -> Any:
+def whole_output(out: Any, cut: Cut) -> Any:
     """Return outputs of which this rank holds a slice of the classes, put together. Collective along the cut."""
     if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
         return gather_from(out, out.ndim - 1, cut)

@@ -20,8 +20,6 @@ from phalanx.data.device import moved
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import join
-from phalanx.parallel.tensor.cut import Cut
-from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.assemble import check_parts, distribute_net, distribute_optimizer, one_pass, training_loader
@@ -30,7 +28,7 @@ from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and
 from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
-from phalanx.train.evaluate import evaluate, evaluation_mode
+from phalanx.train.evaluate import evaluate, evaluation_mode, whole_output
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
 from phalanx.train.metrics_named import Metric
 from phalanx.train.mode_rules import check_ranks, read_mode
@@ -39,7 +37,7 @@ from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step import TrainStep
 
-Metrics = Iterable[str | Metric] | Mapping[str, str | Metric]
+Metrics = Iterable[str | Metric] | Mapping[str, str | Metric] | str | Metric
 
 
 class Model:
@@ -183,7 +181,7 @@ class Model:
         dataset_sink_mode: bool = False,
         *,
         batch_size: int | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return the loss and each metric over all rows of the data, exact on any number of ranks. Collective.
 
         Args:
@@ -200,7 +198,7 @@ class Model:
             raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
         self._join("Model.eval")
         self._distribute()
-        loss = None if self.loss_fn is None else self._whole_loss()
+        loss = None if self.loss_fn is None else self._loss
         return evaluate(
             self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size, forward=self._output_and_target
         )
@@ -288,23 +286,13 @@ class Model:
 
     def _output(self, inputs: tuple[Any, ...]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
-        output = self.net(*inputs)
-        cut = self._cut()
-        return output if cut is None else gather_from(output, output.dim() - 1, cut)
+        output, cut = self.net(*inputs), cut_of_logits(self.net)
+        return output if cut is None else whole_output(output, cut)
 
-    def _output_and_target(self, _net: nn.Module, batch: Any) -> tuple[Any, Any]:
+    def _output_and_target(self, net: nn.Module, batch: Any) -> tuple[Any, Any]:
         inputs, target = inputs_and_target(batch)
-        check_call(self.net, inputs, has_target=True)
-        return self._output(inputs), target
-
-    def _cut(self) -> Cut | None:
-        return self.loss_fn.cut if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) else None
-
-    def _whole_loss(self) -> LossFunction:
-        """Return the loss of whole logits."""
-        if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.cut is not None:
-            return SoftmaxCrossEntropyExpand(self.loss_fn.sparse)
-        return self._loss
+        check_call(net, inputs, has_target=True)
+        return net(*inputs), target
 
 
 def _folder_of(callbacks: Iterable[Callback]) -> Path:
