@@ -1,4 +1,4 @@
-"""The command `phalanx predict`."""
+"""The commands `phalanx predict` and `phalanx plan`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.table import Table
 
 from phalanx.auto.described_run import Run, read_runs
 from phalanx.auto.predict import Prediction, predict
+from phalanx.auto.search import Found, search
+from phalanx.errors import ConfigError
 
 
 @click.command("predict")
@@ -66,3 +68,77 @@ def _cause(one: Prediction) -> str:
     seconds = {name.removesuffix("_s"): value for name, value in one.breakdown.items() if name.endswith("_s")}
     largest = max(seconds, key=lambda name: seconds[name])
     return f"{largest.replace('_', ' ')} {seconds[largest] / one.step_time_s:.0%}"
+
+
+@click.command("plan")
+@click.argument("file", type=click.File("r", encoding="utf-8"))
+@click.option("--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16. Default: the file's own.")
+@click.option(
+    "--limit", "limits", multiple=True, help="Something to keep to, such as tp<=8 or recompute=none; repeat it."
+)
+@click.option("--why-not", "alternative", multiple=True, help="Say what it would cost to keep to this limit too.")
+@click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")
+@click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan_command(
+    file: TextIO,
+    cluster: str | None,
+    limits: tuple[str, ...],
+    alternative: tuple[str, ...],
+    top: int,
+    time_limit: float | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest way to cut a described transformer over a cluster, and prove how good it is.
+
+    FILE holds one run as `phalanx predict` takes it, without what is searched; - reads it from standard input.
+    """
+    try:
+        described = json.load(file)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file.name}: not JSON ({error.msg}, line {error.lineno}).") from None
+    if not isinstance(described, dict):
+        raise ConfigError(f"{file.name}: a run is a JSON object, found {type(described).__name__}.")
+    found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
+    reasons = [found.why_not(one) for one in alternative]
+    if as_json:
+        click.echo(json.dumps(_as_json(found) | {"why_not": reasons}))
+        return
+    console = Console()
+    console.print(_choices(found))
+    spaces = (f"{name} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
+    console.print(
+        f"{found.choices:,} choices, {found.priced:,} simulated; none is faster than {found.bound:.4g} s: the first is "
+        f"within {found.gap:.2g} % of the best, by this model of time. docs/predict.md says how good that model is.",
+        highlight=False,
+    )
+    console.print("searched: " + "; ".join(spaces), style="dim", highlight=False)
+    for reason in reasons:
+        console.print(reason, highlight=False)
+
+
+def _choices(found: Found) -> Table:
+    grid = Table(box=box.SIMPLE, pad_edge=False)
+    for name in (*found.best.values, "step s", "tokens/s", "TFLOP/s", "GiB"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for choice in found.top_k:
+        one = choice.prediction
+        grid.add_row(
+            *map(str, choice.values.values()),
+            f"{one.step_time_s:.4g}",
+            f"{one.tokens_per_s_per_device:,.0f}",
+            f"{one.model_tflops_per_device:.0f}",
+            f"{one.memory_gib:.1f}",
+        )
+    return grid
+
+
+def _as_json(found: Found) -> dict[str, object]:
+    return {
+        "bound_s": found.bound,
+        "gap_percent": found.gap,
+        "choices": found.choices,
+        "simulated": found.priced,
+        "dimensions": found.dimensions,
+        "top": [choice.values | {"prediction": asdict(choice.prediction)} for choice in found.top_k],
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,7 +67,7 @@ class _Step:
         self.kernels = Kernels(run.device, constants, run.precision)
         self.links = Links(run.device, run.cluster.node_gbps, constants)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
-        self.layers = run.model.layers / run.parallel.pp
+        self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of a step by cause."""

@@ -17,6 +17,7 @@ _COMMANDS = {
     ),
     "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
     "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
+    "plan": ("phalanx.auto.commands", "plan_command", "Find the fastest way to cut a described model over a cluster."),
     "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }

@@ -1,0 +1,104 @@
+"""What is to be trained, where, and within which limits: the question a search answers."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.auto.described_run import Run, read_run
+from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.errors import ConfigError, did_you_mean
+
+KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
+"""What a search chooses, and what limits may name."""
+
+RECOMPUTE = ("none", "selective", "full")
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing the user fixed, such as `tp<=8` or `recompute=full`."""
+
+    knob: str
+    compare: str
+    value: int | str
+
+    def allows(self, values: Mapping[str, int | str]) -> bool:
+        """Return whether a choice keeps to it."""
+        return _COMPARE[self.compare](values[self.knob], self.value)
+
+    def __str__(self) -> str:
+        return f"{self.knob}{self.compare}{self.value}"
+
+
+def read_limit(said: str) -> Limit:
+    """Return a limit from words.
+
+    Raises:
+        ConfigError: If it names no knob, or compares with something that cannot be.
+    """
+    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w+)\s*", said)
+    if found is None:
+        raise ConfigError(f"Asked for the limit {said!r}. Write a knob, <=, >= or =, and a value, such as tp<=8.")
+    knob, compare, value = found.groups()
+    if knob not in KNOBS:
+        raise ConfigError(f"Asked for the limit {said!r}; the knobs are {', '.join(KNOBS)}.{did_you_mean(knob, KNOBS)}")
+    if knob == "recompute":
+        if compare != "=" or value not in RECOMPUTE:
+            raise ConfigError(f"Asked for the limit {said!r}. Write recompute= and one of {', '.join(RECOMPUTE)}.")
+        return Limit(knob, compare, value)
+    if not value.isdigit():
+        raise ConfigError(f"Asked for the limit {said!r}, whose value is no whole number.")
+    return Limit(knob, compare, int(value))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A model to train on a cluster of equal nodes, within limits."""
+
+    base: Run
+    """The run that every choice changes: all devices, one way of cutting."""
+
+    limits: tuple[Limit, ...]
+
+    @property
+    def devices(self) -> int:
+        """Devices of the cluster."""
+        return self.base.cluster.per_node * self.base.cluster.nodes
+
+
+def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits: Iterable[str | Limit] = ()) -> Job:
+    """Return a job, checked.
+
+    Args:
+        described: A run as `phalanx predict` takes it; what the search chooses (`parallel`, `batch.micro`,
+            `recompute`) may be left out and does not count.
+        cluster: Words or a cluster; that of `described` when None.
+        limits: What is fixed, such as `tp<=8`.
+
+    Raises:
+        ConfigError: If something is missing or cannot be.
+    """
+    run = dict(described)
+    if cluster is not None:
+        found = read_cluster(cluster)
+        if not found.is_uniform:
+            raise ConfigError(f"A search plans for equal nodes, found {found}.")
+        node = found.nodes[0]
+        run["cluster"] = {
+            "device": node.device.name,
+            "per_node": node.devices,
+            "nodes": len(found.nodes),
+            "node_gbps": node.gbps,
+        }
+    if "cluster" not in run:
+        raise ConfigError("A search needs a cluster, found none. Give --cluster, such as h100x8,nodes=16.")
+    batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
+    run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
+    run.setdefault("precision", "bf16")
+    read = [one if isinstance(one, Limit) else read_limit(one) for one in limits]
+    return Job(base=read_run(run, str(run["name"])), limits=tuple(read))
