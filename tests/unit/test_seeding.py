@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from phalanx.data import python_state
 from phalanx.data.seeding import seeded
 
 
@@ -47,3 +49,30 @@ def test_a_block_inside_a_block_leaves_the_outer_one_alone() -> None:
         with seeded(9):
             draws()
         assert [*found, draws()] == whole
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 623, 624, 625])
+def test_the_state_of_pythons_generator_is_put_back_wherever_it_was(warm_up: int) -> None:
+    random.seed(5)
+    for _ in range(warm_up):
+        random.getrandbits(32)
+    random.gauss(0, 1)  # leaves a second normal number for the next call
+    wanted = random.getstate()
+    with seeded(1):
+        random.gauss(0, 1)
+    assert random.getstate() == wanted
+
+
+def test_states_read_as_memory_are_those_python_tells() -> None:
+    read, put_back = python_state._as_memory(random.seed.__self__)
+    random.seed(11)
+    state, told = read(), random.getstate()
+    expected = [random.gauss(0, 1) for _ in range(700)]
+    put_back(state)
+    assert random.getstate() == told
+    assert [random.gauss(0, 1) for _ in range(700)] == expected
+
+
+def test_another_python_keeps_to_what_the_language_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.implementation, "name", "another")
+    assert python_state._functions() == (random.getstate, random.setstate)

@@ -10,6 +10,8 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from phalanx.data import python_state
+
 _spare = np.random.MT19937(0)
 """Takes the place of NumPy's global generator for a while, which is faster than copying its state out and in."""
 
@@ -40,7 +42,7 @@ class seeded:  # noqa: N801 - used as a function is
     def __enter__(self) -> None:
         self._torch_state: Tensor | None = None
         if get_worker_info() is None:
-            self._torch_state, self._python_state = torch.default_generator.get_state(), random.getstate()
+            self._torch_state, self._python_state = torch.default_generator.get_state(), python_state.read()
             self._numpy_generator = get_bit_generator()
             set_bit_generator(_spare if self._numpy_generator is not _spare else np.random.MT19937(0))
         seed_all(self._seed)
@@ -48,5 +50,5 @@ class seeded:  # noqa: N801 - used as a function is
     def __exit__(self, *raised: object) -> None:
         if self._torch_state is not None:
             torch.default_generator.set_state(self._torch_state)
-            random.setstate(self._python_state)
+            python_state.put_back(self._python_state)
             set_bit_generator(self._numpy_generator)
