@@ -1,7 +1,8 @@
 """The families of environment variables a launcher may have written, and the Role each of them means.
 
 Three families live on the process level and must agree where more than one is set. `srun` and `mpirun` come after them,
-and only when the process was started by them directly. Levels and precedence: docs/design/roles.md.
+and only when the process was started by them directly; last a rank that a loop started from a rank table. Levels and
+precedence: docs/design/roles.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster import steps
+from phalanx.cluster import hand_started, steps
 from phalanx.cluster.environment import Environment, split_endpoint
 from phalanx.cluster.role import Kind, Launcher, Role
 from phalanx.errors import RoleError, did_you_mean
@@ -48,6 +49,7 @@ def read_role(variables: Mapping[str, str]) -> Role:
 
     Raises:
         RoleError: If they are missing, malformed or disagree.
+        ConfigError: If the rank table of a rank started by hand is wrong.
     """
     env = Environment(variables)
     kind = _kind(env)
@@ -58,7 +60,7 @@ def read_role(variables: Mapping[str, str]) -> Role:
         return _by_rank(env, kind, "", ("GROUP_RANK", "GROUP_WORLD_SIZE"), "torchrun")
     if any(env.text(name) for name in _FLEET):
         return _fleet(env, kind)
-    return steps.step_role(env) or Role()
+    return steps.step_role(env) or hand_started.table_role(env) or Role()
 
 
 def _kind(env: Environment) -> Kind:

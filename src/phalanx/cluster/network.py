@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx.cluster import messages
 
 ROUTES = Path("/proc/net/route")
+ADDRESSES = Path("/proc/net/fib_trie")
 _LISTENING = "0A"
 
 
@@ -51,6 +52,27 @@ def interface_towards(address: str, routes: str) -> str | None:
 def _from_table(field: str) -> int:
     """Read an address the kernel prints in the byte order of the machine."""
     return int(struct.unpack("!I", struct.pack("=I", int(field, 16)))[0])
+
+
+def own_addresses(trie: str) -> set[str]:
+    """Return the IPv4 addresses of this host, loopback's network left out.
+
+    Args:
+        trie: The kernel's table, as in `/proc/net/fib_trie`: an address, and in a line below it what it means.
+    """
+    found, last = set(), ""
+    for line in trie.splitlines():
+        words = line.split()
+        if words[:1] == ["|--"]:
+            last = words[1]
+        elif words == ["/32", "host", "LOCAL"]:
+            found.add(last)
+    return found
+
+
+def is_own(address: str) -> bool:
+    """Return whether a numeric IPv4 address belongs to this host, as far as the system shows it."""
+    return is_loopback(address) or address in own_addresses(ADDRESSES.read_text() if ADDRESSES.exists() else "")
 
 
 def system_routes() -> str:

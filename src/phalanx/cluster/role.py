@@ -10,7 +10,7 @@ from typing import Literal
 from phalanx.errors import RoleError
 
 Kind = Literal["worker", "server", "heter_worker"]
-Launcher = Literal["none", "phalanx", "torchrun", "fleet", "slurm", "mpi"]
+Launcher = Literal["none", "phalanx", "torchrun", "fleet", "slurm", "mpi", "rank table"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,9 @@ class Role:
     """Rank among the processes of this kind on this host."""
 
     local_world_size: int = 1
+    card: int | None = None
+    """Card of this process among those it sees; None where it is the one of its local rank."""
+
     node_rank: int = 0
     node_count: int = 1
     master_addr: str = ""
@@ -73,13 +76,15 @@ class Role:
 
         Process level first: `PHALANX_*`, torchrun's names, Fleet's `PADDLE_*`, which must agree where more than one is
         set. Then a direct `srun` or `mpirun` step. Variables of an allocation (`sbatch`, Kubeflow's `PET_*`, DLC's
-        counts of nodes) are the launcher's to read and mean nothing here. With none of them: a job of one process.
+        counts of nodes) are the launcher's to read and mean nothing here. Last, a rank that a loop started by hand from
+        a rank table: `RANK_TABLE_FILE` and `DEVICE_ID`. With none of them: a job of one process.
 
         Args:
             env: Variables to read; the process's own when omitted.
 
         Raises:
             RoleError: If variables are missing, malformed or disagree; names variables and values.
+            ConfigError: If the rank table of a rank started by hand is wrong.
         """
         from phalanx.cluster.families import read_role
 

@@ -22,7 +22,7 @@ class Setting:
 
     name: str
     family: str
-    """Whose word it is: phalanx, torchrun, fleet, slurm, mpi, kubeflow, system, or dead."""
+    """Whose word it is: phalanx, torchrun, fleet, slurm, mpi, rank table, kubeflow, system, or dead."""
 
     access: str
     """read, written, both, or ignored."""

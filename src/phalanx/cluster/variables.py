@@ -135,6 +135,12 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("MPI_LOCALRANKID", "r", "0", "Rank on this host (MPICH, Intel MPI)", "本机编号（MPICH、Intel MPI）"),
         ("MPI_LOCALNRANKS", "r", "", "Ranks on this host (MPICH, Intel MPI)", "本机进程数（MPICH、Intel MPI）"),
     ),
+    "rank table": (
+        ("RANK_TABLE_FILE", "rw", "", "File that says which rank runs on which device of which server",
+         "说明各进程所在服务器与设备的文件"),
+        ("RANK_SIZE", "rw", "", "Number of ranks of a rank table", "组网信息文件中的进程总数"),
+        ("DEVICE_ID", "rw", "", "Device of this process in the rank table", "本进程在组网信息文件中的设备序号"),
+    ),
     "kubeflow": (
         ("PET_NNODES", "r", "1", "Number of nodes of a TrainJob; read by the launcher only",
          "TrainJob 的节点数；仅启动器读取"),

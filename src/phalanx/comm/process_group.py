@@ -54,8 +54,8 @@ FIRST_PREFIX = "phalanx/0/0"
 def pick_device(role: Role) -> torch.device:
     """Return the device this process computes on and make it torch's current one.
 
-    A worker takes the visible card of its local rank, or the only visible one (launchers may show each rank its own);
-    servers and machines without cards compute on the CPU.
+    A worker takes the visible card of its local rank, or the one its rank table lists, or the only visible one
+    (launchers may show each rank its own); servers and machines without cards compute on the CPU.
 
     Raises:
         ConfigError: If several cards are visible, but fewer than ranks on this host.
@@ -63,12 +63,13 @@ def pick_device(role: Role) -> torch.device:
     if role.kind == "server" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if 1 < count <= role.local_rank:
+    card = role.local_rank if role.card is None else role.card
+    if 1 < count <= card:
         raise ConfigError(
-            f"Local rank {role.local_rank} needs a card of its own, but this host shows {count}. "
+            f"Local rank {role.local_rank} needs card {card}, but this host shows {count}. "
             f"Start at most {count} ranks here, or set CUDA_VISIBLE_DEVICES per rank."
         )
-    device = torch.device("cuda", role.local_rank if count > 1 else 0)
+    device = torch.device("cuda", card if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
 
@@ -249,8 +250,11 @@ def _expected(role: Role) -> list[Expected]:
 
 
 def _log_file(role: Role, rank: int) -> str:
-    if rank == role.rank and (own := os.environ.get("PHALANX_LOG_FILE")):
-        return own
+    own = Path(os.environ.get("PHALANX_LOG_FILE", ""))
+    if rank == role.rank and own.name:
+        return str(own)
+    if own.parent.name == f"rank_{role.rank}":
+        return str(own.parents[1] / f"rank_{rank}" / own.name)
     return str(Path(role.log_dir) / f"workerlog.{rank}") if role.log_dir else ""
 
 

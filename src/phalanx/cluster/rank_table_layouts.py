@@ -1,0 +1,237 @@
+"""The two layouts of a rank table: read each with one clear error a mistake, and write each. Pure.
+
+The older one lists instances in a group and names the kind of machine by a board id; the newer one, version 1.0, lists
+servers and their devices. Numbers may be written as text in both, and usually are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.errors import ConfigError
+
+Layout = Literal["group", "server"]
+"""`group`: board_id, group_list, instance_list. `server`: version 1.0, server_list."""
+
+MACHINES = {"0x0000": ("x86", ("x86_64", "amd64", "i686")), "0x0020": ("arm", ("aarch64", "arm64"))}
+"""What a board id says: a word for the processor, and how systems call it."""
+
+COMPLETED = "completed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One rank of a table."""
+
+    rank: int
+    server: str
+    """IPv4 address of its host."""
+
+    device_id: int
+    """Number of its card on that host."""
+
+    device_ip: str = ""
+    """Address of the card's own network port; empty where the table names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value of the table and where it stands, for messages."""
+
+    value: Any
+    source: str
+    path: str = ""
+
+    def wrong(self, what: str) -> ConfigError:
+        """Return the error that says where and what."""
+        return ConfigError(f"{self.source}: {self.path or 'the table'} {what}")
+
+    def has(self, key: str) -> bool:
+        """Return whether this is an object with `key`."""
+        return isinstance(self.value, dict) and key in self.value
+
+    def need(self, key: str) -> Entry:
+        """Return the entry under `key`, which must be there."""
+        if not isinstance(self.value, dict):
+            raise self.wrong(f"must be an object in braces, found {self.value!r}. Correct it.")
+        if key not in self.value:
+            found = ", ".join(self.value) or "nothing"
+            raise self.wrong(f"has no {key!r}, only {found}. Add it.")
+        return Entry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
+
+    def items(self) -> list[Entry]:
+        """Return the entries of a list."""
+        if not isinstance(self.value, list):
+            raise self.wrong(f"must be a list in brackets, found {self.value!r}. Correct it.")
+        return [Entry(value, self.source, f"{self.path}[{n}]") for n, value in enumerate(self.value)]
+
+    def number(self) -> int:
+        """Return a whole number of at least 0, which may be written as text."""
+        text = str(self.value).strip()
+        if isinstance(self.value, bool) or not (text.isascii() and text.isdecimal()):
+            raise self.wrong(f"must be a whole number of at least 0, found {self.value!r}. Correct it.")
+        return int(text)
+
+    def text(self) -> str:
+        """Return text without spaces around it."""
+        if not isinstance(self.value, str):
+            raise self.wrong(f"must be text in quotes, found {self.value!r}. Correct it.")
+        return self.value.strip()
+
+    def check_count(self, key: str, found: int, of: str) -> None:
+        """Raise unless the number under `key` is how many there are."""
+        said = self.need(key)
+        if said.number() != found:
+            raise said.wrong(f"is {said.number()}, but the table lists {found} {of}. Correct one of them.")
+
+
+def layout_of(table: Entry) -> Layout:
+    """Return which layout a table has; raises ConfigError if neither."""
+    if any(table.has(key) for key in ("server_list", "server_count", "version")):
+        return "server"
+    if any(table.has(key) for key in ("group_list", "group_count", "board_id")):
+        return "group"
+    raise table.wrong(
+        "is in no layout known here: it has neither 'group_list' (with board_id) nor 'server_list' (with version 1.0). "
+        "Make one with `phalanx rank-table make --hosts 10.0.0.1,10.0.0.2`."
+    )
+
+
+def read_groups(table: Entry) -> tuple[str, list[Device]]:
+    """Return board id and devices, in the order of the file, of the older layout."""
+    board_id = _board_id(table.need("board_id"))
+    groups = table.need("group_list").items()
+    table.check_count("group_count", len(groups), "groups")
+    if len(groups) != 1:
+        raise table.need("group_list").wrong(
+            f"has {len(groups)} groups, and a job is started from one. Write a table for each job."
+        )
+    group = groups[0]
+    devices = [_instance(entry) for entry in group.need("instance_list").items()]
+    group.check_count("instance_count", len(devices), "instances")
+    group.check_count("device_num", len(devices), "devices")
+    group.check_count("server_num", len({device.server for device in devices}), "servers")
+    _check_interfaces(table, devices)
+    _check_completed(table)
+    return board_id, devices
+
+
+def _board_id(entry: Entry) -> str:
+    board_id = entry.text().lower()
+    if board_id not in MACHINES:
+        known = " or ".join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
+        raise entry.wrong(f"must be {known}, found {entry.value!r}. Correct it.")
+    return board_id
+
+
+def _instance(entry: Entry) -> Device:
+    devices = entry.need("devices").items()
+    rank, server = entry.need("rank_id").number(), _server(entry.need("server_id"))
+    if len(devices) != 1:
+        raise entry.wrong(
+            f"(rank_id {rank}) has {len(devices)} devices, and a process runs on one. Give each an instance of its own."
+        )
+    return _device(devices[0], rank, server)
+
+
+def _check_interfaces(table: Entry, devices: Sequence[Device]) -> None:
+    """The interfaces are not used here; where they are listed, their counts agree."""
+    if not table.has("para_plane_nic_num"):
+        return
+    count = table.need("para_plane_nic_num")
+    if table.has("para_plane_nic_name"):
+        table.check_count("para_plane_nic_num", len(table.need("para_plane_nic_name").items()), "interfaces")
+    servers = [device.server for device in devices]
+    most = max((servers.count(server) for server in servers), default=0)
+    on_devices = table.has("para_plane_nic_location") and table.need("para_plane_nic_location").value == "device"
+    if on_devices and count.number() != most:
+        raise count.wrong(
+            f"is {count.number()}, but interfaces are said to be on the devices, and a server has {most}. "
+            "Correct one of them."
+        )
+
+
+def read_servers(table: Entry) -> list[Device]:
+    """Return the devices, in the order of the file, of the newer layout."""
+    version = table.need("version")
+    if str(version.value).strip() != "1.0":
+        raise version.wrong(f"must be 1.0, the version read here, found {version.value!r}. Make a table of 1.0.")
+    servers = table.need("server_list").items()
+    table.check_count("server_count", len(servers), "servers")
+    names = [_server(server.need("server_id")) for server in servers]
+    for server, name in zip(servers, names, strict=True):
+        if names.count(name) > 1:
+            raise server.need("server_id").wrong(f"{name} is listed twice. List each server once, with its devices.")
+    _check_completed(table)
+    return [
+        _device(device, device.need("rank_id").number(), name)
+        for server, name in zip(servers, names, strict=True)
+        for device in server.need("device").items()
+    ]
+
+
+def _device(entry: Entry, rank: int, server: str) -> Device:
+    address = entry.need("device_ip").text() if entry.has("device_ip") else ""
+    if address and not _is_address(address):
+        raise entry.need("device_ip").wrong(f"must be an IP address, found {address!r}. Correct it.")
+    return Device(rank=rank, server=server, device_id=entry.need("device_id").number(), device_ip=address)
+
+
+def _server(entry: Entry) -> str:
+    address = entry.text()
+    if not _is_address(address, 4):
+        raise entry.wrong(f"must be the server's IPv4 address, found {address!r}. Write e.g. 10.0.0.1.")
+    return address
+
+
+def _is_address(text: str, version: int | None = None) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == (version or ipaddress.ip_address(text).version)
+    except ValueError:
+        return False
+
+
+def _check_completed(table: Entry) -> None:
+    status = table.need("status")
+    if status.value != COMPLETED:
+        raise status.wrong(
+            f"must be {COMPLETED!r}, found {status.value!r}: what writes the table has not finished. Wait for it."
+        )
+
+
+def _by_server(devices: Sequence[Device]) -> Iterator[tuple[str, list[Device]]]:
+    for server in dict.fromkeys(device.server for device in devices):
+        yield server, [device for device in devices if device.server == server]
+
+
+def write_servers(devices: Sequence[Device]) -> dict[str, Any]:
+    """Return the newer layout as plain values; devices by rank."""
+    servers = [
+        {"server_id": server, "device": [_written(device) | {"rank_id": str(device.rank)} for device in found]}
+        for server, found in _by_server(devices)
+    ]
+    return {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": COMPLETED}
+
+
+def write_groups(devices: Sequence[Device], board_id: str) -> dict[str, Any]:
+    """Return the older layout as plain values; devices by rank."""
+    counts = [len(found) for _, found in _by_server(devices)]
+    instances = [
+        {"devices": [_written(device)], "rank_id": str(device.rank), "server_id": device.server} for device in devices
+    ]
+    group = {
+        "device_num": str(len(devices)), "server_num": str(len(counts)), "group_name": "",
+        "instance_count": str(len(devices)), "instance_list": instances,
+    }  # fmt: skip
+    return {
+        "board_id": board_id, "chip_info": "", "deploy_mode": "lab", "group_count": "1", "group_list": [group],
+        "para_plane_nic_location": "device", "para_plane_nic_name": [f"eth{n}" for n in range(max(counts))],
+        "para_plane_nic_num": str(max(counts)), "status": COMPLETED,
+    }  # fmt: skip
+
+
+def _written(device: Device) -> dict[str, str]:
+    return {"device_id": str(device.device_id), "device_ip": device.device_ip or device.server}
