@@ -34,6 +34,14 @@ class Work:
     row_seeds: NDArray[np.uint64] | None = None
     """Where those of each row start, the same on any rank; for pipelines."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To a worker goes what it needs, in few bytes: dataclasses are slow to pickle, and this is done per batch.
+        return _for_worker, (self.indices, self.seed, self.row_seeds)
+
+
+def _for_worker(indices: Any, seed: int, row_seeds: Any) -> Work:
+    return Work(indices, BatchShare(0, 0), 0, seed, row_seeds)
+
 
 class Order(Protocol):
     """Says which rows each batch of an epoch holds."""
