@@ -131,6 +131,7 @@ def test_a_callback_that_fails_on_one_rank_ends_all_with_its_name(place: str) ->
     method = "on_epoch_end" if place == "epoch end" else "on_step_end"
     told = f"callback At failed in {method} at step 4: KeyError: 'missing'"
     assert (failed.error_type, failed.message) == ("ConfigError", told)
+    assert failed.output.count('raise KeyError("missing")') == 2  # told at once, and raised
     assert (other.error_type, other.message) == ("ConfigError", f"on rank 1: {told}")
 
 

@@ -303,8 +303,13 @@ class Run:
                 getattr(callback, method)(self)
             except Exception as error:  # noqa: BLE001 -- raised at the next edge
                 if self._failure is None:
-                    self._failure = f"callback {name} failed in {method} at step {self.step}", error
-                    self._stop.ask()
+                    self._failed(f"callback {name} failed in {method} at step {self.step}", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._failure = what, error
+        self._stop.ask()
+        if self.world_size > 1:  # another rank may raise before this one, without the place in the callback
+            logger.error("%s", what, exc_info=error)
 
     def _edge(self) -> bool:
         """Return whether all ranks stop here.
