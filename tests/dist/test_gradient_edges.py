@@ -117,6 +117,37 @@ def test_two_backward_passes_over_disjoint_parts_keep_the_ranks_together():
     run_ranks(two_parts_in_turn, 2)
 
 
+def frozen_now_and_then():
+    """The optimizer is never handed over, so that backward passes alone can notice."""
+    rank = px.init().rank
+    model, expected = small_net(), small_net()
+    px.distribute(model)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, expected)]
+    for number, is_trained in enumerate((True, False, True)):
+        for net in (model, expected):
+            net[2].requires_grad_(is_trained)
+        model(rows(rank, number)).square().mean().backward()
+        assert_same_gradients(model, expect(expected, numbers=(number,)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    late = small_net()
+    late[0].requires_grad_(False)
+    px.distribute(late)
+    late(rows(rank)).square().mean().backward()
+    late[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"'0.weight' \(and those of 1 others\) is not averaged.*distribute it with"):
+        late(rows(rank)).square().mean().backward()
+    late[0].requires_grad_(False)
+    late.zero_grad()
+    late(rows(rank)).square().mean().backward()  # no rank waits for anything
+
+
+def test_a_parameter_frozen_later_rests_and_one_that_was_frozen_before_is_refused():
+    run_ranks(frozen_now_and_then, 2)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def is_cared_for(param: Tensor) -> bool:
     tables = sys.modules.get("phalanx.ps.attach")
     if tables is not None and tables.holds(param):
         return True
-    return is_module_held(param) or _cared_for.get(param, ("", False))[1]
+    return _cared_for[param][1] if param in _cared_for else is_module_held(param)
 
 
 def name_of(param: Tensor) -> str | None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind
+from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind, require_still_frozen
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.row_weights import weigher
 from phalanx.parallel.wires import Plain, wire_for
@@ -77,6 +77,7 @@ class Reducer:
 
         self._is_first_step = True
         self._touched: set[str] = set()
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
         routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
         self._buckets = allocate(model, routed, Plain(self._readers.group), sync_buffers)
@@ -141,6 +142,7 @@ class Reducer:
         self._finish()
 
     def _open(self) -> None:
+        require_still_frozen(self._frozen)
         self._running = True
         self._next = 0
         for bucket in self._buckets:

@@ -117,6 +117,17 @@ def require_same_kind(gradient: Gradient) -> None:
         )
 
 
+def require_still_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise if a parameter that was frozen when buckets were made is trained now: it travels in none."""
+    thawed = [name for name, param in frozen if param.requires_grad]
+    if thawed:
+        others = f" (and those of {len(thawed) - 1} others)" if len(thawed) > 1 else ""
+        raise ConfigError(
+            f"the gradient of parameter {thawed[0]!r}{others} is not averaged over the ranks. It was frozen when the "
+            "model was distributed. To train it later, distribute it with requires_grad and freeze it then."
+        )
+
+
 _Rider = tuple[nn.Module, str]
 
 
