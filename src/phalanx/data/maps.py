@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,19 @@ class Map:
         return {name: values[name] if name in values else columns[name] for name in self.names(tuple(columns))}
 
     def _on_rows(self, columns: Columns, draws: Draws) -> list[Any]:
-        if len(self.inputs) == 1 == len(self.outputs):
-            return [Chain(self.operations).batched(columns[self.inputs[0]], draws)]
+        if self._is_of_one:
+            return [self._by_row.batched(columns[self.inputs[0]], draws)]
         rows: list[Any] = list(zip(*(columns[name] for name in self.inputs), strict=True))
-        done = Chain([_Spread(operation) for operation in self.operations]).batched(rows, draws)
+        done = self._by_row.batched(rows, draws)
         return [list(column) for column in zip(*(self._checked(row) for row in done), strict=True)]
+
+    @property
+    def _is_of_one(self) -> bool:
+        return len(self.inputs) == 1 == len(self.outputs)
+
+    @cached_property
+    def _by_row(self) -> Chain:
+        return Chain(self.operations if self._is_of_one else [_Spread(operation) for operation in self.operations])
 
     def _on_batch(self, columns: Columns, draws: Draws) -> list[Any]:
         values = tuple(columns[name] for name in self.inputs)

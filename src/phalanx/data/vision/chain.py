@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.draws import Draws
-from phalanx.data.seeding import seeded
+from phalanx.data.seeding import seed_all, seeded
 from phalanx.data.vision.base import Transform, as_tensor
 from phalanx.data.vision.pointwise import fused
 from phalanx.errors import ConfigError
@@ -21,7 +22,7 @@ class Chain:
     """Operations in order: transforms, and any other callables on one sample.
 
     Rows of one shape go through a transform side by side. Others, and callables that are no transforms, go one by
-    one; torch's, NumPy's and Python's generators are started from the row's own numbers before such a call, so what
+    one; torch's, NumPy's and Python's generators are started from the row's own numbers before such calls, so what
     it draws does not depend on ranks, workers or batches either.
 
     Args:
@@ -53,11 +54,13 @@ class Chain:
             samples: A tensor (n, ...), or n samples of any kind.
             draws: Random numbers of the n rows.
         """
-        for operation in self.operations:
-            if isinstance(operation, Transform):
+        for is_transform, run in itertools.groupby(self.operations, lambda operation: isinstance(operation, Transform)):
+            if not is_transform:
+                samples = _called(list(run), samples, draws)
+                continue
+            for operation in run:
+                assert isinstance(operation, Transform)
                 samples = _transformed(operation, samples, draws)
-            else:
-                samples = [_called(operation, *pair) for pair in zip(samples, draws.words().tolist(), strict=True)]
         return _side_by_side(samples)
 
 
@@ -81,6 +84,13 @@ def _one_by_one(operation: Transform, tensors: list[Tensor], draws: Draws) -> li
     return done
 
 
-def _called(operation: Operation, sample: Any, seed: int) -> Any:
-    with seeded(seed):
-        return operation(sample)
+def _called(operations: list[Operation], samples: Tensor | Sequence[Any], draws: Draws) -> list[Any]:
+    """Return the samples after operations that are no transforms; each sample is seeded once for all of them."""
+    done, seeds = [], draws.words().tolist()
+    with seeded(seeds[0]):
+        for sample, seed in zip(samples, seeds, strict=True):
+            seed_all(seed)
+            for operation in operations:
+                sample = operation(sample)
+            done.append(sample)
+    return done
