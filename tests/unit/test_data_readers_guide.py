@@ -1,19 +1,23 @@
-"""What the page on click logs shows, runs; the words it names exist."""
+"""What the page on readers shows, runs; the words it names exist."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx import fleet
-from phalanx.data import InMemoryDataset, QueueDataset, slots, synthetic_ctr
+from phalanx.data import InMemoryDataset, QueueDataset, cifar, slots, synthetic_ctr, vision
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "data-readers.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", GUIDE, re.MULTILINE)
 
 
 @pytest.fixture
-def logs(tmp_path, monkeypatch):
+def data(tmp_path, monkeypatch):
+    (tmp_path / "cifar").mkdir()
+    for name in cifar.TRAIN_FILES:
+        (tmp_path / "cifar" / name).write_bytes(bytes(2 * cifar.RECORD_BYTES))
     (tmp_path / "logs").mkdir()
     line = "\t".join(["1", *map(str, range(13)), *(f"u{slot}" for slot in range(26))]) + "\n"
     for part in ("a", "b"):
@@ -21,11 +25,13 @@ def logs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_blocks_run_one_after_the_other(logs):
+def test_the_blocks_run_one_after_the_other(data):
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(re.sub(r"^    ", "", block, flags=re.MULTILINE), "data-readers", "exec"), names)
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
+    assert names["images"].shape == (2, 3, 32, 32)
+    assert names["image"].shape == (3, 32, 32)
     assert isinstance(names["dataset"], InMemoryDataset)
     assert names["ids"].shape == (1200 - 2 * 512, 26)
 
@@ -36,6 +42,13 @@ def test_the_line_of_tokens_shown_is_one():
     parsed = slots.parse_slots(line.encode() + b"\n", schema)
     assert parsed.broken == 0
     assert parsed.rows.dense.tolist() == [[pytest.approx(0.3)]]
+
+
+def test_every_reader_and_transform_is_on_the_page():
+    for name in vision.__all__:
+        assert name == "Chain" or re.search(rf"\b{name}\b", GUIDE), name
+    for name in re.findall(r"`(\w+Dataset)\b", GUIDE):
+        assert hasattr(phalanx.data, name) or name == "WideDeepDataset", name
 
 
 def test_every_word_of_ours_exists():

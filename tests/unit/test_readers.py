@@ -23,6 +23,7 @@ from phalanx.data.digits import TEST_IMAGES, DigitsDataset
 from phalanx.data.flowers import FlowersDataset
 from phalanx.data.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
 from phalanx.data.labels import check_labels
+from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, DataError
 
 
@@ -400,3 +401,45 @@ def test_nothing_but_download_asks_the_network_for_files() -> None:
     asks = re.compile(r"urlopen|OpenerDirector|import requests|import httpx|torch\.hub|load_state_dict_from_url")
     found = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if asks.search(p.read_text())}
     assert found == {"data/download.py"}
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------
+
+
+def create_dataset(folder: Path, repeat_num: int = 1, batch_size: int = 32, **shard: int) -> Any:
+    data_set = Cifar10Dataset(folder, **shard)
+    data_set = data_set.map(input_columns="label", operations=vision.TypeCast(torch.int32))
+    operations = [
+        vision.RandomCrop((32, 32), (4, 4, 4, 4)),
+        vision.RandomHorizontalFlip(),
+        vision.Resize((224, 224)),
+        vision.Rescale(1.0 / 255.0, 0.0),
+        vision.Normalize((0.4465, 0.4822, 0.4914), (0.2010, 0.1994, 0.2023)),
+        vision.HWC2CHW(),
+    ]
+    data_set = data_set.map(input_columns="image", operations=operations)
+    return data_set.shuffle(buffer_size=10).batch(batch_size=batch_size, drop_remainder=True).repeat(repeat_num)
+
+
+def test_the_pipeline_of_a_tutorial_gives_its_batches(cifar: Path) -> None:
+    batches = list(ShardedLoader(create_dataset(cifar, repeat_num=3, batch_size=4)))
+    assert len(batches) == 6
+    assert all(image.shape == (4, 3, 224, 224) and image.dtype == torch.float32 for image, _ in batches)
+    assert all(label.dtype == torch.int32 for _, label in batches)
+    assert not torch.equal(batches[0][0], batches[2][0])
+
+
+def test_a_shard_of_eight_of_cifar_has_195_batches_of_32(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        with (tmp_path / f"data_batch_{number}.bin").open("wb") as file:
+            file.truncate(10_000 * RECORD_BYTES)  # zeros, which take no space
+    assert create_dataset(tmp_path, num_shards=8, shard_id=7).get_dataset_size() == 195
+    assert create_dataset(tmp_path).num_classes == 10
+
+
+def test_photographs_of_many_sizes_go_through_a_pipeline(flowers: Path) -> None:
+    photograph(flowers / "jpg" / "image_00003.jpg", 50, 60)
+    sizes = [vision.RandomResizedCrop(24), vision.RandomHorizontalFlip(), vision.ToTensor()]
+    ((image, label),) = ShardedLoader(FlowersDataset(flowers).map(sizes, "image").batch(2), shuffle=False)
+    assert (image.shape, image.dtype, label.tolist()) == ((2, 3, 24, 24), torch.float32, [101, 76])
+    assert abs(image.mean() - 128 / 255) < 0.01
