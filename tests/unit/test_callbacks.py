@@ -397,3 +397,20 @@ def test_all_are_closed_where_one_fails_to() -> None:
     with pytest.raises(OSError, match="no room"):
         train([first, FailingToClose(), second], epochs=1)
     assert first.calls[-1] == second.calls[-1] == ("close", 0)
+
+
+def test_rows_after_the_checkpoint_do_not_come_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def recorders() -> list[px.Callback]:
+        return [px.CSVLogger(tmp_path / "run.csv", every_steps=1), px.JSONLogger(tmp_path / "run.jsonl", every_steps=1)]
+
+    train([px.ModelCheckpoint(tmp_path / "kept", every_steps=3, keep=None), *recorders()], epochs=2)
+    for path in (tmp_path / "run.csv", tmp_path / "run.jsonl"):
+        with path.open("a") as file:
+            file.write('{"step": 1')  # as a kill leaves it
+    resumed = [*recorders(), px.EarlyStopping("loss")]
+    train(resumed, epochs=2, resume=tmp_path / "kept" / "step-6", evaluate=series("loss", 1.0))
+    assert "callback EarlyStopping begins anew: the checkpoint has no state of it" in caplog.text
+    with (tmp_path / "run.csv").open(newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    assert steps == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run.jsonl").read_text().splitlines()] == steps

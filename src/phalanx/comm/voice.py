@@ -17,6 +17,8 @@ class _Voice(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
+            # What is standard error now: a progress bar puts lines above itself.
+            self.setStream(sys.stderr)
             super().emit(record)
 
 

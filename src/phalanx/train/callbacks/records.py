@@ -87,10 +87,16 @@ class FileRecorder(Recorder):
                 f"{type(self).__name__} writes to a file, and {self.path} is a folder. Name a file in it."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if run.resumed_from is None and not self._was_open:
+        if run.resumed_from is not None and self.path.exists():
+            self.cut(run.step)  # rows after the checkpoint come again
+        elif not self._was_open:
             self.path.unlink(missing_ok=True)
         self._was_open = True
         self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
+
+    @abstractmethod
+    def cut(self, step: int) -> None:
+        """Remove the rows of a step and later ones from the file."""
 
     @property
     def file(self) -> TextIO:
@@ -107,6 +113,12 @@ class FileRecorder(Recorder):
 
 class JSONLogger(FileRecorder):
     """Writes one JSON object a line to `path`: `{"epoch": 0, "step": 194, "loss": 1.997, "eval/acc1": 0.31, ...}`."""
+
+    def cut(self, step: int) -> None:
+        """Remove the lines of a step and later ones, and one that a kill cut short."""
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        self.path.write_text("".join(line for line in whole if json.loads(line)["step"] < step), encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a line."""
@@ -126,6 +138,14 @@ class CSVLogger(FileRecorder):
         super().open(run)
         with self.path.open(encoding="utf-8", newline="") as file:
             self._columns = next(csv.reader(file), [])
+
+    def cut(self, step: int) -> None:
+        """Remove the rows of a step and later ones, and one that a kill cut short."""
+        with self.path.open(encoding="utf-8", newline="") as file:
+            header, *rows = [*csv.reader(line for line in file if line.endswith("\n"))] or [[]]
+        at = header.index("step") if header else 0
+        with self.path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([header, *(row for row in rows if int(row[at]) < step)] if header else [])
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; write the table anew when it has new columns, which is seldom."""
