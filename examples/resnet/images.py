@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.data.cifar import Cifar10Dataset
-from phalanx.data.digits import DigitsDataset
-from phalanx.data.flowers import FlowersDataset
-from phalanx.data.idx import IdxDataset
-from phalanx.data.labels import check_labels
+from phalanx.data import (
+    Cifar10Dataset,
+    DigitsDataset,
+    FashionMnistDataset,
+    FlowersDataset,
+    MnistDataset,
+    check_labels,
+)
 
 SOURCES = ("digits", "mnist", "fashion-mnist", "cifar10", "flowers")
 FOLDERS = {
@@ -38,9 +41,8 @@ def open_images(name: str, folder: str | None, class_dim: int | None) -> Images:
     elif name == "flowers":
         train, test, size = FlowersDataset(folder), FlowersDataset(folder, train=False), 224
     else:
-        mean, std = (0.1307, 0.3081) if name == "mnist" else (0.2860, 0.3530)
-        train, test = (IdxDataset(folder, part, channels=3, mean=mean, std=std) for part in (True, False))
-        size = 28
+        reader = MnistDataset if name == "mnist" else FashionMnistDataset
+        train, test, size = reader(folder, channels=3), reader(folder, train=False, channels=3), 28
     class_dim = class_dim or train.class_dim
     for part in (train, test):
         check_labels(part, class_dim)
