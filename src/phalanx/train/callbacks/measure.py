@@ -33,7 +33,7 @@ class Clock:
 
 
 class Speed:
-    """Samples per second of all ranks, since it was last asked."""
+    """Samples per second of all ranks."""
 
     def __init__(self) -> None:
         self._samples, self._seconds = 0, 0.0
@@ -44,12 +44,15 @@ class Speed:
         self._samples, self._seconds, self._rate = run.samples, run.clock.seconds, 0.0
 
     def rate(self, run: Run) -> float:
-        """Return samples/s since the last call; what it returned then, while there are no new ones."""
-        seconds = run.clock.seconds - self._seconds
-        if run.samples > self._samples and seconds > 0:
-            self._rate = (run.samples - self._samples) / seconds
-            self._samples, self._seconds = run.samples, run.clock.seconds
+        """Return samples/s since the last call or `restart`; what it returned then, while there are no new ones."""
+        self._rate = self.mean(run)
+        self._samples, self._seconds = run.samples, run.clock.seconds
         return self._rate
+
+    def mean(self, run: Run) -> float:
+        """Return samples/s since `rate` or `restart` was last called, and go on from there."""
+        seconds = run.clock.seconds - self._seconds
+        return (run.samples - self._samples) / seconds if run.samples > self._samples and seconds > 0 else self._rate
 
 
 def memory(device: torch.device) -> dict[str, int]:

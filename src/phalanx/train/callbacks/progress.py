@@ -26,7 +26,7 @@ LINE_EVERY_S = 5.0
 
 
 class ProgressBar(Callback):
-    """Shows batches of the epoch, the loss over all ranks, and samples/s of all ranks together; on rank 0 only.
+    """Shows batches of the epoch, the loss over all ranks, and samples/s of all ranks in this epoch; on rank 0 only.
 
     On a terminal a bar; where standard output is a file or pipe, as under a launcher, a log line now and then and at
     the end of each epoch.
@@ -44,7 +44,6 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         """Open the bar where there is a terminal."""
-        self._speed.restart(run)
         if run.rank == 0 and sys.stdout.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -59,6 +58,7 @@ class ProgressBar(Callback):
     def on_epoch_begin(self, run: Run) -> None:
         """Begin a bar for the epoch."""
         self._next_look = run.batches
+        self._speed.restart(run)
         self._line_at = time.monotonic()
         if self._bar is not None:
             self._task = self._bar.add_task(_epoch(run), total=run.steps_per_epoch, completed=run.batches, said="")
@@ -93,7 +93,7 @@ class ProgressBar(Callback):
             return
         if self._bar is None and not is_end and time.monotonic() - self._line_at < LINE_EVERY_S:
             return
-        said = f"{self._loss}  {self._speed.rate(run):,.0f} samples/s"
+        said = f"{self._loss}  {self._speed.mean(run):,.0f} samples/s"
         if is_end and (shown := {name: value for name, value in run.metrics.items() if isinstance(value, float)}):
             said += "  eval" + "".join(f" {name} {value:.4g}" for name, value in shown.items())
         of = f"/{run.steps_per_epoch}" if run.steps_per_epoch else ""
