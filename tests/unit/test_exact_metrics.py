@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,3 +221,17 @@ def test_wrong_settings_are_refused(make: Any, told: str) -> None:
 def test_fractions_as_labels_lead_to_metrics_of_numbers() -> None:
     with pytest.raises(ConfigError, match=r"found fractions\. For regression use MAE"):
         evaluated(torch.eye(2), torch.tensor([0.5, 1.0]), "f1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_card_gives_the_bits_of_the_cpu() -> None:
+    out, labels = scored(rows=211, classes=2)
+    for make in (px.AUC, px.F1, px.MSE, px.R2, px.ConfusionMatrix, partial(px.AUC, bins=8)):
+        score = out.softmax(1)[:, 1]
+        values = []
+        for device in ("cpu", "cuda"):
+            metric = make()
+            metric.update(score.to(device), labels.to(device))
+            values.append(repr(metric.compute(AllRanks())))
+        assert values[0] == values[1]
