@@ -16,6 +16,7 @@ _COMMANDS = {
         "Start a script on every process of this host and watch over it.",
     ),
     "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "rank-table": ("phalanx.launch.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
     "plan": ("phalanx.auto.commands", "plan_command", "Find the fastest way to cut a described model over a cluster."),
     "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),

@@ -46,6 +46,11 @@ class RankTable:
         return tuple(device for device in self.devices if device.server == server)
 
     @property
+    def ranks_by_server(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each server, by its place."""
+        return tuple(tuple(device.rank for device in self.on(server)) for server in self.servers)
+
+    @property
     def digest(self) -> str:
         """Eight digits that are the same for the same ranks, devices and servers."""
         said = [(device.rank, device.server, device.device_id) for device in self.devices]

@@ -42,7 +42,8 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
             limit = f" (limited by {machine.hidden_by})" if machine.hidden_by else ""
             offered = ", ".join(machine.cards)
             raise LaunchError(
-                f"--gpus asks for card {card}, but this host offers {offered}{limit}. Choose among those."
+                f"{options.named('gpus')} asks for card {card}, but this host offers {offered}{limit}. "
+                "Choose among those."
             )
         if asked.count(card) > 1:
             raise LaunchError(f"--gpus lists card {card} twice. Each process needs a card of its own.")

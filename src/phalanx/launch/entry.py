@@ -48,8 +48,9 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn a freshly forked child into what `message` asks for. Never returns.
 
     Args:
-        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `cwd`, `log` (file for both
-            output streams), `log_format`, and for a script `script`, `args`, `error_file`, `rank`; for others `config`.
+        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `env_file` (where to write the
+            environment, or empty), `cwd`, `log` (file for both output streams), `log_format`, and for a script
+            `script`, `args`, `error_file`, `rank`; for others `config`.
         fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the environment.
     """
     code = 1
@@ -94,11 +95,22 @@ def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
     if message["target"] == "script" and fds:
         os.environ["PHALANX_ENDPOINT_FD"] = str(fds[0])
     os.chdir(message["cwd"])
+    if path := message.get("env_file"):
+        _write_environment(Path(path))
     random.seed()
     if "numpy" in sys.modules:
         # Seeded from the system when numpy was imported, that is once for all ranks.
         sys.modules["numpy"].random.seed()
     gc.enable()
+
+
+def _write_environment(path: Path) -> None:
+    """Write every variable of this process but no secret, for its owner alone: not all secrets are known by name."""
+    from phalanx.cluster.settings import shown_value
+
+    path.touch(mode=0o600)
+    lines = [f"{name}={shown_value(name, os.environ[name])}\n" for name in sorted(os.environ)]
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def _redirect(path: str) -> None:

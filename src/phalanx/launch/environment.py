@@ -33,6 +33,12 @@ class JobFacts:
     secret: str = field(default="", repr=False)
     """The job's secret, in hexadecimal digits; empty where nothing of ours needs one."""
 
+    rank_table: str = ""
+    """The rank table the job was started from, else empty."""
+
+    device_ids: tuple[int, ...] = ()
+    """Devices of the local ranks in that table."""
+
     server_dir: str = ""
     """Folder of the servers' state; empty when they keep none."""
 
@@ -49,6 +55,12 @@ def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[
     variables = _ours(process, layout, facts)
     variables |= _torchrun(process, layout, facts)
     variables |= _fleet(process, layout, facts, inherited)
+    if facts.rank_table:
+        variables |= {
+            "RANK_TABLE_FILE": facts.rank_table,
+            "RANK_SIZE": str(layout.count("worker")),
+            "DEVICE_ID": str(facts.device_ids[process.local_rank]),
+        }
     if facts.mode == "ps":
         variables |= _servers(process, facts, inherited)
     if facts.interface is not None and "GLOO_SOCKET_IFNAME" not in inherited:

@@ -113,6 +113,11 @@ _CONTEXT: dict[str, Any] = {
 )
 @click.option("--master_addr", metavar="HOST", help="First host, with --nnodes.")
 @click.option(
+    "--rank_table",
+    metavar="FILE",
+    help="Which rank runs on which device of which host, instead of --ips and -n; RANK_TABLE_FILE says it too.",
+)
+@click.option(
     "--world_size_counts",
     type=click.Choice(COUNTS),
     help="What RANK and WORLD_SIZE set for this launcher count: 'nodes' in a DLC or PyTorchJob pod.",
@@ -135,6 +140,11 @@ _CONTEXT: dict[str, Any] = {
 @click.option("--workers", default="", metavar="LIST", help="Workers of the whole job, ip:port,ip:port.")
 @click.option("--heter_workers", default="", metavar="LIST", help="Heter workers of the whole job.")
 @click.option("--log_dir", default="log", show_default=True, metavar="DIR", help="Folder of the log files.")
+@click.option(
+    "--per_rank_dir",
+    is_flag=True,
+    help="Give each rank a folder, LOG_DIR/rank_N, with train.log and env.log, its environment.",
+)
 @click.option(
     "--log_format",
     type=click.Choice(log_format.FORMATS),

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.cluster import messages
 from phalanx.cluster.environment import Environment
-from phalanx.launch import allocated, environment, machine, registry, report, staging, wire
+from phalanx.launch import allocated, environment, machine, registry, report, staging, tabled, wire
 from phalanx.launch.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.console import Console
 from phalanx.launch.layout import Layout, Offer, arrange
@@ -56,6 +56,7 @@ class Job:
         require_torch()
         check_script(self._options.training_script)
         self._options = allocated.fill(self._options, self._inherited)
+        self._options = tabled.fill(self._options, self._inherited, here)
         request = resolve(self._options, here)
         self._secret = staging.job_secret(request, self._inherited)
         self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
@@ -158,6 +159,7 @@ class Job:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
             staging.write_endpoints(layout, facts.log_dir)
+            staging.make_folders(layout)
             trial = Attempt(
                 starter=starter,
                 console=self._console,
@@ -200,7 +202,14 @@ class Job:
         request = stage.request
         offer = stage.offer(self._job_id, self._options, self._secret)
         offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
-        return arrange(offers, request.nodes.rank, request.endpoints, log_dir)
+        return arrange(
+            offers,
+            request.nodes.rank,
+            request.endpoints,
+            log_dir,
+            ranks=request.ranks,
+            per_rank_dir=self._options.per_rank_dir,
+        )
 
     def _exchange(self, link: LinkHandle, attempt: int, offer: Offer) -> list[Offer]:
         """Meet the other hosts; returns what each brings."""

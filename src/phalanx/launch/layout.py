@@ -46,6 +46,8 @@ class Process:
     node_rank: int
     endpoint: str
     log_file: str
+    env_file: str = ""
+    """Where the process writes the environment it starts with; empty for nowhere."""
 
     @property
     def id(self) -> str:
@@ -95,24 +97,38 @@ def check_terms(offers: Sequence[Offer]) -> None:
                 )
 
 
-def arrange(offers: Sequence[Offer], node_rank: int, listed: dict[RoleName, tuple[str, ...]], log_dir: str) -> Layout:
+def arrange(
+    offers: Sequence[Offer],
+    node_rank: int,
+    listed: dict[RoleName, tuple[str, ...]],
+    log_dir: str,
+    *,
+    ranks: Sequence[Sequence[int]] = (),
+    per_rank_dir: bool = False,
+) -> Layout:
     """Give every process its rank.
 
-    Ranks follow the user's endpoint list where there is one, else the nodes in order.
+    Ranks follow the user's endpoint list where there is one, or a rank table, else the nodes in order.
 
     Args:
         offers: One per node, by node rank.
         node_rank: The node whose processes are wanted.
         listed: Endpoints the user listed, by role.
         log_dir: Folder of the log files on this node.
+        ranks: Ranks of each node's workers, where a rank table says them.
+        per_rank_dir: Whether each process has a folder of its own there.
     """
     endpoints: dict[RoleName, tuple[str, ...]] = {}
     local: list[Process] = []
     for role in ROLES:
         offered = [endpoint for offer in offers for endpoint in offer.endpoints.get(role, [])]
+        if role == "worker" and ranks:
+            in_order = [rank for own in ranks for rank in own]
+            offered = [endpoint for _, endpoint in sorted(zip(in_order, offered, strict=True))]
         endpoints[role] = listed.get(role) or tuple(offered)
         for local_rank, endpoint in enumerate(offers[node_rank].endpoints.get(role, [])):
             rank = endpoints[role].index(endpoint)
+            own = f"{log_dir}/{'rank' if role == 'worker' else role}_{rank}"
             local.append(
                 Process(
                     role=role,
@@ -120,7 +136,8 @@ def arrange(offers: Sequence[Offer], node_rank: int, listed: dict[RoleName, tupl
                     local_rank=local_rank,
                     node_rank=node_rank,
                     endpoint=endpoint,
-                    log_file=f"{log_dir}/{LOG_STEMS[role]}.{rank}",
+                    log_file=f"{log_dir}/{LOG_STEMS[role]}.{rank}" if not per_rank_dir else f"{own}/train.log",
+                    env_file="" if not per_rank_dir else f"{own}/env.log",
                 )
             )
     return Layout(

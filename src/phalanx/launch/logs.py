@@ -23,6 +23,9 @@ _OURS = (
     "launcher.*",
     "attempt-*",
     "servers",
+    "rank_[0-9]*",
+    "server_[0-9]*",
+    "heter_worker_[0-9]*",
 )
 
 

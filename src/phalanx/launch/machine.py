@@ -90,7 +90,7 @@ def resolve(host: str) -> str:
     except OSError as error:
         raise LaunchError(
             f"'{host}' is no address and no host name this machine can resolve ({error.strerror or error}). "
-            "Write the host's IPv4 address, e.g. --ips 10.0.0.1,10.0.0.2."
+            "Write the host's IPv4 address, e.g. 10.0.0.1."
         ) from None
 
 

@@ -54,7 +54,7 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
             raise LaunchError(
                 f"--nnodes is {options.nnodes}, but --ips lists {len(listed)} hosts. Drop --nnodes or correct the list."
             )
-        return _choose(options, machine, listed)
+        return choose(options, machine, listed)
     if options.nnodes is None or options.nnodes == 1:
         _check_node_rank(options, 1)
         address = options.master_addr or "127.0.0.1"
@@ -89,7 +89,7 @@ def _first_host(options: Options, machine: Machine) -> str:
     name = options.master_addr
     assert name is not None
     if "master_addr" not in options.origins or hosts.is_numeric(name):
-        master = _reachable(name)
+        master = reachable(name)
     else:
         master = _scheduled(options, name)
         if options.node_rank == 0 and master.startswith("127."):
@@ -119,13 +119,17 @@ def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> No
     Raises:
         LaunchError: As `collective_nodes`.
     """
-    return _choose(options, machine, tuple(dict.fromkeys(split_endpoint(e, "an endpoint list")[0] for e in endpoints)))
+    return choose(options, machine, tuple(dict.fromkeys(split_endpoint(e, "an endpoint list")[0] for e in endpoints)))
 
 
-def _choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
-    """Find out which of the listed hosts this is."""
+def choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
+    """Return the listed hosts, and which of them this is.
+
+    Raises:
+        LaunchError: If an address is none, none or several of them are this host's, or a host is listed twice.
+    """
     _check_node_rank(options, len(listed))
-    addresses = tuple(_reachable(host) if len(listed) > 1 else hosts.resolve(host) for host in listed)
+    addresses = tuple(reachable(host) if len(listed) > 1 else hosts.resolve(host) for host in listed)
     for address, name in zip(addresses, listed, strict=True):
         if addresses.count(address) > 1:
             raise LaunchError(
@@ -163,10 +167,12 @@ def _check_node_rank(options: Options, count: int) -> None:
         raise LaunchError(f"{options.named('node_rank')} is outside 0..{count - 1}: the job has {count} host(s).")
 
 
-def _reachable(host: str) -> str:
-    """Resolve a host that others must reach.
+def reachable(host: str) -> str:
+    """Return the IPv4 address of a host that others must reach.
 
-    Debian's 127.0.1.1 entry in /etc/hosts makes a host's own name useless for that.
+    Raises:
+        LaunchError: If it is no address and no known name, or means 127.0.1.1: Debian's entry in /etc/hosts makes a
+            host's own name useless here.
     """
     address = hosts.resolve(host)
     if address == "127.0.1.1" and host != address:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from phalanx.cluster.allocation import Counts
+from phalanx.cluster.hand_started import MEETING_PORT
+from phalanx.cluster.rank_table import RankTable
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT = MEETING_PORT
 """Port on the first host at which the launchers of several hosts meet, unless `--http_port` says otherwise."""
 
 
@@ -30,7 +32,9 @@ class Options:
     server_num: int | None = None
     worker_num: int | None = None
     heter_worker_num: int | None = None
+    rank_table: str | None = None
     log_dir: str = "log"
+    per_rank_dir: bool = False
     log_format: str | None = None
     max_restarts: int = 0
     server_dir: str | None = None
@@ -40,6 +44,9 @@ class Options:
 
     origins: Mapping[str, str] = field(default_factory=dict)
     """Which environment variable filled a field that the user left open."""
+
+    table: RankTable | None = None
+    """What hosts, processes and cards were taken from."""
 
     host_names: tuple[str, ...] = ()
     """Every host in order, for messages, where a scheduler lists them."""
@@ -60,7 +67,7 @@ class Options:
     def banner_items(self) -> list[tuple[str, str]]:
         """Return the 13 settings of the banner, sorted by name, as (name, shown value with its source)."""
         shown = {f.name: str(getattr(self, f.name)) + self._source(f.name) for f in fields(self) if f.name in _BANNER}
-        shown["ips"] = self.ips or self._hosts()
+        shown["ips"] = f"{self.ips}{self._source('ips')}" if self.ips else self._hosts()
         shown["training_script_args"] = str(list(self.training_script_args))
         return sorted(shown.items())
 
@@ -76,7 +83,7 @@ class Options:
 _MISPLACED = {
     f"__{name}"
     for name in ("nproc_per_node", "gpus", "ips", "nnodes", "node_rank", "master_addr", "http_port", "server_num",
-                 "worker_num", "servers", "workers", "max_restarts")
+                 "worker_num", "servers", "workers", "max_restarts", "rank_table", "per_rank_dir")
 } | {"_n"}  # fmt: skip
 """The launcher's own flags, with _ for -; those that scripts have too are left out."""
 

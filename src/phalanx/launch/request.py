@@ -20,7 +20,7 @@ ROLES: tuple[RoleName, ...] = ("server", "worker", "heter_worker")
 """Roles in the order they are started."""
 
 _PS_FLAGS = ("worker_num", "server_num", "heter_worker_num", "servers", "workers", "heter_workers")
-_COLLECTIVE_FLAGS = ("ips", "nproc_per_node", "nnodes", "master_addr")
+_COLLECTIVE_FLAGS = ("rank_table", "ips", "nproc_per_node", "nnodes", "master_addr")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,9 @@ class Request:
 
     endpoints: dict[RoleName, tuple[str, ...]] = field(default_factory=dict)
     """Every `ip:port` of a role over the whole job, where the user listed them."""
+
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """Ranks of each host's workers, by node and local rank, where a table says them; else they follow the nodes."""
 
     cards: tuple[tuple[str, ...], ...] = ()
     """Cards of each local worker; empty on CPU."""
@@ -85,6 +88,7 @@ def resolve(options: Options, machine: Machine) -> Request:
         port=options.http_port,
         counts=counts,
         endpoints=endpoints,
+        ranks=options.table.ranks_by_server if options.table else (),
         cards=deal_cards(options, machine, counts["worker"], only_if_asked=mode == "ps"),
         given=given,
     )
@@ -126,7 +130,7 @@ def detect_mode(options: Options) -> tuple[Mode, tuple[str, ...]]:
             "--servers and "
             "--workers were given. Add e.g. --server_num 1 --worker_num 2."
         )
-    hosts = options.origins.get("nnodes")
+    hosts = options.origins.get("nnodes") or options.origins.get("ips")
     return "collective", (hosts,) if hosts else tuple(flag for flag in collective if flag == "--ips")
 
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from phalanx.cluster import network
 from phalanx.cluster.environment import Environment, split_endpoint
@@ -83,6 +84,8 @@ class Stage:
         for name in ("ips", "servers", "workers", "heter_workers"):
             if listed := getattr(options, name):
                 terms[f"--{name}"] = listed.replace(" ", "")
+        if options.table is not None:
+            terms["--rank_table"] = f"(sha256 {options.table.digest})"
         if secret:
             terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
         return Offer(
@@ -137,6 +140,7 @@ def facts(
     request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str, secret: str
 ) -> JobFacts:
     """Return what the environment of this attempt's processes says besides the layout."""
+    table, own = options.table, request.nodes.rank
     keeps_state = request.mode == "ps" and (options.server_dir or options.max_restarts)
     return JobFacts(
         mode=request.mode,
@@ -149,8 +153,16 @@ def facts(
         is_multi_host=request.nodes.many,
         cards=request.cards,
         secret=secret,
+        rank_table=options.rank_table or "" if table else "",
+        device_ids=tuple(device.device_id for device in table.on(table.servers[own])) if table else (),
         server_dir=os.path.abspath(options.server_dir or f"{log_dir}/servers") if keeps_state else "",
     )
+
+
+def make_folders(layout: Layout) -> None:
+    """Make the folders in which the processes of this host write their logs."""
+    for process in layout.local:
+        Path(process.log_file).parent.mkdir(exist_ok=True)
 
 
 def write_endpoints(layout: Layout, log_dir: str) -> None:
@@ -174,6 +186,8 @@ def locals_of(layout: Layout, role: RoleName) -> list[Process]:
 def log_hint(layout: Layout, mode: str, log_dir: str) -> str:
     """Return the line that says where the logs are."""
     place = shown(log_dir)
+    if layout.local[0].env_file:
+        return f"each process has a folder of its own in {place}, with its output in train.log: {place}/rank_N"
     if mode == "ps":
         return (
             f"Please check servers, workers and heter_worker logs in {place}/workerlog.*, "

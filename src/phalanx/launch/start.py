@@ -63,6 +63,7 @@ class Starter:
             [self.endpoints[process.id].fileno()],
             env=environment.build(process, self.layout, replace(self.facts, attempt=attempt), self.inherited),
             log=process.log_file,
+            env_file=process.env_file,
             log_format=self.log_format,
             cwd=os.getcwd(),
             script=self.script,
