@@ -7,7 +7,6 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import sklearn.metrics as reference
 import torch
@@ -44,7 +43,8 @@ def test_sums_are_exact_in_any_order(values: list[float], random: Any) -> None:
     if all(map(math.isfinite, values)):
         assert found == sum(map(Fraction, values))
     else:
-        assert str(found) == str(math.nan if math.nan in map(abs, values) else np.array(values).sum())
+        specials = {value for value in values if math.isinf(value)}
+        assert str(found) == str(math.nan if any(map(math.isnan, values)) or len(specials) == 2 else specials.pop())
 
 
 def test_numbers_that_cancel_in_floating_point_add_up() -> None:
