@@ -6,80 +6,29 @@ import hashlib
 import io
 import logging
 import tarfile
-import threading
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from file_server import CONTENT, PROXIES, Server, serving
 from phalanx.data import archive, download
 from phalanx.errors import ConfigError, DataError, PeerLostError
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
-CONTENT = bytes(range(256)) * 4096
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-
-
-class Server(ThreadingHTTPServer):
-    """Serves `files` and notes the requests; what is odd about a path is said by its name."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {"data.bin": CONTENT}
-        self.asked: list[tuple[str, str | None]] = []
-        self.ends_after: int | None = None
-        self.redirects: dict[str, str] = {}
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}/{name}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        name = self.path.split("?")[0].strip("/")
-        wanted = self.headers.get("Range")
-        self.server.asked.append((name, wanted))
-        if name in self.server.redirects:
-            self.send_response(302)
-            self.send_header("Location", self.server.redirects[name])
-            self.end_headers()
-            return
-        if name not in self.server.files:
-            self.send_error(503 if name == "busy" else 404)
-            return
-        content = self.server.files[name]
-        first = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-        if first >= len(content):
-            self.send_error(416)
-            return
-        self.send_response(206 if first else 200)
-        self.send_header("Content-Length", str(len(content) - first))
-        if first:
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        self.end_headers()
-        self.wfile.write(content[first : self.server.ends_after])
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
+    with serving() as running:
         yield running
-        running.shutdown()
-        thread.join()
 
 
 def _everyone(url: str, folder: str, digest: str) -> tuple[str, int]:

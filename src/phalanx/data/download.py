@@ -189,7 +189,7 @@ def _asked(wanted: _Wanted, have: int) -> Iterator[http.client.HTTPResponse]:
 def _copy(wanted: _Wanted, answer: Any, file: Any, digest: Any, start: int, total: int | None) -> int:
     """Write the answer to `file` and return how many bytes the file has then."""
     got, said = start, time.monotonic()
-    while piece := answer.read(_PIECE_BYTES):
+    while piece := answer.read1(_PIECE_BYTES):
         got += len(piece)
         if got > wanted.max_bytes:
             _check_size(wanted, got, start)
