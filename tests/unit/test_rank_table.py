@@ -207,9 +207,7 @@ def test_a_loop_that_does_not_fit_the_table_is_told(by_hand: dict[str, str], cha
 
 def test_a_host_that_is_no_server_or_several_is_told(by_hand: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network, "is_own", lambda address: False)
-    with pytest.raises(
-        RoleError, match=r"lists the servers 10.0.0.1, 10.0.0.2, and none of them is an address"
-    ):
+    with pytest.raises(RoleError, match=r"lists the servers 10.0.0.1, 10.0.0.2, and none of them is an address"):
         Role.detect(by_hand)
     monkeypatch.setattr(network, "is_own", lambda address: True)
     with pytest.raises(RoleError, match=r"lists device 1 for 10.0.0.1 and 10.0.0.2, which are all .* Set POD_IP"):
