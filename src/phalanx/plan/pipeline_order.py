@@ -1,0 +1,142 @@
+"""In which order each rank of a pipeline runs its micro-batches: the same order as torch's schedules (pure).
+
+`parallel/pipeline_schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
+asks here. A test holds the two together.
+
+Sources: GPipe, Y. Huang et al., NeurIPS 2019; 1F1B and interleaved, D. Narayanan et al., SC 2021; zero bubble, P. Qi et
+al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import chain
+from typing import NamedTuple
+
+from phalanx.errors import PlanError
+from phalanx.plan.value import Schedule
+
+
+class Pass(StrEnum):
+    """What a rank does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and of weights."""
+
+    INPUTS = "I"
+    """Gradients of inputs alone, which the stage before waits for."""
+
+    WEIGHTS = "W"
+    """Gradients of weights alone, which nobody waits for."""
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+
+
+def order_of(schedule: Schedule, ranks: int) -> list[list[Action]]:
+    """Return the actions of every rank along the stage axis, in order.
+
+    Args:
+        schedule: Its `kind`, `microbatches` and `virtual` count; a job without a schedule is 1F1B with one stage.
+        ranks: Size of the stage axis.
+
+    Raises:
+        PlanError: If the schedule does not take so many stages a rank or micro-batches.
+    """
+    _check(schedule, ranks)
+    if schedule.kind == "gpipe":
+        return [_gpipe(rank, schedule.microbatches) for rank in range(ranks)]
+    if schedule.is_v:
+        return [_zero_bubble_v(rank, ranks, schedule.microbatches) for rank in range(ranks)]
+    return [_one_forward_one_backward(schedule, rank, ranks) for rank in range(ranks)]
+
+
+def _check(schedule: Schedule, ranks: int) -> None:
+    if schedule.kind in ("gpipe", "1f1b", "none") and schedule.virtual > 1:
+        raise PlanError(
+            f"The schedule {schedule.kind} has one stage a rank, asked for {schedule.virtual}. Choose interleaved or "
+            "zero_bubble, or one stage a rank."
+        )
+    rounds = _rounds(schedule, ranks)
+    if schedule.kind in ("interleaved", "zero_bubble") and not schedule.is_v and schedule.microbatches % rounds:
+        raise PlanError(
+            f"The schedule {schedule.kind} over {ranks} ranks takes micro-batches in rounds of one size, and "
+            f"{schedule.microbatches} do not make {rounds}. Choose a multiple of {ranks}."
+        )
+
+
+def _rounds(schedule: Schedule, ranks: int) -> int:
+    return max(1, schedule.microbatches // ranks)
+
+
+def _gpipe(rank: int, microbatches: int) -> list[Action]:
+    return [Action(kind, rank, one) for kind in (Pass.FORWARD, Pass.BACKWARD) for one in range(microbatches)]
+
+
+def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int) -> list[Action]:
+    """Return forward passes until the first gradient can be back, then one of each, then what is left.
+
+    A rank with several stages takes a round of micro-batches through the first, then through the second, and so on.
+    With `zero_bubble`, gradients of weights follow as many passes later as the rank has idle slots to fill at the end.
+    """
+    virtual, total = schedule.virtual, schedule.microbatches * schedule.virtual
+    splits, size = schedule.kind == "zero_bubble", schedule.microbatches // _rounds(schedule, ranks)
+
+    def nth(kind: Pass, number: int) -> Action:
+        turn, place = divmod(number, size)
+        chunk = turn % virtual if kind is Pass.FORWARD else virtual - 1 - turn % virtual
+        return Action(kind, chunk * ranks + rank, turn // virtual * size + place)
+
+    hop = 2 if schedule.kind == "interleaved" else 1
+    ahead = min((virtual - 1) * size + hop * (ranks - 1 - rank), total)
+    actions = [nth(Pass.FORWARD, number) for number in range(ahead)]
+    for number in range(total):
+        if ahead + number < total:
+            actions.append(nth(Pass.FORWARD, ahead + number))
+        actions.append(nth(Pass.INPUTS if splits else Pass.BACKWARD, number))
+        if splits and number >= rank:
+            actions.append(nth(Pass.WEIGHTS, number - rank))
+    if splits:
+        actions += [nth(Pass.WEIGHTS, number) for number in range(max(0, total - rank), total)]
+    return actions
+
+
+def _zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """Return the order of two stages a rank that lie as a V: the rank that begins with the first ends with the last.
+
+    Written for at least as many micro-batches as fill the V; those that are not there are left out.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    count = max(2 * ranks - 1, microbatches)
+    done: dict[tuple[Pass, int], int] = {}
+
+    def following(kind: Pass, stage: int) -> Action:
+        number = done.get((kind, stage), 0)
+        done[kind, stage] = number + 1
+        return Action(kind, stage, number)
+
+    def whole_backward(stage: int) -> tuple[Action, Action]:
+        return following(Pass.INPUTS, stage), following(Pass.WEIGHTS, stage)
+
+    actions = [following(Pass.FORWARD, down) for _ in range(2 * (ranks - rank) - 1)]
+    for _ in range(rank):
+        actions += [following(Pass.FORWARD, up), following(Pass.FORWARD, down)]
+    for _ in range(ranks - rank):
+        actions += [following(Pass.FORWARD, up), *whole_backward(up)]
+    while done.get((Pass.FORWARD, up), 0) < count:
+        if done[Pass.FORWARD, down] < count:
+            actions.append(following(Pass.FORWARD, down))
+        actions += [*whole_backward(down), following(Pass.FORWARD, up), *whole_backward(up)]
+    for _ in range(rank):
+        actions += [following(Pass.INPUTS, down), following(Pass.INPUTS, up)]
+    for _ in range(ranks - rank):
+        actions += whole_backward(down)
+    left = ((stage, count - done.get((Pass.WEIGHTS, stage), 0)) for stage in (up, down))
+    actions += chain.from_iterable([following(Pass.WEIGHTS, stage) for _ in range(number)] for stage, number in left)
+    return [action for action in actions if action.microbatch < microbatches]
