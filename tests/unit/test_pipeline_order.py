@@ -98,7 +98,7 @@ def test_every_stage_runs_every_pass_of_every_micro_batch_once(kind: Any, ranks:
 
 
 def test_what_a_schedule_does_not_take_is_an_error() -> None:
-    with pytest.raises(PlanError, match="gpipe has one stage a rank, asked for 2. Choose interleaved"):
+    with pytest.raises(PlanError, match=r"gpipe has one stage a rank, asked for 2\. Choose interleaved"):
         order_of(Schedule(kind="gpipe", virtual=2), 4)
-    with pytest.raises(PlanError, match="9 do not make 2. Choose a multiple of 4"):
+    with pytest.raises(PlanError, match=r"9 do not make 2\. Choose a multiple of 4"):
         order_of(Schedule(kind="interleaved", virtual=2, microbatches=9), 4)
