@@ -1,0 +1,217 @@
+"""`capture`: read a training step off a model without running it.
+
+The step runs once under fake tensors, which have shapes and no values. Where the model asks for values, answers are
+made up, and what depends on them is told module by module only. `docs/design/capture.md` says how.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.auto.capture_blocks import is_inside, put_together, repeated_blocks
+from phalanx.auto.capture_copy import copied, dummy, random_numbers_kept
+from phalanx.auto.capture_record import Recorder
+from phalanx.auto.graph import LEVELS, Captured, Level, Operator
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.plan.shape import ParamShape
+
+logger = logging.getLogger("phalanx.auto")
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, level: Level | None = None) -> Captured:
+    """Return forward, loss and backward pass of a model on a batch: operators, bytes, what is kept, repeated blocks.
+
+    Nothing is changed: not the model, its buffers, its gradients nor random numbers; and nothing real is computed.
+    Modules stay in the mode they are in, training or evaluation.
+
+    Args:
+        model: Any module, on any device that torch can name, `meta` among them.
+        sample: A batch: a tensor, a tuple or list of arguments, or a dictionary of keyword arguments. With a loss, a
+            tuple or list whose last column is the target. Only shapes and dtypes count.
+        loss_fn: Takes the model's output and the target. Without, gradients start at the model's outputs.
+        level: The level to tell; by default the best that the model allows. See `Captured.level`.
+
+    Returns:
+        The step. Its `level` is the one that was asked for or, without, the best.
+
+    Raises:
+        ConfigError: If the model cannot run on the sample, or does not allow the level.
+    """
+    if level is not None and level not in LEVELS:
+        raise ConfigError(f"capture knows the levels {', '.join(LEVELS)}, not {level!r}.{did_you_mean(level, LEVELS)}")
+    inputs = _arguments(sample, has_target=loss_fn is not None)
+    seen, reasons = _seen(model, inputs, loss_fn)
+    parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
+    blocks = repeated_blocks(seen.operators, parameters)
+    best = _best(seen, blocks, reasons)
+    if level is not None and LEVELS.index(level) < LEVELS.index(best):
+        raise ConfigError(f"capture was asked for level {level!r}, the model allows {best!r}: {'; '.join(reasons)}")
+    for reason in reasons:
+        logger.info("captured %s as %s, not %s", type(model).__name__, best, reason)
+    told = level or best
+    modules = tuple((path, type(module).__name__) for path, module in model.named_modules())
+    return Captured(
+        level=told,
+        reasons=tuple(reasons),
+        operators=_told(told, seen.operators, blocks, dict(modules)),
+        modules=modules,
+        parameters=parameters,
+        buffers=tuple(_shape(name, buffer, trainable=False) for name, buffer in model.named_buffers()),
+        tied=_tied(model),
+        blocks=blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a pass showed; `questions` are None if it was not under fake tensors."""
+
+    operators: tuple[Operator, ...]
+    questions: list[tuple[str, str]] | None
+
+
+def _arguments(sample: Any, *, has_target: bool) -> _Arguments:
+    if has_target:
+        if not isinstance(sample, tuple | list) or len(sample) < 2:
+            size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+            raise ConfigError(
+                f"capture with a loss takes a sample (input, ..., target), found a {type(sample).__name__}{size}. Put "
+                "the target last, or leave loss_fn out."
+            )
+        return _Arguments(tuple(sample[:-1]), {}, sample[-1])
+    if isinstance(sample, Mapping):
+        return _Arguments((), dict(sample))
+    return _Arguments(tuple(sample) if isinstance(sample, tuple | list) else (sample,), {})
+
+
+def _seen(model: nn.Module, inputs: _Arguments, loss_fn: LossFunction | None) -> tuple[_Seen, list[str]]:
+    """Return what a pass under fake tensors showed or, where there is no such pass, one on dummies."""
+    held = [*model.parameters(), *model.buffers(), *tree_leaves((inputs.positional, inputs.keywords, inputs.target))]
+    mode = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with _unlogged():
+            return _pass(model, inputs, loss_fn, mode), []
+    except Exception as error:  # noqa: BLE001  # a model's own code may raise anything
+        reason = _first_line(error)
+    try:
+        return _pass(model, inputs, loss_fn, None), [f"{name}: {reason}" for name in LEVELS[:2]]
+    except Exception as error:
+        raise ConfigError(
+            f"capture runs {type(model).__name__} on tensors with the shapes of the sample, and it failed: {reason}; "
+            f"on dummies: {_first_line(error)}. Hand in what one training step takes."
+        ) from error
+
+
+def _pass(model: nn.Module, inputs: _Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Seen:
+    """Run forward, loss and backward pass on a copy: under fake tensors if there is a mode, else on dummies."""
+    parts = (model, inputs.positional, inputs.keywords, inputs.target, loss_fn)
+    net, positional, keywords, target, loss = copied(parts, dummy if mode is None else partial(_fake, mode))
+    tensors = [leaf for leaf in tree_leaves((positional, keywords, target)) if isinstance(leaf, Tensor)]
+    recorder = Recorder(net, tensors, mode)
+    with (
+        random_numbers_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+        nullcontext() if mode is None else mode,
+        recorder.watching(),
+    ):
+        outputs = net(*positional, **keywords)
+        if loss is not None:
+            recorder.phase = "loss"
+            outputs = loss(outputs, target)
+        recorder.phase = "backward"
+        ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    return _Seen(recorder.operators(), None if mode is None else recorder.questions)
+
+
+def _best(seen: _Seen, blocks: Iterable[tuple[str, ...]], reasons: list[str]) -> Level:
+    """Return the best level that what was seen allows, and add to the reasons against better ones."""
+    if seen.questions is None:
+        return "hooks"
+    if not seen.questions:
+        return "graph"
+    reasons.append(f"graph: {_asked(*seen.questions[0])}")
+    members = {path for group in blocks for path in group}
+    if not members:
+        reasons.append("modules: no block is repeated")
+        return "hooks"
+    within = [question for question in seen.questions if is_inside(question[1], members)]
+    if not within:
+        return "modules"
+    reasons.append(f"modules: {_asked(*within[0])}")
+    return "hooks"
+
+
+def _asked(operator: str, module: str) -> str:
+    return f"{operator} in {module or 'the model'} asks for values, which are known only when it runs"
+
+
+def _told(
+    level: Level, operators: tuple[Operator, ...], blocks: Iterable[tuple[str, ...]], kinds: dict[str, str]
+) -> tuple[Operator, ...]:
+    if level == "graph":
+        return operators
+    members = {path for group in blocks for path in group} if level == "modules" else set()
+    return put_together(operators, kinds, lambda operator: is_inside(operator.module, members))
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    first = {id(param): name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return tuple((name, first[id(param)]) for name, param in every if first[id(param)] != name)
+
+
+def _shape(name: str, tensor: Tensor, *, trainable: bool | None = None) -> ParamShape:
+    return ParamShape(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        item_bytes=tensor.element_size(),
+        trainable=tensor.requires_grad if trainable is None else trainable,
+    )
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    # without history and gradients: those that there are would be added to
+    made = mode.from_tensor(tensor.detach(), static_shapes=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from logging what fake tensors cannot do as an error: it is told as a reason."""
+    said = logging.getLogger("torch._subclasses.fake_tensor")
+    before, said.disabled = said.disabled, True
+    try:
+        yield
+    finally:
+        said.disabled = before
+
+
+def _first_line(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

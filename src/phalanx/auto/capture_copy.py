@@ -1,0 +1,65 @@
+"""A model, its loss and a sample over again with made-up tensors, so that a pass changes and computes nothing real."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Substitute = Callable[[Tensor], Tensor]
+
+
+def copied(parts: tuple[Any, ...], substitute: Substitute) -> tuple[Any, ...]:
+    """Return modules, functions and samples copied, with `substitute` of every tensor in them; tied ones stay tied."""
+    # Copying looks an object up by its id first: tensors that are answered there are never copied themselves.
+    memo: dict[int, Any] = {id(tensor): substitute(tensor) for tensor in _tensors(parts)}
+    return copy.deepcopy(parts, memo)
+
+
+def dummy(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, dtype and device, of ones if they are floats or booleans, else of zeros.
+
+    Whole numbers are often indices, for which 0 is always right.
+    """
+    one = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+    made = (torch.ones_like if one else torch.zeros_like)(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _tensors(parts: tuple[Any, ...]) -> Iterator[Tensor]:
+    for part in parts:
+        for held in _held(part) if isinstance(part, nn.Module) else tree_leaves(part):
+            if isinstance(held, Tensor):
+                yield held
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from tree_leaves(list(vars(module).values()))  # tensors that are neither
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Put torch's, Python's and NumPy's random numbers back after the block, which finds the same ones each time."""
+    python, numpy = random.getstate(), np.random.get_state()
+    cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(cards):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed cards, for good
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,141 @@
+"""What a captured training step is made of: operators in the order they run, and what each reads, writes and keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from phalanx.plan.shape import ParamShape
+
+Phase = Literal["forward", "loss", "backward"]
+Level = Literal["graph", "modules", "hooks"]
+
+LEVELS: tuple[Level, ...] = ("graph", "modules", "hooks")
+"""How much is known, the most first: every operator; every operator of repeated blocks; module by module."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """Shape and dtype of a tensor; the dtype is torch's name without the prefix."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor that an operator reads."""
+
+    source: int | str
+    """Position of the operator that made it, or `parameter:<name>`, `buffer:<name>`, `sample:<number>`, `constant`."""
+
+    output: int
+    """Which of that operator's outputs."""
+
+    value: TensorShape
+
+
+Argument: TypeAlias = "Read | int | float | bool | str | tuple[Argument, ...] | None"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """One operator of the step, or what one module ran in a row where single operators are not known."""
+
+    name: str
+    """torch's name, such as `aten.mm.default`; the class of the module where operators were put together."""
+
+    module: str
+    """Path of the innermost module it came from; in backward that of the forward operator."""
+
+    call: int
+    """Which call of that module it came from, counted from 0 and with those of recomputation."""
+
+    phase: Phase
+    origin: int | None
+    """In backward, the position of the operator whose gradient it takes; None for what runs a second time."""
+
+    arguments: tuple[Argument, ...]
+    keywords: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[TensorShape, ...]
+    parameters: tuple[str, ...]
+    """Parameters it reads, also through views."""
+
+    flops: int
+    """Two per multiplication and addition, by the formulas of `torch.utils.flop_counter`; 0 where it has none."""
+
+    read_bytes: int
+    written_bytes: int
+    kept_bytes: int
+    """Bytes it made that autograd keeps for the backward pass."""
+
+    last_use: int
+    """Position of the last operator that reads memory it made; its own if none does."""
+
+    def reads(self) -> Iterator[Read]:
+        """Yield the tensors it reads, in the order of its arguments."""
+        for argument in (*self.arguments, *(value for _, value in self.keywords)):
+            yield from reads_in(argument)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A training step without optimizer: forward, loss and backward pass of a model on one batch."""
+
+    level: Level
+    reasons: tuple[str, ...]
+    """Why each better level was not used, best level first: `graph: ...`."""
+
+    operators: tuple[Operator, ...]
+    modules: tuple[tuple[str, str], ...]
+    """Path and class of every module, the model itself first, with the empty path."""
+
+    parameters: tuple[ParamShape, ...]
+    """Each once, tied ones under their first name; `trainable` is false for frozen ones."""
+
+    buffers: tuple[ParamShape, ...]
+    tied: tuple[tuple[str, str], ...]
+    """Other names of parameters, each with the first one."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    """Groups of paths of modules whose forward operators are alike but for which parameters they read."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of forward, loss and backward pass."""
+        return sum(operator.flops for operator in self.operators)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations that the forward pass keeps for the backward pass."""
+        return sum(operator.kept_bytes for operator in self.operators)
+
+    def within(self, path: str) -> tuple[Operator, ...]:
+        """Return the operators of a module and of those inside it; all for the empty path."""
+        return tuple(op for op in self.operators if not path or op.module == path or op.module.startswith(path + "."))
+
+    def digest(self) -> str:
+        """Return 16 hex digits over everything but the reasons: the same in every process, for the same step."""
+        # A plain walk over the fields would be JSON of twice the size; the form of a dataclass is as canonical.
+        said = (self.level, self.operators, self.modules, self.parameters, self.buffers, self.tied, self.blocks)
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+def reads_in(argument: Argument) -> Iterator[Read]:
+    """Yield the reads in one argument."""
+    if isinstance(argument, Read):
+        yield argument
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from reads_in(part)
+
+
+def with_reads(argument: Argument, change: Callable[[Read], Argument]) -> Argument:
+    """Return an argument with its reads replaced."""
+    if isinstance(argument, Read):
+        return change(argument)
+    if isinstance(argument, tuple):
+        return tuple(with_reads(part, change) for part in argument)
+    return argument
