@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.plan import Plan
+from phalanx.errors import PlanError
+from phalanx.plan.value import Axis, ParamRule, Plan, ReduceScatter, Step
 from ranks import run_ranks
 from tensor_models import (
     BLOCK,
@@ -90,9 +92,22 @@ CASES = {
         Transformer, BLOCK | SEQUENCE | {"tokens": "vocab", "head": "vocab"}, MODEL2, (tokens, 5), cut_loss
     ),
 }
+CASES |= {
+    f"sequence, zero {stage}": replace(
+        CASES["sequence"],
+        options={"axis": "model"},
+        strategy={
+            "sharding": True,
+            "sharding_configs": {"stage": stage, "units": ["block"]},
+            "hybrid_configs": {"sharding_degree": 2, "mp_degree": 2},
+        },
+    )
+    for stage in (2, 3)
+}
 
 
 def trained_all(names: list[str]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # what nn.Linear makes of tokens is a view
     cases = {name: CASES[name] for name in names}
     cases |= {f"{name} in fp32": replace(case, dtype=torch.float32) for name, case in cases.items()}
     return {name: trained(case) for name, case in cases.items()}
@@ -120,13 +135,24 @@ def test_two_ranks_train_as_one():
 
 
 def test_four_ranks_in_a_mesh_of_two_by_two_train_as_one():
-    names = ["model", "vocabulary", "sequence", "sharded", "recomputed"]
+    names = ["model", "vocabulary", "sequence", "sharded", "recomputed", "sequence, zero 2", "sequence, zero 3"]
     check(run_ranks(trained_all, 4, names), names)
 
 
 def test_four_ranks_along_one_axis_train_as_one():
     names = ["hybrid"]
     check(run_ranks(trained_all, 4, names), names)
+
+
+def test_slices_that_some_ranks_with_other_rows_would_not_reach_are_refused():
+    update = ReduceScatter(zero=2, axes=("data",))
+    plan = Plan(
+        mesh=(Axis(name="data", size=1), Axis(name="shard", size=1)),
+        params=(ParamRule(match="*", update=update),),
+        step=Step(batch_axes=("data", "shard")),
+    )
+    with pytest.raises(PlanError, match=r"axes = \('data',\): slices are added up along all of step.batch_axes"):
+        px.distribute(nn.Linear(2, 2), plan=plan)
 
 
 def begun() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:

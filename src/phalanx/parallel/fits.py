@@ -21,6 +21,7 @@ from phalanx.plan.value import (
     ReduceScatter,
     Server,
     TopK,
+    Update,
 )
 
 
@@ -66,7 +67,7 @@ def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
     Raises:
         PlanError: If it updates its parameters in ways that do not go together.
     """
-    found = {plan.rule_for(param.name).update for param in shape.trainable}
+    found = {_alike(plan.rule_for(param.name).update) for param in shape.trainable}
     alone = [update for update in found if isinstance(update, (ReduceScatter, Average, TopK))]
     if alone and len(found) > 1:
         ways = sorted(f"zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in found)
@@ -75,6 +76,11 @@ def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
             "and compressed gradients are for all of a model, or none of it."
         )
     return next((update for update in alone if isinstance(update, ReduceScatter)), None)
+
+
+def _alike(update: Update) -> Update:
+    """Return how a parameter is updated; slices whose terms are added up along further axes are slices still."""
+    return update.model_copy(update={"axes": None}) if isinstance(update, ReduceScatter) else update
 
 
 def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
@@ -88,9 +94,9 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
             if beyond:
                 return beyond
             continue
-        kept = ("replicate", "shard") if rule.managed == "module" else ("replicate",)
-        if not isinstance(rule.place, OnRanks) or any(p.kind not in kept for p in rule.place.layout.values()):
-            return f"params[{rule.match}].place = {rule.place.kind}"
+        beyond = _beyond_ranks(plan, rule)
+        if beyond:
+            return beyond
     if len(pushes) > 1:
         return f"several ways to push: {', '.join(sorted(push.mode for push in pushes))}"
     for module in plan.modules:
@@ -152,6 +158,16 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
     }
     found = next((name for name, is_there in beside.items() if is_there), None)
     return None if found is None else f"{found} together with stages of a pipeline"
+
+
+def _beyond_ranks(plan: Plan, rule: ParamRule) -> str | None:
+    """Return what of the rule of a parameter that lives on the ranks cannot be applied."""
+    kept, update = ("replicate", "shard") if rule.managed == "module" else ("replicate",), rule.update
+    if not isinstance(rule.place, OnRanks) or any(p.kind not in kept for p in rule.place.layout.values()):
+        return f"params[{rule.match}].place = {rule.place.kind}"
+    if isinstance(update, ReduceScatter) and update.axes and not set(update.axes) >= set(plan.step.batch_axes):
+        return f"params[{rule.match}].update.axes = {update.axes}: slices are added up along all of step.batch_axes"
+    return None
 
 
 def _beyond_tables(rule: ParamRule, param: ParamShape, model: nn.Module) -> str | None:

@@ -14,15 +14,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from phalanx.comm import transfers
 from phalanx.comm.context import Context
+from phalanx.comm.groups import Group
 from phalanx.errors import PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import held_over, is_module_held, mark_held, note_stages, stages_over
@@ -48,7 +51,7 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
     Raises:
         PlanError: If a parameter has no dim to cut.
     """
-    _cut([*_units(plan, model), model], model, mesh, update, reshard=update.zero == 3 and update.reshard)
+    _cut(plan, [*_units(plan, model), model], model, mesh, update, reshard=update.zero == 3 and update.reshard)
 
 
 class ShardedStages:
@@ -72,7 +75,7 @@ class ShardedStages:
                     f"sharding with a pipeline gathers units, and {name!r} is in none alone. Name the module that "
                     "holds it in sharding_configs units, or turn one of the two off."
                 )
-        _cut(units, model, mesh, update, reshard=False)
+        _cut(plan, units, model, mesh, update, reshard=False)
 
     def gather(self) -> None:
         """Gather parameters for a step. Collective over the copies."""
@@ -98,7 +101,9 @@ class ShardedStages:
             _let_go(unit)
 
 
-def _cut(units: list[nn.Module], model: nn.Module, mesh: Mesh, update: ReduceScatter, *, reshard: bool) -> None:
+def _cut(
+    plan: Plan, units: list[nn.Module], model: nn.Module, mesh: Mesh, update: ReduceScatter, *, reshard: bool
+) -> None:
     """Cut the parameters of units, and tell what takes the place of what."""
     before = dict(model.named_parameters())
     for name, param in before.items():
@@ -128,6 +133,45 @@ def _cut(units: list[nn.Module], model: nn.Module, mesh: Mesh, update: ReduceSca
             mark_held(param, held_over(before[name]))
         for group in stages_over([before[name]]):
             note_stages(param, group)
+    _add_terms(plan, model, mesh)
+
+
+def _add_terms(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Add up the gradients of parameters of which ranks that read the same rows have a term each. Collective.
+
+    Before slices are cut, which knows the ranks with other rows only.
+    """
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for own, param in module.named_parameters(recurse=False):
+            holders.setdefault(id(param), []).append((module, own))
+    for name, param in model.named_parameters():
+        axes = getattr(plan.rule_for(name).update, "axes", None) or ()
+        along = tuple(axis for axis in axes if axis not in mesh.batch_axes and mesh.size((axis,)) > 1)
+        if not along:
+            continue
+        terms = _Terms(mesh.group(along))
+        for module, own in holders[id(param)]:
+            module.register_forward_pre_hook(torch.compiler.disable(partial(terms.watch, own)))
+
+
+class _Terms:
+    """Adds up the gradient of one parameter over a group, once modules that hold it have it gathered."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._hooked: Tensor | None = None
+
+    def watch(self, own: str, module: nn.Module, _inputs: Any) -> None:
+        """Look at the parameter before a module's forward pass."""
+        param = module._parameters[own]
+        # Torch makes what it gathers into once, in the first pass, and keeps it.
+        if param is not None and param.requires_grad and param is not self._hooked:
+            self._hooked = param
+            param.register_hook(self._add_up)
+
+    def _add_up(self, gradient: Tensor) -> Tensor:
+        return transfers.all_reduce(gradient, "sum", self._group)
 
 
 def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:

@@ -79,8 +79,9 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     found = _local_norms(tensors, order, dtype)
     largest = math.isinf(order)
-    for group in dict.fromkeys(group for spread in groups for group in spread):
-        members = torch.tensor([i for i, spread in enumerate(groups) if group in spread], device=found.device)
+    for alike in _by_ranks(groups):
+        mine = [i for i, spread in enumerate(groups) if any(group in alike for group in spread)]
+        members, group = torch.tensor(mine, device=found.device), alike[0]
         if largest:
             # The order of a NaN is not defined, so backends disagree about the maximum of one.
             part = all_reduce(found[members].nan_to_num(math.inf, math.inf), "max", group=group)
@@ -88,6 +89,18 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
             part = all_reduce(found[members] ** order, "sum", group=group) ** (1.0 / order)
         found[members] = part
     return found
+
+
+def _by_ranks(groups: Sequence[tuple[Group, ...]]) -> list[list[Group]]:
+    """Return the groups that are named, those of the same ranks together, in the order of first appearance.
+
+    Torch makes each mesh groups of its own, and may give a gradient an equal mesh that was there before: which of the
+    two depends on the shapes that a rank holds, and so would the order of collectives.
+    """
+    found: dict[tuple[int, ...], list[Group]] = {}
+    for group in dict.fromkeys(group for spread in groups for group in spread):
+        found.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
+    return list(found.values())
 
 
 def over_stages(norm: Tensor, groups: Sequence[Group], order: float) -> Tensor:
