@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -249,8 +250,14 @@ def test_shuffled_batches_stay_whole() -> None:
     assert steps[-1] == [20, 21]
 
 
-def test_a_loader_may_cut_other_batches() -> None:
-    loader = ShardedLoader(numbers(40).batch(8, drop_remainder=True), global_batch=12, drop_last=False)
+def test_a_loader_may_cut_other_batches_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        loader = ShardedLoader(numbers(40).batch(8, drop_remainder=True), global_batch=12, drop_last=False)
+        ShardedLoader(numbers(40).batch(8), batch_size=8)
+        ShardedLoader(numbers(40), batch_size=8)
+    assert [record.getMessage() for record in caplog.records] == [
+        "batches are cut with global_batch=12, as the loader was asked, not with the pipeline's batch(batch_size=8)"
+    ]
     assert [len(batch[0]) for batch in loader] == [12, 12, 12, 4]
 
 
@@ -452,7 +459,10 @@ def test_a_state_of_another_chain_or_length_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a pipeline with shuffle\(5\), this one has shuffle\(6\)"):
         ShardedLoader(numbers(40).shuffle(6).batch(8)).load_state_dict(loader.state_dict())
     other = ShardedLoader(numbers(5).shuffle(5).batch(2))
-    other.load_state_dict(loader.state_dict())
+    state = loader.state_dict()
+    with pytest.raises(ConfigError, match="inside an epoch of 40 rows, and this data has 5"):
+        other.load_state_dict(state)
+    other.load_state_dict({name: value for name, value in state.items() if name != "rows"})  # of an older version
     with pytest.raises(ConfigError, match="Asked to resume at position 8, but the epoch of this pipeline has 5 rows"):
         list(other)
 

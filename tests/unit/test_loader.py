@@ -229,7 +229,7 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks(caplog: pytest.L
     for _ in range(3):
         next(passing)
     state = before.state_dict()
-    assert state == {"version": 1, "epoch": 1, "position": 24, "seed": 0, "global_batch": 8}
+    assert state == {"version": 1, "epoch": 1, "position": 24, "seed": 0, "global_batch": 8, "rows": 50}
     after = ShardedLoader(Numbers(50), global_batch=10)
     with caplog.at_level(logging.WARNING, "phalanx"):
         after.load_state_dict(state)
@@ -241,7 +241,17 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks(caplog: pytest.L
 def test_a_state_taken_between_epochs_starts_the_next() -> None:
     loader = ShardedLoader(Numbers(10), batch_size=4)
     rows_of(loader)
-    assert loader.state_dict() == {"version": 1, "epoch": 1, "position": 0, "seed": 0, "global_batch": 4}
+    state = {"version": 1, "epoch": 1, "position": 0, "seed": 0, "global_batch": 4, "rows": 10}
+    assert loader.state_dict() == state
+    ShardedLoader(Numbers(20), batch_size=4).load_state_dict(state)  # more data, from the next epoch on
+
+
+def test_an_epoch_does_not_go_on_with_other_data() -> None:
+    loader = ShardedLoader(Numbers(10), batch_size=4)
+    next(iter(loader))
+    for other, has in ((Numbers(20), "20"), (Stream(), "no length")):
+        with pytest.raises(ConfigError, match=f"inside an epoch of 10 rows, and this data has {has}"):
+            ShardedLoader(other, batch_size=4).load_state_dict(loader.state_dict())
 
 
 def test_a_stream_resumes_by_reading_up_to_the_position() -> None:

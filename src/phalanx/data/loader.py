@@ -171,13 +171,14 @@ class ShardedLoader:
 
         Taken inside the loop it counts the batch in hand as done.
         """
-        order = self.ordering
+        order, rows = self.ordering, self._loading.rows()
         return {
             "version": 1,
             "epoch": self._epoch,
             "position": self._position,
             "seed": self.seed,
             "global_batch": self.global_batch,
+            **({} if rows is None else {"rows": rows}),
             **({} if order is None else {"order": order}),
         }
 
@@ -187,8 +188,8 @@ class ShardedLoader:
         Costs the same wherever that is, save for streams, which are read up to it.
 
         Raises:
-            ConfigError: If `state` is of another version or order, or lies inside an epoch of a stream that
-                splits itself.
+            ConfigError: If `state` is of another version, lies inside an epoch of another order or number of rows, or
+                inside one of a stream that splits itself.
         """
         if state.get("version") != 1 or not {"epoch", "position", "seed"} <= state.keys():
             raise ConfigError(
@@ -206,6 +207,13 @@ class ShardedLoader:
                 f"The state was saved inside an epoch of a pipeline with {state.get('order') or 'no verbs'}, this one "
                 f"has {order or 'no verbs'}: the rest of the epoch would repeat rows and miss others. Say the same "
                 "shuffle and repeat."
+            )
+        rows = self._loading.rows()
+        if state["position"] and state.get("rows", rows) != rows:
+            raise ConfigError(
+                f"The state was saved inside an epoch of {state['rows']} rows, and this data has "
+                f"{'no length' if rows is None else rows}: the rest of the epoch would repeat rows and miss others. "
+                "Load the data it was saved with, or a state of the end of an epoch."
             )
         if state["position"] and self._loading.order is None and self._loading.is_own:
             raise ConfigError(

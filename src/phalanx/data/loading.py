@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -16,11 +17,13 @@ from phalanx.data.order import BatchOrder, Order, RowOrder
 from phalanx.data.pipeline import Pipeline, Verbs
 from phalanx.data.pipeline_order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline_stream import PipelineStream
-from phalanx.data.ranks import Shard, shard_here
+from phalanx.data.ranks import Shard, place, shard_here
 from phalanx.data.shuffle import mixed_seed
 from phalanx.data.sources import Source, batch_sizes, decides_batches, read_source
 from phalanx.data.stream import PortionDataset, agree
 from phalanx.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger("phalanx.data")
 
 _T = TypeVar("_T")
 _PASSED_ON = {
@@ -66,6 +69,8 @@ class Loading:
         self._asked_shard = says.shard if isinstance(says, Verbs) else None
         self.is_own = stream == "own" or decides_batches(source.dataset)
         self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
+        if self.pipeline is not None:
+            _say_other_batches(self.pipeline, batch_size=batch_size, global_batch=global_batch)
         self.seed = _first(seed, _first(source.seed, 0))
         self.drop_last = _first(drop_last, _first(source.drop_last, False))
         self._shuffle = _first(shuffle, _first(source.shuffle, training and not source.is_stream))
@@ -113,6 +118,13 @@ class Loading:
             self._portions(here, epoch, first) if self.order is None else self._rows_of(self.order, here, epoch, first)
         )
         return counted(self.source.dataset, found, here, is_own=self.is_own)
+
+    def rows(self) -> int | None:
+        """Return the rows of one pass; None for streams and where a sampler decides."""
+        source = self.source
+        if source.is_stream or source.sampler is not None or source.batch_sampler is not None:
+            return None
+        return len(source.dataset)
 
     def describe_order(self) -> str | None:
         """Return what a pipeline does to the order, None for other data."""
@@ -220,6 +232,16 @@ def _source_of(pipeline: Pipeline) -> Source:
     source.drop_last = recipe.drop_remainder
     source.shuffle = True if recipe.ordering.shuffles else None
     return source
+
+
+def _say_other_batches(pipeline: Pipeline, **asked: int | None) -> None:
+    recipe = pipeline.recipe
+    said = {"batch_size": recipe.batch_size, "global_batch": recipe.global_batch}
+    if recipe.is_batched and any(asked.values()) and asked != said and place()[0] == 0:
+        ours, theirs = (next(f"{name}={rows}" for name, rows in sizes.items() if rows) for sizes in (asked, said))
+        logger.warning(
+            "batches are cut with %s, as the loader was asked, not with the pipeline's batch(%s)", ours, theirs
+        )
 
 
 def _first(said: _T | None, otherwise: _T) -> _T:
