@@ -90,6 +90,7 @@ class ClusterOf(_Part):
     per_node: int = Field(gt=0)
     nodes: int = Field(gt=0)
     node_gbps: float = Field(gt=0)
+    usd_per_device_hour: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -43,7 +43,7 @@ class Footprint:
 
 def footprint(run: Run) -> Footprint:
     """Return what the fullest rank of a run holds."""
-    held, par = _parameters_held(run), run.parallel
+    held, par = parameters_held(run), run.parallel
     shards = par.dp * par.cp // par.hsdp
     mixed = run.precision != "fp32"
     if par.zero >= 2:
@@ -57,7 +57,8 @@ def footprint(run: Run) -> Footprint:
         optimizer = held * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
-    activations, logits = _activations(run), _logits(run)
+    # With stages, logits are on the last one, which keeps fewer activations.
+    activations, logits = _activations(run), logits_bytes(run) if par.pp == 1 else 0.0
     return Footprint(
         parameters=parameters,
         gradients=gradients,
@@ -69,7 +70,8 @@ def footprint(run: Run) -> Footprint:
     )
 
 
-def _parameters_held(run: Run) -> float:
+def parameters_held(run: Run) -> float:
+    """Return the parameters of the fullest rank."""
     model, par = run.model, run.parallel
     experts = max(1, model.experts) / (par.ep if model.experts else 1)
     block = (model.attention_parameters + experts * model.expert_parameters) / par.tp
@@ -107,8 +109,6 @@ def _activations(run: Run) -> float:
     return kept
 
 
-def _logits(run: Run) -> float:
-    """Return the bytes of the logits in half precision, in float32, and of their gradient."""
-    if run.parallel.pp > 1:
-        return 0.0  # on the last stage, which keeps fewer activations
+def logits_bytes(run: Run) -> float:
+    """Return the bytes of a micro-batch's logits in half precision, in float32, and of their gradient."""
     return (HALF + FLOAT + FLOAT) * tokens(run) * run.model.vocab / run.parallel.tp

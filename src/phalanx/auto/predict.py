@@ -45,7 +45,7 @@ def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Pre
         ConfigError: If the run cannot be; says which key, what was found and what is known.
     """
     run = run if isinstance(run, Run) else read_run(dict(run))
-    seconds = _Step(run, constants).breakdown()
+    seconds = StepSeconds(run, constants).breakdown()
     total, held = sum(seconds.values()), footprint(run)
     per_device = run.batch.whole * run.model.seq / run.parallel.ranks / total
     return Prediction(
@@ -59,8 +59,8 @@ def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Pre
     )
 
 
-class _Step:
-    """One optimizer step of a run, summed up from the passes of its micro-batches."""
+class StepSeconds:
+    """One optimizer step of a run, summed up from passes; `auto/simulate_run` lets them run one by one."""
 
     def __init__(self, run: Run, constants: Constants) -> None:
         self.run, self.known = run, constants
@@ -72,16 +72,18 @@ class _Step:
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of a step by cause."""
         run, count = self.run, self.run.micro_batches
-        alone = self.layers * (self._compute_forward + self._compute_backward)
-        passes = self.layers * (self._forward + self._backward)
-        bubble = (run.parallel.pp - 1) / run.parallel.vpp * self._idle_share * (passes + self._send)
+        alone = self.layers * (self.compute_forward + self.compute_backward)
+        passes = self.layers * (self.forward + self.backward)
+        # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
+        others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * self._send
+        bubble = self._idle_share * others / run.parallel.vpp
         return {
             "compute_s": count * (alone + self.head.forward + self.head.backward),
             "exposed_communication_s": count * (passes - alone),
             "pipeline_send_s": count * self._send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
-            "optimizer_s": self._optimizer + self.known.step_s,
+            "optimizer_s": self.optimizer + self.known.step_s,
         }
 
     # -- one block -------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class _Step:
         return self.known.compiled_launch_s if self.run.compile else self.known.launch_s
 
     @cached_property
-    def _again(self) -> Work:
+    def again(self) -> Work:
         """What backward computes again before it can begin."""
         run, whole = self.run, self.block
         if run.recompute == "full":
@@ -104,24 +106,34 @@ class _Step:
         return Work(forward=0.0, backward=0.0)
 
     @cached_property
-    def _compute_forward(self) -> float:
+    def compute_forward(self) -> float:
+        """Seconds of a block's forward pass without communication."""
         return max(self.block.forward, self.block.forward_launches * self._launch)
 
     @cached_property
-    def _compute_backward(self) -> float:
-        issued = (self.block.backward_launches + self._again.forward_launches) * self._launch
-        return max(self.block.backward + self._again.forward, issued)
+    def compute_backward(self) -> float:
+        """Seconds of a block's backward pass, recomputation included, without communication."""
+        issued = (self.block.backward_launches + self.again.forward_launches) * self._launch
+        return max(self.block.backward + self.again.forward, issued)
 
     @cached_property
-    def _forward(self) -> float:
-        return self._beside(self.block.forward + self._cut_layers, self._gathers, self._compute_forward)
+    def forward(self) -> float:
+        """Seconds of a block's forward pass."""
+        return self._beside(self.block.forward + self.cut_layers, self._gathers, self.compute_forward)
 
     @cached_property
-    def _backward(self) -> float:
-        repeated = self._cut_layers if self.run.recompute == "full" else 0.0
-        device = self.block.backward + self._again.forward + self._cut_layers + repeated
-        scattered = self._shard_step if self.run.parallel.zero >= 2 else 0.0
-        return self._beside(device, self._gathers + scattered, self._compute_backward)
+    def backward(self) -> float:
+        """Seconds of a block's backward pass, recomputation included."""
+        return self._beside(
+            self.block.backward + self.again.forward + self.cut_backward,
+            self._gathers + self._scatters,
+            self.compute_backward,
+        )
+
+    @cached_property
+    def collectives(self) -> tuple[float, float]:
+        """Seconds of a block's collectives in its forward and its backward pass, hidden ones included."""
+        return self.cut_layers + self._gathers, self.cut_backward + self._gathers + self._scatters
 
     def _beside(self, device: float, communication: float, least: float) -> float:
         """Return the seconds of work with communication beside it, at least what the host needs to issue it."""
@@ -133,7 +145,7 @@ class _Step:
     # -- communication ---------------------------------------------------------------------------------------
 
     @cached_property
-    def _cut_layers(self) -> float:
+    def cut_layers(self) -> float:
         """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
         run, par = self.run, self.run.parallel
         layout = Layout(par.tp, min(par.tp, run.cluster.per_node))
@@ -151,43 +163,57 @@ class _Step:
         return seconds
 
     @cached_property
-    def _replicas(self) -> Layout:
+    def cut_backward(self) -> float:
+        """Seconds of the same collectives in a backward pass, those of recomputation included."""
+        return self.cut_layers * (2 if self.run.recompute == "full" else 1)
+
+    @cached_property
+    def replicas(self) -> Layout:
         """The ranks that hold the same part of the model: neighbours `tp` apart."""
         par, per_node = self.run.parallel, self.run.cluster.per_node
         ranks = par.dp * par.cp
         return Layout(ranks, max(1, min(ranks, per_node // par.tp)), min(par.tp, per_node))
 
     @cached_property
-    def _held(self) -> float:
+    def held(self) -> float:
         """Parameters of this rank's layers."""
         par, model = self.run.parallel, self.run.model
         experts = max(1, model.experts) / (par.ep if model.experts else 1)
         return (model.attention_parameters + experts * model.expert_parameters) * self.layers / par.tp
 
     @cached_property
-    def _shard_step(self) -> float:
+    def shard_step(self) -> float:
         """Seconds to gather the parameters of one block from their shards, or to scatter its gradients."""
-        replicas = self._replicas
+        replicas = self.replicas
         shards = replicas.ranks // self.run.parallel.hsdp
         layout = Layout(shards, min(replicas.in_node, shards), replicas.sharing)
-        return self.links.all_gather(HALF * self._held / self.layers, layout)
+        return self.links.all_gather(HALF * self.held / self.layers, layout)
 
     @cached_property
     def _gathers(self) -> float:
-        return self._shard_step if self.run.parallel.zero == 3 else 0.0
+        return self.shard_step if self.run.parallel.zero == 3 else 0.0
 
     @cached_property
-    def _send(self) -> float:
-        """Seconds a micro-batch spends between stages, both ways."""
+    def _scatters(self) -> float:
+        return self.shard_step if self.run.parallel.zero >= 2 else 0.0
+
+    @cached_property
+    def send_once(self) -> float:
+        """Seconds until the activations of a micro-batch are at the next stage."""
         run, par = self.run, self.run.parallel
         if par.pp == 1:
             return 0.0
         beside = par.tp * par.cp * par.dp
         across = beside * par.pp > run.cluster.per_node
         size = boundary_bytes(run) / par.tp
-        once = self.links.send(size, across=across, sharing=min(beside, run.cluster.per_node))
-        if run.overlap.pp:
-            chunk = self.layers / par.vpp * self._forward
+        return self.links.send(size, across=across, sharing=min(beside, run.cluster.per_node))
+
+    @cached_property
+    def _send(self) -> float:
+        """Seconds a micro-batch spends between stages, both ways."""
+        once, par = self.send_once, self.run.parallel
+        if self.run.overlap.pp:
+            chunk = self.layers / par.vpp * self.forward
             once = max(0.0, once - chunk) + self.known.contention * min(once, chunk)
         return 2 * par.vpp * once
 
@@ -201,18 +227,19 @@ class _Step:
         """Seconds of the gradients' collectives that nothing hides."""
         par, model = self.run.parallel, self.run.model
         if par.zero >= 2:
-            return 2 * self._shard_step  # the first gather and the last scatter have nothing beside them
+            return 2 * self.shard_step  # the first gather and the last scatter have nothing beside them
         edges = model.vocab * model.hidden / par.tp
-        whole = self.links.all_reduce(HALF * (self._held + edges), self._replicas)
+        whole = self.links.all_reduce(HALF * (self.held + edges), self.replicas)
         if not self.run.overlap.dp:
             return whole
-        beside = min(whole, self.layers * self._backward)
+        beside = min(whole, self.layers * self.backward)
         return whole - beside + self.known.contention * beside
 
     @cached_property
-    def _optimizer(self) -> float:
+    def optimizer(self) -> float:
+        """Seconds of Adam on what this rank updates."""
         par = self.run.parallel
-        updated = self._held + self.run.model.vocab * self.run.model.hidden / par.tp
+        updated = self.held + self.run.model.vocab * self.run.model.hidden / par.tp
         shards = par.dp * par.cp // par.hsdp if par.zero else 1
         moved = self.known.optimizer_bytes if self.run.precision != "fp32" else 7 * FLOAT
         return self.kernels.streamed(moved * updated / shards)

@@ -23,6 +23,8 @@ class Work:
     """The attention's part of `forward`."""
 
     attention_launches: float = 0.0
+    weights: float = 0.0
+    """The gradients of weights' part of `backward`."""
 
 
 def keeps_every_second_product(run: Run) -> bool:
@@ -55,6 +57,7 @@ def block(run: Run, kernels: Kernels) -> Work:
         backward_launches=attention.backward_launches + plain.backward_launches + 8,
         attention=attention.forward,
         attention_launches=attention.forward_launches,
+        weights=products_b / 2,  # as many FLOP as the gradients of inputs
     )
 
 
@@ -139,4 +142,5 @@ def head(run: Run, kernels: Kernels) -> Work:
     return Work(
         forward=forward + kernels.streamed(14 * rows * columns),
         backward=backward + kernels.streamed(8 * rows * columns),
+        weights=backward / 2,
     )

@@ -1,0 +1,141 @@
+"""What goes into a simulated training step, and what comes out (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phalanx.errors import PlanError
+from phalanx.plan.value import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One micro-batch through one stage, one way. What overlaps within it is already counted."""
+
+    compute: float
+    """Seconds of the compute stream."""
+
+    exposed: float = 0.0
+    """Seconds in which it waits for collectives."""
+
+    beside: float = 0.0
+    """Seconds of collectives hidden behind `compute`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageWork:
+    """What one stage does and holds."""
+
+    forward: Work
+    inputs: Work
+    """The backward pass without gradients of weights, recomputation included."""
+
+    weights: Work
+    """Gradients of weights, which `zero_bubble` alone runs apart from `inputs`."""
+
+    kept: float = 0.0
+    """Bytes that a micro-batch keeps from its forward pass to the end of its backward pass."""
+
+    again: float = 0.0
+    """Bytes more while a backward pass runs."""
+
+    send: float = 0.0
+    """Seconds to bring activations to the stage after this one, or their gradients back."""
+
+    buckets: tuple[float, ...] = ()
+    """Seconds to reduce each bucket of gradients over the copies of this stage, in the order they become ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """One optimizer step, as far as one copy of each stage does it."""
+
+    schedule: Schedule
+    ranks: int
+    """Size of the stage axis."""
+
+    stages: tuple[StageWork, ...]
+    """`ranks` x `schedule.virtual` of them, in the model's order."""
+
+    held: tuple[float, ...]
+    """Bytes that each rank holds throughout: parameters, gradients, optimizer, workspace."""
+
+    optimizer: tuple[float, ...]
+    """Seconds of each rank's optimizer step."""
+
+    opening: float = 0.0
+    """Seconds of collectives before the first pass: the first gather of shards."""
+
+    contention: float = 0.0
+    """Seconds that communication and computation cost each other for each second they share (auto/constants)."""
+
+    overlaps_sends: bool = True
+    overlaps_gradients: bool = True
+    copies: int = 1
+    """Ranks that hold the same stages and do the same."""
+
+    def __post_init__(self) -> None:
+        stages = self.ranks * self.schedule.virtual
+        if len(self.stages) != stages or len(self.held) != self.ranks or len(self.optimizer) != self.ranks:
+            raise PlanError(
+                f"{self.ranks} ranks of {self.schedule.virtual} stages need {stages} stages and {self.ranks} values of "
+                f"held and optimizer, found {len(self.stages)}, {len(self.held)} and {len(self.optimizer)}."
+            )
+
+
+class Slice(NamedTuple):
+    """Something that a stream of a rank does from `start` to `end`, in seconds of the step."""
+
+    rank: int
+    stream: str
+    """`compute`, `collectives`, `send` or `gradients`."""
+
+    kind: str
+    """F, B, I or W of `plan.pipeline_order.Pass`, `gather`, `bucket` or `optimizer`."""
+
+    stage: int
+    """-1 where it belongs to no stage."""
+
+    microbatch: int
+    """-1 where it belongs to none; the number of a bucket."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTime:
+    """Where the seconds of a rank's step go; they add up to the step."""
+
+    busy: float
+    exposed: float
+    """Compute waits for collectives, gradients or a send of its own."""
+
+    idle: float
+    """Waiting for other stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A simulated step."""
+
+    pipeline: Pipeline
+    step_time_s: float
+    ranks: tuple[RankTime, ...]
+    slices: tuple[Slice, ...]
+    memory: tuple[tuple[tuple[float, float], ...], ...]
+    """By rank: seconds, and the bytes held from then on."""
+
+    left_out: int = 0
+    """Micro-batches of the steady state that `slices` and `memory` do not show, and everything else counts."""
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Bytes of every rank at its fullest."""
+        return tuple(max(held for _, held in one) for one in self.memory)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the step that the average rank waits for others."""
+        return sum(one.idle for one in self.ranks) / len(self.ranks) / self.step_time_s
