@@ -4,23 +4,26 @@ A cluster is named in a few words, or described by a file:
 
     h100x8,nodes=16             16 nodes of 8 H100, with the network such nodes usually have
     a100-40gbx4,nodes=2,gbps=200
+    cpux2, cpu                  this host's cores, dealt to two devices or one
+    herex2, here                the same, as `phalanx calibrate` measured it
     cluster.toml                nodes that differ, with figures of their own
+    rank_table.json,device=h100 the servers of a rank table
 """
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from phalanx.cluster.devices import DEVICES, GIB, TERA, Device, device_named
+from phalanx.cluster.devices import Device, device_named
 from phalanx.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from phalanx.cluster.measured import Measured
+    from phalanx.cluster.role import Role
 
 USUAL = {"a100": "A100-80GB-SXM", "h100": "H100-80GB-SXM", "h200": "H200-141GB-SXM", "b200": "B200-180GB-SXM"}
 """The device that a short name usually means."""
@@ -31,12 +34,15 @@ GBPS_A_DEVICE = {"A100": 200.0, "H100": 400.0, "H800": 400.0, "H200": 400.0, "B2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine with equal devices."""
+    """One machine with equal devices. The link between its devices is in `device.link`."""
 
     device: Device
     devices: int
     gbps: float
-    """Gb/s of all network ports together, one way."""
+    """Gb/s of all network ports together, one way: what a group of neighbouring ranks has between nodes."""
+
+    strided: float = 1.0
+    """Share of `gbps` that groups with one rank a node reach together, when each device's group works at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +50,29 @@ class Cluster:
     """Nodes in the order in which ranks are dealt to them."""
 
     nodes: tuple[Node, ...]
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+    """What was taken for granted, in words."""
+
+    measured: Measured | None = field(default=None, compare=False, repr=False)
+    """The figures of `phalanx calibrate`, for the cluster `here`."""
+
+    @classmethod
+    def detect(cls, role: Role | None = None) -> Cluster:
+        """Return the cluster this job runs on: this host's cards, else its processors, on as many nodes as it has.
+
+        Opens no device. What cannot be seen from here stands in `assumed`.
+
+        Args:
+            role: Who this process is; read from its environment when None.
+
+        Raises:
+            ConfigError: If the host's cards differ or have no preset.
+            RoleError: If the environment contradicts itself.
+        """
+        from phalanx.cluster.detect import detect
+        from phalanx.cluster.role import Role
+
+        return detect(Role.detect() if role is None else role)
 
     @property
     def devices(self) -> int:
@@ -55,6 +84,22 @@ class Cluster:
         """Whether all nodes are equal."""
         return all(node == self.nodes[0] for node in self.nodes)
 
+    def weakest(self) -> Cluster:
+        """Return as many nodes, all equal, with the least that any has of each thing: a plan for it runs on this one.
+
+        Raises:
+            ConfigError: If the devices have no precision in common.
+        """
+        if self.is_uniform:
+            return self
+        node = Node(
+            device=_least([node.device for node in self.nodes]),
+            devices=min(node.devices for node in self.nodes),
+            gbps=min(node.gbps for node in self.nodes),
+            strided=min(node.strided for node in self.nodes),
+        )
+        return replace(self, nodes=(node,) * len(self.nodes))
+
     def __str__(self) -> str:
         runs: list[tuple[Node, int]] = []
         for node in self.nodes:
@@ -65,46 +110,96 @@ class Cluster:
         return " + ".join(f"{count} x ({node.devices} {node.device.name}, {node.gbps:g} Gb/s)" for node, count in runs)
 
 
+def _least(devices: list[Device]) -> Device:
+    names = tuple(dict.fromkeys(device.name for device in devices))
+    if len(names) == 1:
+        return devices[0]
+    common = [kind for kind in devices[0].flops if all(kind in device.flops for device in devices)]
+    if not common:
+        raise ConfigError(f"{' and '.join(names)} compute in no precision in common. Describe equal nodes.")
+    return Device(
+        name=f"least of {' and '.join(names)}",
+        # Of the rates that are reached, not of the peaks: then the share is 1.
+        flops={kind: min(device.flops[kind] * device.sustained for device in devices) for kind in common},
+        sustained=1.0,
+        memory=min(device.memory for device in devices),
+        bandwidth=min(device.bandwidth for device in devices),
+        multiprocessors=min(device.multiprocessors for device in devices),
+        link=min(device.link for device in devices),
+    )
+
+
 def read_cluster(said: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
     """Return a cluster from its words, a file, or what such a file holds.
 
     Args:
-        said: Words such as `h100x8,nodes=16`, the path of a `.toml` or `.json` file, or a mapping.
+        said: Words such as `h100x8,nodes=16`, `cpux2` or `here`; the path of a `.toml` or `.json` file, which may be a
+            rank table; or a mapping.
 
     Raises:
         ConfigError: If it cannot be understood; says what was found and what is known.
     """
+    from phalanx.cluster import description_file
+
     if isinstance(said, Cluster):
         return said
     if isinstance(said, Mapping):
-        return _described(said, "the cluster")
-    text = str(said)
-    if text.endswith((".toml", ".json")):
-        return _described(_read(Path(text)), text)
-    return _worded(text)
+        return description_file.described(said, "the cluster")
+    first, *rest = (word.strip() for word in str(said).split(","))
+    if first.endswith((".toml", ".json")):
+        device = _settings(rest, {"device": ""})["device"] if rest else ""
+        return description_file.read(Path(first), str(device))
+    return _worded(str(said), first, rest)
 
 
-def _worded(text: str) -> Cluster:
-    first, *rest = (word.strip() for word in text.split(","))
+def _worded(text: str, first: str, rest: list[str]) -> Cluster:
+    made = _here(first) or _named(text, first)
+    node = made.nodes[0]
+    said = _settings(rest, {"nodes": 1.0, "gbps": node.gbps})
+    nodes, gbps = float(said["nodes"]), float(said["gbps"])
+    if nodes % 1:
+        raise ConfigError(f"Asked for nodes={nodes:g}. Give a whole number.")
+    return replace(made, nodes=(replace(node, gbps=gbps),) * int(nodes))
+
+
+def _named(text: str, first: str) -> Cluster:
     found = re.fullmatch(r"(.+?)x(\d+)", first)
     if found is None or int(found[2]) < 1:
         raise ConfigError(
-            f"Asked for the cluster {text!r}. Write DEVICExCOUNT,nodes=N, such as h100x8,nodes=16, or the path of a "
-            ".toml or .json file."
+            f"Asked for the cluster {text!r}. Write DEVICExCOUNT,nodes=N, such as h100x8,nodes=16; cpux2 or here for "
+            "this host; or the path of a .toml or .json file."
         )
-    device, count = device_named(USUAL.get(found[1].lower(), found[1])), int(found[2])
-    numbers = {"nodes": 1.0, "gbps": _usual_gbps(device) * count}
-    for word in rest:
+    device, count = device_meant(found[1]), int(found[2])
+    return Cluster(nodes=(Node(device=device, devices=count, gbps=usual_gbps(device) * count),))
+
+
+def _here(first: str) -> Cluster | None:
+    """Return this host for `cpu` and `here`, with a number of devices or without."""
+    found = re.fullmatch(r"(cpu|here)(?:x([1-9]\d*))?", first.lower())
+    if found is None:
+        return None
+    from phalanx.cluster.detect import cpu_node, measured_node
+
+    count = int(found[2] or 0)
+    if found[1] == "cpu":
+        node, assumed = cpu_node(count or 1)
+        return Cluster(nodes=(node,), assumed=assumed)
+    node, measured = measured_node(count or None)
+    return Cluster(nodes=(node,), measured=measured)
+
+
+def _settings(words: list[str], known: dict[str, float | str]) -> dict[str, float | str]:
+    """Return settings such as `nodes=2` over their defaults; those whose default is a number must be above 0."""
+    settings = dict(known)
+    for word in words:
         name, _, value = word.partition("=")
-        if name not in numbers:
+        if name not in known:
             raise ConfigError(
-                f"Asked for {word!r} of a cluster; nodes= and gbps= are known.{did_you_mean(name, numbers)}"
+                f"Asked for {word!r} of a cluster; {' and '.join(f'{one}=' for one in known)} are known."
+                f"{did_you_mean(name, known)}"
             )
-        numbers[name] = _positive(name, value)
-    if numbers["nodes"] % 1:
-        raise ConfigError(f"Asked for nodes={numbers['nodes']:g}. Give a whole number.")
-    node = Node(device=device, devices=count, gbps=numbers["gbps"])
-    return Cluster(nodes=(node,) * int(numbers["nodes"]))
+        settings[name] = value if isinstance(known[name], str) else _positive(name, value)
+    return settings
 
 
 def _positive(name: str, value: str) -> float:
@@ -117,84 +212,11 @@ def _positive(name: str, value: str) -> float:
     return number
 
 
-def _usual_gbps(device: Device) -> float:
+def device_meant(name: str) -> Device:
+    """Return the preset that a name, or a short one such as `h100`, means; raises ConfigError if none."""
+    return device_named(USUAL.get(name.lower(), name))
+
+
+def usual_gbps(device: Device) -> float:
+    """Return the Gb/s of network ports that a node usually has for each device of a kind."""
     return GBPS_A_DEVICE.get(device.name.split("-")[0], 100.0)
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-class _DeviceFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    like: str
-    """The preset whose figures hold where none are given."""
-    tflops: dict[str, float] = Field(default_factory=dict)
-    sustained: float | None = Field(default=None, gt=0, le=1)
-    memory_gib: float | None = Field(default=None, gt=0)
-    bandwidth_gb_s: float | None = Field(default=None, gt=0)
-    multiprocessors: int | None = Field(default=None, gt=0)
-    link_gb_s: float | None = Field(default=None, gt=0)
-
-
-class _NodeFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    device: str
-    devices: int = Field(gt=0)
-    count: int = Field(default=1, gt=0, le=100_000)
-    gbps: float | None = Field(default=None, gt=0)
-
-
-class _ClusterFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    nodes: list[_NodeFile] = Field(min_length=1)
-    devices: list[_DeviceFile] = Field(default_factory=list)
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Check the path of the cluster's file.") from None
-    try:
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: {error}. Correct the file.") from None
-
-
-def _described(content: Any, where: str) -> Cluster:
-    try:
-        file = _ClusterFile.model_validate(content)
-    except ValidationError as error:
-        found = error.errors()[0]
-        path = ".".join(str(part) for part in found["loc"])
-        raise ConfigError(f"{where}: {path}: {found['msg']}. docs/predict.md shows such a file.") from None
-    own = {device.name: _device(device) for device in file.devices}
-    nodes: list[Node] = []
-    for node in file.nodes:
-        device = own.get(node.device) or device_named(USUAL.get(node.device.lower(), node.device))
-        gbps = node.gbps if node.gbps is not None else _usual_gbps(device) * node.devices
-        nodes += [Node(device=device, devices=node.devices, gbps=gbps)] * node.count
-    return Cluster(nodes=tuple(nodes))
-
-
-def _device(said: _DeviceFile) -> Device:
-    like = device_named(USUAL.get(said.like.lower(), said.like))
-    if said.name in DEVICES:
-        raise ConfigError(f"The cluster's file describes {said.name}, which is a preset. Give it another name.")
-
-    def first(own: float | None, scale: float, otherwise: float) -> float:
-        return otherwise if own is None else own * scale
-
-    return Device(
-        name=said.name,
-        flops={**like.flops, **{kind: rate * TERA for kind, rate in said.tflops.items()}},
-        sustained=first(said.sustained, 1, like.sustained),
-        memory=first(said.memory_gib, GIB, like.memory),
-        bandwidth=first(said.bandwidth_gb_s, 1e9, like.bandwidth),
-        multiprocessors=said.multiprocessors or like.multiprocessors,
-        link=first(said.link_gb_s, 1e9, like.link),
-    )

@@ -100,6 +100,20 @@ TABLE: dict[str, tuple[str, str]] = {
         "an instruction this processor does not have: a library built for another one",
         "处理器不支持的指令：库是为其他处理器编译的",
     ),
+    "busy": (
+        "Load {load} on {cores} cores: other work is running here, and what is measured now will look slow.",
+        "{cores} 个核的负载为 {load}：本机正在运行其他工作，此时测得的速度会偏低。",
+    ),
+    "measuring": ("ranks: {ranks}, {part}", "进程数 {ranks}：{part}"),
+    "measured kept": (
+        "Kept in {path}; the cluster word `here` means this machine.",
+        "已保存到 {path}；集群名 here 即指本机。",
+    ),
+    "measured column": ("ranks: {ranks}, threads each: {threads}", "进程 {ranks}，各 {threads} 线程"),
+    "measured product": ("matrix product", "矩阵乘"),
+    "measured stream": ("element-wise", "逐元素运算"),
+    "measured launch": ("one operator, forward + backward", "单个算子，前向 + 反向"),
+    "measured beside": ("seconds lost per second of overlap", "每重叠一秒多耗的秒数"),
 }
 """English and Chinese by key; fields in braces."""
 

@@ -159,6 +159,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "每进程线程数；未设时为核数除以进程数"),
         ("CUDA_VISIBLE_DEVICES", "rw", "", "Cards a process may use", "进程可用的 GPU"),
         ("XPU_VISIBLE_DEVICES", "w", "", "Cards a process may use", "进程可用的 XPU"),
+        ("XDG_CACHE_HOME", "r", "~/.cache", "Where the figures of `phalanx calibrate` are kept",
+         "phalanx calibrate 的测量结果所在目录"),
         ("XDG_RUNTIME_DIR", "r", "", "Where running jobs are listed", "登记运行中任务的目录"),
         ("CXX", "r", "g++", "C++ compiler of compiled mode", "编译模式使用的 C++ 编译器"),
         ("LC_ALL", "r", "", "Language of messages that exist in two, before LANG", "双语消息的语言，先于 LANG"),

@@ -1,0 +1,147 @@
+"""Clusters from files: nodes, devices and links with figures of their own, or the servers of a rank table (pure)."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from phalanx.cluster import rank_table
+from phalanx.cluster.description import Cluster, Node, device_meant, usual_gbps
+from phalanx.cluster.devices import DEVICES, GIB, TERA, Device
+from phalanx.errors import ConfigError
+
+_OF_A_RANK_TABLE = {"server_list", "server_count", "group_list", "group_count", "board_id"}
+
+
+class _DeviceFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    like: str
+    """The preset whose figures hold where none are given."""
+    tflops: dict[str, float] = Field(default_factory=dict)
+    sustained: float | None = Field(default=None, gt=0, le=1)
+    memory_gib: float | None = Field(default=None, gt=0)
+    bandwidth_gb_s: float | None = Field(default=None, gt=0)
+    multiprocessors: int | None = Field(default=None, gt=0)
+    link_gb_s: float | None = Field(default=None, gt=0)
+
+
+class _NodeFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    device: str
+    devices: int = Field(gt=0)
+    count: int = Field(default=1, gt=0, le=100_000)
+    link_gb_s: float | None = Field(default=None, gt=0)
+    """Inside the node, in place of the device's own."""
+    gbps: float | None = Field(default=None, gt=0)
+    """Between nodes, groups of neighbouring ranks."""
+    strided_gbps: float | None = Field(default=None, gt=0)
+    """Between nodes, groups with one rank a node, all of a node's together."""
+
+
+class _ClusterFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: list[_NodeFile] = Field(min_length=1)
+    devices: list[_DeviceFile] = Field(default_factory=list)
+
+
+def read(path: Path, device: str) -> Cluster:
+    """Return the cluster of a file.
+
+    Args:
+        path: A description, `.toml` or `.json`, or a rank table.
+        device: What the devices of a rank table are; empty for this host's own.
+
+    Raises:
+        ConfigError: If it cannot be read or is wrong; names the file and the place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read ({reason}). Check the path of the cluster's file.") from None
+    if path.suffix == ".json" and any(f'"{key}"' in text for key in _OF_A_RANK_TABLE):
+        return of_rank_table(rank_table.parse(text, str(path)), device)
+    try:
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: {error}. Correct the file.") from None
+    if device:
+        raise ConfigError(f"Asked for device={device} of {path}, which says itself what it is made of. Leave it out.")
+    return described(content, str(path))
+
+
+def described(content: Any, where: str) -> Cluster:
+    """Return the cluster that a file's content describes; raises ConfigError if it is wrong."""
+    try:
+        file = _ClusterFile.model_validate(content)
+    except ValidationError as error:
+        found = error.errors()[0]
+        path = ".".join(str(part) for part in found["loc"])
+        raise ConfigError(f"{where}: {path}: {found['msg']}. docs/predict.md shows such a file.") from None
+    own = {device.name: _device(device) for device in file.devices}
+    return Cluster(nodes=tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count))
+
+
+def _node(said: _NodeFile, own: dict[str, Device], where: str) -> Node:
+    device = own.get(said.device) or device_meant(said.device)
+    gbps = said.gbps if said.gbps is not None else usual_gbps(device) * said.devices
+    if said.link_gb_s is not None:
+        device = replace(device, link=said.link_gb_s * 1e9)
+    strided = said.strided_gbps if said.strided_gbps is not None else gbps
+    if strided > gbps:
+        raise ConfigError(
+            f"{where}: asked for strided_gbps = {strided:g} over gbps = {gbps:g}, which is all the ports of a node "
+            "carry. Correct one of them."
+        )
+    return Node(device=device, devices=said.devices, gbps=gbps, strided=strided / gbps)
+
+
+def _device(said: _DeviceFile) -> Device:
+    like = device_meant(said.like)
+    if said.name in DEVICES:
+        raise ConfigError(f"The cluster's file describes {said.name}, which is a preset. Give it another name.")
+
+    def first(own: float | None, scale: float, otherwise: float) -> float:
+        return otherwise if own is None else own * scale
+
+    return Device(
+        name=said.name,
+        flops={**like.flops, **{kind: rate * TERA for kind, rate in said.tflops.items()}},
+        sustained=first(said.sustained, 1, like.sustained),
+        memory=first(said.memory_gib, GIB, like.memory),
+        bandwidth=first(said.bandwidth_gb_s, 1e9, like.bandwidth),
+        multiprocessors=said.multiprocessors or like.multiprocessors,
+        link=first(said.link_gb_s, 1e9, like.link),
+    )
+
+
+def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
+    """Return the cluster of a rank table: its servers as nodes, in the order of their lowest ranks.
+
+    Args:
+        table: The table, which names addresses but no kind of device.
+        device: What they are, such as `h100`; this host's own, as it is or by its cores, when empty.
+    """
+    counts = [len(ranks) for ranks in table.ranks_by_server]
+    if device:
+        kind = device_meant(device)
+        assumed: tuple[str, ...] = (f"{device} on every server of {table.source}",)
+    else:
+        # Cores are shared out among as many ranks as the fullest server has.
+        from phalanx.cluster.detect import detect
+        from phalanx.cluster.role import Role
+
+        found = detect(Role(local_world_size=max(counts)))
+        kind = found.nodes[0].device
+        assumed = (f"{kind.name}, as here, on every server of {table.source}; device= says another", *found.assumed)
+    nodes = tuple(Node(device=kind, devices=count, gbps=usual_gbps(kind) * count) for count in counts)
+    return Cluster(nodes=nodes, assumed=assumed)

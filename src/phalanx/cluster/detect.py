@@ -1,0 +1,154 @@
+"""What this host is made of, found without opening a device: cards by their driver's names, else processors."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+from phalanx.cluster.description import Cluster, Node, usual_gbps
+from phalanx.cluster.devices import DEVICES, GIB, Device
+from phalanx.cluster.measured import Measured, read_measured
+from phalanx.cluster.role import Role
+from phalanx.errors import ConfigError
+
+CARDS = Path("/proc/driver/nvidia/gpus")
+PROCESSORS = Path("/proc/cpuinfo")
+MEMORY = Path("/proc/meminfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+FLOPS_A_CYCLE = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
+"""Flags of a core and its float32 operations a cycle: two fused multiply-adds of a whole register."""
+
+USUAL_FLOPS_A_CYCLE = 8
+USUAL_HZ = 2.5e9
+SUSTAINED = 0.7
+"""Share of the peak that products reach on a core; 0.6 to 0.8 of 512-bit peaks were seen."""
+
+BYTES_A_CORE = 10e9
+"""Bytes/s of memory that one busy core draws."""
+
+CPU_GBPS = 10.0
+"""Gb/s of a network port where nothing says what there is."""
+
+
+def detect(role: Role) -> Cluster:
+    """Return the cluster that this process's job runs on, all its nodes taken to be as this one."""
+    cards = _cards()
+    if not cards:
+        node, assumed = cpu_node(role.local_world_size)
+    else:
+        node, assumed = _card_node(cards)
+    if role.node_count > 1:
+        assumed += (f"{role.node_count} nodes, all as this one", f"{node.gbps:g} Gb/s between them")
+    return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
+
+
+def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
+    """Return this host as a node of so many devices, each an equal part of its cores, and what was assumed."""
+    cores = max(1, len(os.sched_getaffinity(0)) // devices)
+    info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
+    flags = set(_field(info, "flags", "Features").split())
+    cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
+    hertz = float(_field(info, "cpu MHz") or USUAL_HZ / 1e6) * 1e6
+    peak = cores * cycle * hertz
+    made = Device(
+        name=f"cpu-{cores}-core",
+        flops={"fp32": peak, "bf16": peak * (2 if "avx512_bf16" in flags else 1)},
+        sustained=SUSTAINED,
+        memory=memory_bytes() / devices,
+        bandwidth=cores * BYTES_A_CORE,
+        multiprocessors=cores,
+        link=cores * BYTES_A_CORE / 2,
+    )
+    assumed = (
+        f"{cycle} float32 operations a cycle and core at {hertz / 1e9:.2g} GHz",
+        f"{BYTES_A_CORE / 1e9:g} GB/s of memory a core; `phalanx calibrate` measures, and `here` uses it",
+    )
+    return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
+
+
+def measured_node(devices: int | None) -> tuple[Node, Measured]:
+    """Return this host as it was measured, with so many devices, or as many as were measured at most.
+
+    Raises:
+        ConfigError: If it was not measured, or not with so many ranks.
+    """
+    found = read_measured()
+    count = devices or found.ranks[-1]
+    rates, size, stream = found.at(count), 1024, 2**23
+    link = stream / rates.collective_s("send", stream, count) if count > 1 else BYTES_A_CORE
+    flops = {kind: 2 * size**3 / rates.matmul_s(size, size, size, kind) for kind in ("fp32", "bf16")}
+    made = Device(
+        name=f"cpu-{rates.threads}-core-measured",
+        flops=flops,
+        sustained=1.0,
+        memory=found.memory / count,
+        bandwidth=2 * stream / rates.operator_s("elementwise", stream),
+        multiprocessors=rates.threads,
+        link=link,
+    )
+    return Node(device=made, devices=count, gbps=CPU_GBPS), found
+
+
+def processor_name() -> str:
+    """Return what the system calls this host's processor."""
+    info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
+    return _field(info, "model name") or platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory this process may use: the machine's, or what its container is given."""
+    total = int(_field(MEMORY.read_text(), "MemTotal").split()[0]) * 1024
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _field(text: str, *names: str) -> str:
+    found = re.search(rf"^(?:{'|'.join(map(re.escape, names))})\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _cards() -> list[str]:
+    """Return the names of the cards this process may use."""
+    if not CARDS.is_dir():
+        return []
+    files = sorted(CARDS.glob("*/information"))
+    names = [_field(file.read_text(), "Model") for file in files]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    asked = [one.strip() for one in visible.split(",") if one.strip()]
+    if all(one.isdecimal() and int(one) < len(names) for one in asked):
+        return [names[int(one)] for one in asked]
+    return names[: len(asked)]  # Named by their UUID: cards of one host are alike.
+
+
+def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
+    preset = preset_of(names[0])
+    if len(set(names)) > 1:
+        raise ConfigError(
+            f"Asked to detect this host, found different cards: {', '.join(names)}. Choose equal ones with "
+            "CUDA_VISIBLE_DEVICES, or describe the cluster in a file (docs/predict.md)."
+        )
+    gbps = usual_gbps(preset) * len(names)
+    return Node(device=preset, devices=len(names), gbps=gbps), (f"{names[0]} is {preset.name}, with its usual network",)
+
+
+def preset_of(card: str) -> Device:
+    """Return the preset of a card by its driver's name, such as `NVIDIA A100-SXM4-40GB` or `NVIDIA H100 80GB HBM3`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    words = set(re.findall(r"[A-Z]+\d+|\d+GB|PCIE", card.upper()))
+    kin = [one for name, one in DEVICES.items() if name.split("-")[0] in words]
+    stated = [one for one in kin if f"{round(one.memory / GIB)}GB" in words] or kin
+    shaped = [one for one in stated if ("PCIE" in one.name.upper()) == ("PCIE" in words)]
+    if not shaped:
+        raise ConfigError(
+            f"Asked to detect this host, found {card}, which has no preset. Known: {', '.join(DEVICES)}. Describe it "
+            "in a file, under devices (docs/predict.md)."
+        )
+    return shaped[0]

@@ -1,0 +1,290 @@
+"""How fast a machine was when it was measured: tables of seconds and how to read between their points (pure).
+
+`phalanx calibrate` writes one file a machine. What stands in it was measured on all ranks at once, for several numbers
+of ranks, so that a rate is what a rank gets while the others work too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import socket
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from phalanx.errors import ConfigError
+
+SCHEMA: Literal[1] = 1
+"""Version of the file; goes up with every change that an older reader would misread."""
+
+Precision = Literal["fp32", "bf16"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+BACKENDS = ("shm", "gloo")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Grid(_Frozen):
+    """Seconds at every crossing of some axes, never falling along any of them."""
+
+    axes: tuple[tuple[float, ...], ...] = Field(min_length=1)
+    """Measured coordinates of each axis, rising."""
+
+    seconds: tuple[float, ...]
+    """One for each crossing, the last axis fastest."""
+
+    powers: tuple[float, ...]
+    """How seconds grow beyond the end of each axis: with this power of the coordinate."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Grid:
+        if len(self.powers) != len(self.axes) or math.prod(map(len, self.axes)) != len(self.seconds):
+            raise ValueError(f"{len(self.seconds)} seconds do not fit axes of {[len(a) for a in self.axes]} points")
+        if not all(0 < a < b for axis in self.axes for a, b in itertools.pairwise((*axis, math.inf))):
+            raise ValueError("axes must rise, above 0")
+        if not all(0 < one < math.inf for one in self.seconds):
+            raise ValueError("seconds must be above 0")
+        if self.seconds != never_falling(self.axes, self.seconds):
+            raise ValueError("seconds fall along an axis")
+        return self
+
+    @cached_property
+    def _logs(self) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+        return tuple(tuple(map(math.log, axis)) for axis in self.axes), tuple(map(math.log, self.seconds))
+
+    def at(self, *place: float) -> float:
+        """Return the seconds at a place: exact at measured points, linear in logarithms between them.
+
+        Below an axis the seconds of its first point hold, beyond its end they grow with the axis's power. More work
+        never takes less time.
+        """
+        axes, logs = self._logs
+        beyond = 0.0
+        corners = [(0, 1.0)]
+        for axis, power, value in zip(axes, self.powers, place, strict=True):
+            x = math.log(value) if value > 0 else axis[0]
+            beyond += power * max(0.0, x - axis[-1])
+            low, share = _between(axis, x)
+            taken = [(low, 1 - share), (low + 1, share)] if share else [(low, 1.0)]
+            corners = [(i * len(axis) + j, w * v) for i, w in corners for j, v in taken]
+        return math.exp(math.fsum(logs[i] * w for i, w in corners) + beyond)
+
+
+def _between(axis: tuple[float, ...], x: float) -> tuple[int, float]:
+    """Return the last point at or before x, and how far x is towards the next, from 0 to 1."""
+    if x <= axis[0]:
+        return 0, 0.0
+    for i in range(len(axis) - 1):
+        if x < axis[i + 1]:
+            return i, (x - axis[i]) / (axis[i + 1] - axis[i])
+    return len(axis) - 1, 0.0
+
+
+def never_falling(axes: tuple[tuple[float, ...], ...], seconds: tuple[float, ...]) -> tuple[float, ...]:
+    """Return seconds of which none is above one further along an axis: disturbances only ever make things slower."""
+    values, stride = list(seconds), 1
+    for axis in reversed(axes):
+        for i in range(len(values) - stride - 1, -1, -1):
+            if i // stride % len(axis) < len(axis) - 1:
+                values[i] = min(values[i], values[i + stride])
+        stride *= len(axis)
+    return tuple(values)
+
+
+class Convolution(_Frozen):
+    """One measured convolution, as the matrix product it amounts to in each of its groups."""
+
+    m: int = Field(gt=0)
+    """Places of the output, all images together."""
+    n: int = Field(gt=0)
+    """Channels of the output."""
+    k: int = Field(gt=0)
+    """Values that make one output."""
+    groups: int = Field(gt=0)
+    forward_s: float = Field(gt=0)
+    backward_s: float = Field(gt=0)
+
+
+class Rates(_Frozen):
+    """What each of some ranks gets while all of them work. Every number of seconds includes starting the operator."""
+
+    threads: int = Field(gt=0)
+    """Threads each rank had."""
+
+    launch_s: float = Field(gt=0)
+    """Seconds of one operator on a tiny tensor in forward, recorded by autograd."""
+
+    backward_launch_s: float = Field(gt=0)
+    """Seconds of its backward."""
+
+    grids: dict[str, Grid]
+    """Tables by what was measured, such as `matmul fp32` or `all_reduce shm 2`."""
+
+    convolutions: tuple[Convolution, ...] = Field(min_length=1)
+    shared: dict[str, float] = Field(default_factory=dict)
+    """By backend: extra seconds for each second that a collective and computation run side by side."""
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
+        """Return the seconds of a linear layer of (n, k) on (m, k)."""
+        return self._grid(f"matmul {dtype}").at(m, n, k)
+
+    def conv_s(
+        self, m: float, n: float, k: float, groups: float = 1, *, backward: bool = False, dtype: Precision = "fp32"
+    ) -> float:
+        """Return the seconds of a convolution, by its cost over that of its matrix products, as measured near it.
+
+        Args:
+            m: Places of the output, all images together.
+            n: Channels of the output in one group.
+            k: Values that make one output: channels of the input in one group, times the size of the kernel.
+            groups: Groups of channels.
+            backward: Both gradients, of input and weight, in place of the output.
+            dtype: Precision.
+        """
+        place = tuple(math.log(max(1.0, x)) for x in (m, n, k, groups))
+        near: list[tuple[float, float]] = []
+        for one in self.convolutions:
+            there = tuple(map(math.log, (one.m, one.n, one.k, one.groups)))
+            products = self._products(one.m, one.n, one.k, one.groups, backward, "fp32")
+            over = math.log((one.backward_s if backward else one.forward_s) / products)
+            apart = math.dist(place, there)
+            if apart == 0:
+                near = [(1.0, over)]
+                break
+            near.append((apart**-2, over))
+        over = math.fsum(w * x for w, x in near) / math.fsum(w for w, _ in near)
+        return math.exp(over) * self._products(m, n, k, groups, backward, dtype)
+
+    def _products(self, m: float, n: float, k: float, groups: float, backward: bool, dtype: Precision) -> float:
+        if not backward:
+            return groups * self.matmul_s(m, n, k, dtype)
+        return groups * (self.matmul_s(m, k, n, dtype) + self.matmul_s(n, k, m, dtype))
+
+    def attention_s(self, batch_heads: float, seq: float, head_dim: float, *, backward: bool = False) -> float:
+        """Return the seconds of fused attention over sequences of all heads."""
+        return self._grid(f"attention {_way(backward)}").at(batch_heads, seq, head_dim)
+
+    def operator_s(self, name: str, size: float, *, backward: bool = False) -> float:
+        """Return the seconds of an operator bound by memory.
+
+        Args:
+            name: `elementwise`, `gelu`, `dropout`, `layer_norm`, `batch_norm`, `softmax`, `max_pool2d` or
+                `cross_entropy`; others count as element-wise.
+            size: Bytes of its input.
+            backward: Its gradient, in place of its output.
+        """
+        grid = self.grids.get(f"{name} {_way(backward)}") or self._grid(f"elementwise {_way(backward)}")
+        return grid.at(size)
+
+    def optimizer_s(self, kind: str, elements: float, tensors: float) -> float:
+        """Return the seconds of one step of an optimizer, `sgd`, `momentum` or `adam`, over parameters of that size."""
+        return tensors * self._grid(f"optimizer {kind}").at(elements / tensors) if tensors else 0.0
+
+    def collective_s(self, kind: Kind, size: float, group: int, backend: str = "shm") -> float:
+        """Return the seconds of a collective while all other groups of its size have theirs.
+
+        Args:
+            kind: Which.
+            size: Bytes: of the tensor (`all_reduce`, `broadcast`, `send`), of the whole of all ranks (`all_gather`,
+                `reduce_scatter`), or of what each rank holds (`all_to_all`).
+            group: Ranks of the group.
+            backend: What carries it, `shm` or `gloo`.
+        """
+        return 0.0 if group == 1 else self._grid(f"{kind} {backend} {group}").at(size)
+
+    def contention(self, backend: str = "shm") -> float:
+        """Return the extra seconds for each second that a collective and computation share; 1 gains nothing."""
+        return self.shared.get(backend, 0.0)
+
+    def _grid(self, name: str) -> Grid:
+        if name not in self.grids:
+            raise ConfigError(
+                f"Asked for {name!r}, which was not measured. There are {', '.join(sorted(self.grids))}. "
+                "Run `phalanx calibrate -n N` with the number of ranks you plan for."
+            )
+        return self.grids[name]
+
+
+def _way(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+class Measured(_Frozen):
+    """One machine, measured."""
+
+    schema_version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    host: str
+    processor: str
+    cores: int = Field(gt=0)
+    memory: int = Field(gt=0)
+    """Bytes."""
+    torch: str
+    date: str
+    """When, in ISO 8601 and UTC."""
+    rates: dict[int, Rates] = Field(min_length=1)
+    """By the number of ranks that worked at once."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of ranks that were measured."""
+        return tuple(sorted(self.rates))
+
+    def at(self, ranks: int) -> Rates:
+        """Return what each of that many ranks gets.
+
+        Raises:
+            ConfigError: If that number of ranks was not measured.
+        """
+        if ranks not in self.rates:
+            raise ConfigError(
+                f"Asked for {ranks} ranks of {self.host}, which was measured with {', '.join(map(str, self.ranks))}. "
+                f"Run `phalanx calibrate -n {ranks}` there."
+            )
+        return self.rates[ranks]
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            file.write(self.model_dump_json(by_alias=True, indent=1) + "\n")
+        os.replace(file.name, path)
+
+
+def measured_file() -> Path:
+    """Return where this machine's file is kept: in the user's cache, by the host's name, as homes may be shared."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "phalanx" / "measured" / f"{socket.gethostname()}.json"
+
+
+def read_measured(path: Path | None = None) -> Measured:
+    """Return a machine from its file; this one's own when no path is given.
+
+    Raises:
+        ConfigError: If there is none, or it is of another version or broken; says what to do.
+    """
+    path = measured_file() if path is None else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not there. Measure this machine with `phalanx calibrate`.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Measure again with `phalanx calibrate`.") from None
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != SCHEMA:
+        raise ConfigError(
+            f"{path}: asked for version {SCHEMA}, found {found!r}. Measure again with `phalanx calibrate`."
+        )
+    try:
+        return Measured.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {place}: {first['msg']}. Measure again with `phalanx calibrate`.") from None

@@ -1,0 +1,127 @@
+"""What `phalanx calibrate` times between ranks: collectives by kind, backend, group and size, alone and beside work."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cluster.measured import BACKENDS, Grid, Kind
+from phalanx.diagnose.calibrate_work import Run, grid
+
+_SAMPLES = 5
+_BESIDE_BYTES = 2**23
+
+# Newer releases of torch name them so, and warn of the older names.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Groups = dict[tuple[str, int], dist.ProcessGroup]
+"""This rank's group by backend and number of ranks."""
+
+
+def groups() -> Groups:
+    """Return a group of every size that divides the ranks, neighbours together; collective over all ranks."""
+    ranks, mine = dist.get_world_size(), dist.get_rank()
+    made: Groups = {}
+    for backend in BACKENDS:
+        for size in (size for size in range(2, ranks + 1) if ranks % size == 0):
+            for first in range(0, ranks, size):
+                # Not comm.new_group, which keeps one group for the same ranks whatever its backend.
+                group = dist.new_group(list(range(first, first + size)), backend=backend)
+                if first <= mine < first + size:
+                    made[backend, size] = group
+    return made
+
+
+def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
+    """Time a collective by its size, while the other groups have theirs; collective over all ranks."""
+    sizes = (2**6, 2**16, 2**20) if quick else (2**6, 2**12, 2**16, 2**20, 2**23, 2**26)
+    return grid((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind) for size in sizes])
+
+
+def _seconds(run: Run, size: int, kind: Kind) -> float:
+    # As many runs on every rank: how many may not depend on a clock.
+    times = max(1, min(20, 2**20 // size))
+    run()
+    taken = []
+    for _ in range(_SAMPLES if size < 2**26 else 3):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        taken.append((time.perf_counter() - started) / times)
+    return statistics.median(taken) / (2 if kind == "send" else 1)
+
+
+def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Run:
+    """Return one call of a collective; a send is there and back."""
+    ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    part = max(1, size // 4 // ranks)
+    whole, slice_ = torch.zeros(part * ranks), torch.zeros(part)
+    turn = iter(range(2**62))
+
+    def there_and_back() -> None:
+        other = mine ^ 1
+        if other >= ranks:
+            return
+        for sender in (0, 1):
+            if mine % 2 == sender:
+                dist.send(whole, group=group, group_dst=other)
+            else:
+                dist.recv(whole, group=group, group_src=other)
+
+    calls: dict[Kind, Run] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: _gather(whole, slice_, group=group),
+        "reduce_scatter": lambda: _scatter(slice_, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        # The source changes: the one before may not run ahead of those that wait for it.
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=next(turn) % ranks),
+        "send": there_and_back,
+    }
+    return calls[kind]
+
+
+def contention(group: dist.ProcessGroup, *, quick: bool) -> float:
+    """Return the extra seconds for each second that an all-reduce and products share; collective over all ranks."""
+    x = torch.zeros(_BESIDE_BYTES // (32 if quick else 4))
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
+
+    def reduce() -> None:
+        dist.all_reduce(x, group=group)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, b)
+
+    def beside() -> None:
+        started = dist.all_reduce(x, group=group, async_op=True)
+        work(times)
+        if started is not None:
+            started.wait()
+
+    link = _median(reduce)
+    times = max(1, round(link / (_median(lambda: work(20)) / 20)))
+    alone, both = _median(lambda: work(times)), _median(beside)
+    return max(0.0, (both - max(alone, link)) / min(alone, link))
+
+
+def _median(run: Run) -> float:
+    run()
+    taken = []
+    for _ in range(_SAMPLES):
+        dist.barrier()
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def kinds() -> Sequence[Kind]:
+    """Return the kinds of collectives."""
+    return get_args(Kind)

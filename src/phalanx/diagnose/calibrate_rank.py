@@ -1,0 +1,120 @@
+"""One rank of `phalanx calibrate`: times one part after the other beside its peers, and writes its own figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import click
+import torch
+import torch.distributed as dist
+
+from phalanx.cluster.measured import BACKENDS, Convolution, Grid, Kind, Precision, Rates
+from phalanx.comm.context import init
+from phalanx.diagnose import calibrate_links as links
+from phalanx.diagnose import calibrate_work as work
+
+OPTIMIZERS = ("sgd", "momentum", "adam")
+SEED = 1
+
+
+class _Sheet:
+    """What this rank measured so far."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.quick = quick
+        self.clock = work.Clock(_align, quick=quick)
+        self.grids: dict[str, Grid] = {}
+        self.convolutions: list[Convolution] = []
+        self.launch = (0.0, 0.0)
+        self.shared: dict[str, float] = {}
+
+    def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield every part: its name and what measures it."""
+        yield "launch", self._launch
+        for dtype in get_args(Precision):
+            yield f"matmul {dtype}", partial(self._matmul, dtype)
+        yield "convolution", self._convolve
+        yield "attention", self._attend
+        for name in work.OPERATORS:
+            yield name, partial(self._operator, name)
+        for kind in OPTIMIZERS:
+            yield f"optimizer {kind}", partial(self._optimizer, kind)
+        if dist.is_initialized():
+            yield from self._links()
+
+    def _links(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        made = links.groups()
+        for backend, size in made:
+            for kind in links.kinds():
+                yield f"{kind} {backend} {size}", partial(self._collective, kind, backend, size, made[backend, size])
+        for backend in BACKENDS:
+            yield f"beside work, {backend}", partial(self._beside, backend, made[backend, dist.get_world_size()])
+
+    def _launch(self) -> None:
+        self.launch = work.launch(self.clock)
+
+    def _matmul(self, dtype: Precision) -> None:
+        self.grids[f"matmul {dtype}"] = work.matmul(self.clock, dtype, quick=self.quick)
+
+    def _convolve(self) -> None:
+        self.convolutions = work.convolutions(self.clock, quick=self.quick)
+
+    def _attend(self) -> None:
+        self._both("attention", work.attention(self.clock, quick=self.quick))
+
+    def _operator(self, name: str) -> None:
+        self._both(name, work.operator(self.clock, name, quick=self.quick))
+
+    def _both(self, name: str, grids: tuple[Grid, Grid]) -> None:
+        self.grids[f"{name} forward"], self.grids[f"{name} backward"] = grids
+
+    def _optimizer(self, kind: str) -> None:
+        self.grids[f"optimizer {kind}"] = work.optimizer(self.clock, kind, quick=self.quick)
+
+    def _collective(self, kind: Kind, backend: str, size: int, group: dist.ProcessGroup) -> None:
+        self.grids[f"{kind} {backend} {size}"] = links.collective(kind, group, quick=self.quick)
+
+    def _beside(self, backend: str, group: dist.ProcessGroup) -> None:
+        self.shared[backend] = links.contention(group, quick=self.quick)
+
+    def rates(self) -> Rates:
+        """Return all of it."""
+        return Rates(
+            threads=torch.get_num_threads(),
+            launch_s=self.launch[0],
+            backward_launch_s=self.launch[1],
+            grids=self.grids,
+            convolutions=tuple(self.convolutions),
+            shared=self.shared,
+        )
+
+
+def _align() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--quick", is_flag=True)
+def main(folder: Path, quick: bool) -> None:
+    """Measure and write FOLDER/RANK.json; rank 0 also tells how far it is, in FOLDER/progress."""
+    init(backend="shm")
+    torch.manual_seed(SEED)
+    rank = int(os.environ.get("PHALANX_RANK", "0"))
+    sheet = _Sheet(quick=quick)
+    parts = list(sheet.parts())
+    for number, (name, measure) in enumerate(parts, 1):
+        if rank == 0:
+            with (folder / "progress").open("a") as file:
+                file.write(f"{number} {len(parts)} {name}\n")
+        measure()
+    (folder / f"{rank}.json").write_text(sheet.rates().model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What `phalanx calibrate` times on every rank besides collectives: products, convolutions, attention, operators."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.cluster.measured import Convolution, Grid, Precision, never_falling
+
+Run = Callable[[], object]
+
+LEAST_SAMPLE_S = 2e-4
+"""Shorter runs are repeated within a sample: below this the clock's own time would count."""
+
+SAMPLES = 7
+BUDGET_S = 0.12
+"""A point ends after this long, or after SAMPLES samples, and has two at least."""
+
+CONVOLUTIONS = (
+    # images, channels in, side, channels out, kernel, stride, groups
+    (8, 3, 64, 64, 7, 2, 1),
+    (8, 64, 28, 64, 3, 1, 1),
+    (8, 64, 28, 256, 1, 1, 1),
+    (8, 128, 14, 128, 3, 1, 1),
+    (8, 192, 13, 384, 3, 1, 1),
+    (8, 256, 14, 512, 3, 2, 1),
+    (8, 512, 7, 512, 3, 1, 1),
+    (32, 3, 32, 16, 3, 1, 1),
+    (32, 16, 16, 16, 3, 1, 1),
+    (32, 64, 8, 192, 5, 1, 1),
+    (8, 64, 28, 64, 3, 1, 64),
+)
+"""Layers of ResNet and AlexNet, of small networks over small images, and one by channel."""
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elementwise": F.relu,
+    "gelu": F.gelu,
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "batch_norm": lambda x: F.batch_norm(x.view(-1, 16, 8, 8), None, None, training=True),
+    "softmax": lambda x: F.softmax(x, 1),
+    "max_pool2d": lambda x: F.max_pool2d(x.view(-1, 16, 8, 8), 2),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64), reduction="none"),
+}
+"""Operators bound by memory, of a float32 tensor with rows of 1,024."""
+
+_TINY_CHAIN = 100
+
+
+class Clock:
+    """Medians of repeated runs; short when in a hurry."""
+
+    def __init__(self, align: Callable[[], None], *, quick: bool) -> None:
+        self._align = align
+        self._samples, self._budget_s = (3, 0.0) if quick else (SAMPLES, BUDGET_S)
+
+    def seconds(self, run: Run) -> float:
+        """Return the seconds of one run while the other ranks do the same; collective over the ranks."""
+        run()
+        self._align()
+        once = _timed(run, 1)
+        times = max(1, int(LEAST_SAMPLE_S / once))
+        taken, started = [once] if times == 1 else [], time.perf_counter()
+        while len(taken) < 2 or (len(taken) < self._samples and time.perf_counter() - started < self._budget_s):
+            taken.append(_timed(run, times))
+        return statistics.median_low(taken)
+
+
+def _timed(run: Run, times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - started) / times
+
+
+def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Grid:
+    """Time linear layers over a grid of shapes."""
+    axes = ((1, 64, 512), (64, 512), (64, 512)) if quick else ((1, 8, 64, 512, 2048), *[(16, 64, 256, 1024, 2048)] * 2)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+    def one(m: int, n: int, k: int) -> float:
+        x, weight = torch.randn(m, k, dtype=kind), torch.randn(n, k, dtype=kind)
+        with torch.no_grad():
+            return clock.seconds(lambda: F.linear(x, weight))
+
+    return grid(axes, (1, 1, 1), [one(*place) for place in itertools.product(*axes)])
+
+
+def attention(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
+    """Time fused attention, forward and backward, by heads of all sequences, length and width of a head."""
+    axes = ((4, 16), (16, 64), (16, 32)) if quick else ((4, 64), (16, 64, 256, 512), (16, 64))
+    forward, backward = [], []
+    for heads, seq, width in itertools.product(*axes):
+        q, k, v = (torch.randn(1, heads, seq, width, requires_grad=True) for _ in range(3))
+        there, back = _both_ways(clock, partial(F.scaled_dot_product_attention, q, k, v), [q, k, v])
+        forward.append(there)
+        backward.append(back)
+    return grid(axes, (1, 2, 1), forward), grid(axes, (1, 2, 1), backward)
+
+
+def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Grid, Grid]:
+    """Time an operator bound by memory, forward and backward, by the bytes of its input."""
+    sizes = (2**14, 2**20) if quick else (2**12, 2**16, 2**20, 2**23, 2**26)
+    forward, backward = [], []
+    for size in sizes:
+        x = torch.randn(size // 4096, 1024, requires_grad=True)
+        there, back = _both_ways(clock, partial(OPERATORS[name], x), [x])
+        forward.append(there)
+        backward.append(back)
+    return grid((sizes,), (1,), forward), grid((sizes,), (1,), backward)
+
+
+def launch(clock: Clock) -> tuple[float, float]:
+    """Return the seconds of one operator on a tiny tensor, forward as autograd records it, and backward."""
+    x = torch.ones(1, requires_grad=True)
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(_TINY_CHAIN):
+            y = y * 1.0
+        return y
+
+    end = chain()
+    forward = clock.seconds(chain)
+    backward = clock.seconds(lambda: torch.autograd.grad(end, x, retain_graph=True))
+    return forward / _TINY_CHAIN, backward / _TINY_CHAIN
+
+
+def convolutions(clock: Clock, *, quick: bool) -> list[Convolution]:
+    """Time convolutions, forward and both gradients."""
+    return [_convolution(clock, *shape) for shape in (CONVOLUTIONS[-3:] if quick else CONVOLUTIONS)]
+
+
+def _convolution(
+    clock: Clock, images: int, channels: int, side: int, out: int, kernel: int, stride: int, groups: int
+) -> Convolution:
+    x = torch.randn(images, channels, side, side, requires_grad=True)
+    weight = torch.randn(out, channels // groups, kernel, kernel, requires_grad=True)
+
+    def run() -> Tensor:
+        return F.conv2d(x, weight, stride=stride, padding=kernel // 2, groups=groups)
+
+    forward, backward = _both_ways(clock, run, [x, weight])
+    places = run().shape[2] * run().shape[3] * images
+    return Convolution(
+        m=places,
+        n=out // groups,
+        k=channels // groups * kernel**2,
+        groups=groups,
+        forward_s=forward,
+        backward_s=backward,
+    )
+
+
+def optimizer(clock: Clock, kind: str, *, quick: bool) -> Grid:
+    """Time steps of an optimizer, a tensor, by its elements."""
+    sizes = (2**8, 2**16) if quick else (2**6, 2**12, 2**16, 2**19, 2**22)
+    seconds = []
+    for size in sizes:
+        tensors = 16 if size < 2**20 else 4
+        parameters = [torch.zeros(size, requires_grad=True) for _ in range(tensors)]
+        for one in parameters:
+            one.grad = torch.ones(size)
+        if kind == "adam":
+            made: torch.optim.Optimizer = torch.optim.Adam(parameters)
+        else:
+            made = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if kind == "momentum" else 0.0)
+        seconds.append(clock.seconds(made.step) / tensors)
+    return grid((sizes,), (1,), seconds)
+
+
+def grid(axes: Sequence[Sequence[float]], powers: Sequence[float], seconds: Sequence[float]) -> Grid:
+    """Return a grid of what was timed: more work that seemed to take less corrects the smaller one."""
+    rising = tuple(tuple(float(x) for x in axis) for axis in axes)
+    return Grid(axes=rising, seconds=never_falling(rising, tuple(seconds)), powers=tuple(powers))
+
+
+def _both_ways(clock: Clock, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the seconds of an operator and of its gradient.
+
+    Starting the engine of autograd, which a model does once for all its operators, is taken off the gradient's.
+    """
+    forward = clock.seconds(run)
+    made = run()
+    seed = torch.ones_like(made)
+
+    def back() -> object:
+        return torch.autograd.grad(made, list(inputs), seed, retain_graph=True)
+
+    tiny = torch.ones(1, requires_grad=True)
+    end = tiny * 1.0
+    engine = clock.seconds(lambda: torch.autograd.grad(end, tiny, retain_graph=True))
+    return forward, max(clock.seconds(back) - engine, 1e-6)
