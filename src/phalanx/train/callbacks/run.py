@@ -1,4 +1,4 @@
-"""One training run as its callbacks see it: where it is, and the edges at which all ranks act alike.
+"""One training run as its callbacks see it: where it is, and the verbs of whoever trains.
 
     run = Run(model=model, optimizer=optimizer, loader=loader, epochs=10, callbacks=callbacks)
     run.resume(folder)                                    # or not
@@ -31,16 +31,14 @@ from torch import Tensor
 
 from phalanx.checkpoint.capture import Training
 from phalanx.checkpoint.loading import Loaded, load_newest
-from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.stopping import StopEdge
 from phalanx.comm import context
-from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
 from phalanx.comm.context import BatchShare
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.parallel.recipe.ema import EMA
 from phalanx.parallel.step_gate import has_updated
 from phalanx.train import events
-from phalanx.train.callbacks.base import Callback, names_of, read_callbacks
+from phalanx.train.callbacks.base import Callback, read_callbacks
+from phalanx.train.callbacks.edges import SIGNALLED, Edges
 from phalanx.train.callbacks.measure import Clock, Speed, memory
 from phalanx.train.metrics import mean_over_ranks
 
@@ -103,15 +101,11 @@ class Run:
         self.clock = Clock()
         """Time spent in epochs."""
 
-        self.stop_reason: str | None = None
-        """Why training was stopped before its end, the same on every rank; None when it was not."""
-
         self.resumed_from: Loaded | None = None
         self.ema: EMA | None = None
         """The average of the weights that a callback keeps, for checkpoints."""
 
         self.callbacks = read_callbacks(callbacks)
-        self._names = names_of(self.callbacks)
         _check_sinks(self.callbacks, steps_in_sink)
         here = context.init()
         self.rank, self.world_size = here.rank, here.world_size
@@ -121,19 +115,14 @@ class Run:
         self._first_epoch = loader.epoch
         self._share: BatchShare | None = None
         self._global_loss: tuple[int, float] | None = None
-        self._failure: tuple[str, Exception] | None = None
-        self._reason: str | None = None
-        self._edges = 0
         self._speed = Speed()
         self._device = here.device
-        terms = {"epochs": epochs, "callbacks": self._names, "sink": steps_in_sink}
-        self._ranks = Ranks.meet("training", terms, timeout_s=DEFAULT_TIMEOUT_S)
-        self._stop = StopEdge(self.rank, self.world_size, self._ranks.store, f"{self._ranks.prefix}/stop")
+        self._edges = Edges(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
         try:
-            self._each("setup")
-            self._decide("setup")
+            self._edges.tell("setup", self)
+            self._edges.decide("setup")
         except BaseException:
-            self._stop.close()
+            self._edges.close()
             raise
 
     # -- for callbacks ---------------------------------------------------------------------------------------------
@@ -152,12 +141,16 @@ class Run:
         Not collective. Called by all ranks at one place, they stop at the edge (of a step, sink or epoch) that follows;
         called by some, at an edge soon after on which all agree.
         """
-        self._reason = self._reason or reason
-        self._stop.ask()
+        self._edges.ask_to_stop(reason)
 
     def stop_on_signal(self) -> None:
         """Take SIGTERM of any rank as a request to stop on all; until the run is closed."""
-        self._stop.listen()
+        self._edges.listen()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why training was stopped before its end, the same on every rank; None when it was not."""
+        return self._edges.stop_reason
 
     @property
     def was_signalled(self) -> bool:
@@ -171,7 +164,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is and the states of its callbacks; checkpoints hold it as `extra["run"]`."""
-        states = {name: callback.state_dict() for name, callback in zip(self._names, self.callbacks, strict=True)}
+        states = {name: callback.state_dict() for name, callback in self._named()}
         return {
             "step": self.step,
             "samples": self.samples,
@@ -200,25 +193,28 @@ class Run:
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self._first_epoch = state["step"], state["samples"], state["first_epoch"]
         self.epoch = self.loader.epoch - self._first_epoch
-        for name, callback in zip(self._names, self.callbacks, strict=True):
+        for name, callback in self._named():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
             elif callback.state_dict():
                 logger.warning("callback %s begins anew: the checkpoint has no state of it", name)
 
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        return zip(self._edges.names, self.callbacks, strict=True)
+
     def __enter__(self) -> Run:
         """Begin: `on_train_begin`."""
         self._speed.restart(self)
         events.run_reports(self._facts)
-        self._each("on_train_begin")
+        self._edges.tell("on_train_begin", self)
         return self
 
     def begin_epoch(self) -> bool:
         """Begin the next epoch; return False, and begin none, after the last or once training was stopped."""
-        if self._edge() or self.stop_reason is not None or self.epoch >= self.epochs:
+        if self._edges.stops(self.step) or self.epoch >= self.epochs:
             return False
         self.batches = self.loader.state_dict()["position"] // self.loader.global_batch
-        self._each("on_epoch_begin")
+        self._edges.tell("on_epoch_begin", self)
         self.clock.begin()
         return True
 
@@ -236,15 +232,15 @@ class Run:
         updated = has_updated(self.optimizer)
         if updated:
             self.step += 1
-            self._each("on_update")
+            self._edges.tell("on_update", self)
         return updated
 
     def end_step(self) -> bool:
         """End a step or sink: `on_step_end`; return whether training stops here."""
         if self.loss is not None:
             events.report_run(self.step - 1, self.loss)
-        self._each("on_step_end")
-        return self._edge()
+        self._edges.tell("on_step_end", self)
+        return self._edges.stops(self.step)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -257,11 +253,11 @@ class Run:
     def end_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Tell callbacks the result of an evaluation: `on_eval_end`."""
         self.metrics = metrics
-        self._each("on_eval_end")
+        self._edges.tell("on_eval_end", self)
 
     def end_epoch(self) -> None:
         """End an epoch: `on_epoch_end`."""
-        self._each("on_epoch_end")
+        self._edges.tell("on_epoch_end", self)
         self.epoch += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
@@ -272,11 +268,11 @@ class Run:
         """
         try:
             if kind is None:
-                self._each("on_train_end")
-                self._decide("end")
+                self._edges.tell("on_train_end", self)
+                self._edges.decide("end")
         finally:
             events.run_reports(None)
-            self._stop.close()
+            self._edges.close()
             with contextlib.ExitStack() as closing:  # all, also where one fails
                 for callback in self.callbacks:
                     closing.callback(callback.close)
@@ -293,60 +289,6 @@ class Run:
             "train_s": round(self.train_s, 3),
             "compile_s": round(self.compile_s, 3),
         }
-
-    # -- edges -----------------------------------------------------------------------------------------------------
-
-    def _each(self, method: str) -> None:
-        """Call a method of every callback; a failure is kept until the next edge, where all ranks hear of it."""
-        for name, callback in zip(self._names, self.callbacks, strict=True):
-            try:
-                getattr(callback, method)(self)
-            except Exception as error:  # noqa: BLE001 -- raised at the next edge
-                if self._failure is None:
-                    self._failed(f"callback {name} failed in {method} at step {self.step}", error)
-
-    def _failed(self, what: str, error: Exception) -> None:
-        self._failure = what, error
-        self._stop.ask()
-        if self.world_size > 1:  # another rank may raise before this one, without the place in the callback
-            logger.error("%s", what, exc_info=error)
-
-    def _edge(self) -> bool:
-        """Return whether all ranks stop here.
-
-        Raises:
-            PhalanxError: If a callback failed, on any rank; on all.
-        """
-        self._edges += 1
-        if self.stop_reason is not None or not self._stop.is_at(self._edges):
-            return self.stop_reason is not None
-        self.stop_reason = self._decide("stop")
-        if self.rank == 0:
-            logger.info("training stops at step %d: %s", self.step, self.stop_reason)
-        return True
-
-    def _decide(self, topic: str) -> str:
-        """Return the first reason to stop that a rank gave; raise on all ranks what failed on any. Collective."""
-
-        def first(said: list[str | None]) -> str:
-            return next(filter(None, said), SIGNALLED)
-
-        reason: str = self._ranks.decide(topic, self._say, first, timeout_s=DEFAULT_TIMEOUT_S)
-        return reason
-
-    def _say(self) -> str | None:
-        """Return why this rank asked to stop, or raise what failed here."""
-        if self._failure is None:
-            return self._reason
-        what, error = self._failure
-        if isinstance(error, PhalanxError):
-            error.add_note(what)
-            raise error
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-SIGNALLED = "asked to end (SIGTERM)"
-"""The reason when no rank gave one."""
 
 
 def _check_sinks(callbacks: Iterable[Callback], steps_in_sink: int) -> None:

@@ -1,0 +1,103 @@
+"""The edges of a run: where its callbacks act, and where all ranks fail alike and stop alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.checkpoint.stopping import StopEdge
+from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.train.callbacks.base import Callback, names_of
+
+if TYPE_CHECKING:  # a run has edges
+    from phalanx.train.callbacks.run import Run
+
+logger = logging.getLogger("phalanx.train")
+
+SIGNALLED = "asked to end (SIGTERM)"
+"""The reason when no rank gave one."""
+
+
+class Edges:
+    """Tells the callbacks, and keeps what fails or asks to stop here until the next edge, where all ranks hear of it.
+
+    Collective: every rank makes one with the same callbacks and comes to the same edges.
+
+    Args:
+        callbacks: In the order in which they act.
+        terms: What else all ranks must have in common, as a JSON value.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], terms: dict[str, Any]) -> None:
+        self.callbacks, self.names = callbacks, names_of(callbacks)
+        self.stop_reason: str | None = None
+        """Why all ranks stop, once they have agreed to."""
+
+        self._ranks = ranks = Ranks.meet("training", {**terms, "callbacks": self.names}, timeout_s=DEFAULT_TIMEOUT_S)
+        self._stop = StopEdge(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
+        self._failure: tuple[str, Exception] | None = None
+        self._reason: str | None = None
+        self._passed = 0
+
+    def tell(self, method: str, run: Run) -> None:
+        """Call a method of every callback; a failure is kept."""
+        for name, callback in zip(self.names, self.callbacks, strict=True):
+            try:
+                getattr(callback, method)(run)
+            except Exception as error:  # noqa: BLE001 -- raised at the next edge
+                if self._failure is None:
+                    self._failed(f"callback {name} failed in {method} at step {run.step}", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._failure = what, error
+        self._stop.ask()
+        if self._ranks.world_size > 1:  # another rank may raise before this one, without the place in the callback
+            logger.error("%s", what, exc_info=error)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all ranks to stop at an edge; the first reason counts."""
+        self._reason = self._reason or reason
+        self._stop.ask()
+
+    def listen(self) -> None:
+        """Take SIGTERM as asking, too."""
+        self._stop.listen()
+
+    def stops(self, step: int) -> bool:
+        """Come to an edge; return whether all ranks stop here, or did before.
+
+        Raises:
+            PhalanxError: If a callback failed, on any rank; on all.
+        """
+        self._passed += 1
+        if self.stop_reason is None and self._stop.is_at(self._passed):
+            self.stop_reason = self.decide("stop")
+            if self._ranks.rank == 0:
+                logger.info("training stops at step %d: %s", step, self.stop_reason)
+        return self.stop_reason is not None
+
+    def decide(self, topic: str) -> str:
+        """Return the first reason to stop that a rank gave; raise on all ranks what failed on any. Collective."""
+
+        def first(said: list[str | None]) -> str:
+            return next(filter(None, said), SIGNALLED)
+
+        reason: str = self._ranks.decide(topic, self._say, first, timeout_s=DEFAULT_TIMEOUT_S)
+        return reason
+
+    def _say(self) -> str | None:
+        """Return why this rank asked to stop, or raise what failed here."""
+        if self._failure is None:
+            return self._reason
+        what, error = self._failure
+        if isinstance(error, PhalanxError):
+            error.add_note(what)
+            raise error
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Give SIGTERM back. Not collective."""
+        self._stop.close()
