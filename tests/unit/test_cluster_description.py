@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.cluster.description import read_cluster
+from phalanx.auto.collective_cost import Layout, Links
+from phalanx.auto.constants import DEFAULT
+from phalanx.auto.described_run import read_run
+from phalanx.auto.job import read_job
+from phalanx.cluster import detect, rank_table
+from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.cluster.devices import DEVICES
+from phalanx.cluster.measured import Measured, measured_file
+from phalanx.cluster.rank_table_layouts import Layout as TableLayout
+from phalanx.cluster.role import Role
 from phalanx.errors import ConfigError
 
 MIXED = """
@@ -55,6 +67,12 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
     [
         ("h100", r"Write DEVICExCOUNT,nodes=N"),
         ("h100x0", r"Write DEVICExCOUNT,nodes=N"),
+        ("cpux0", r"Write DEVICExCOUNT,nodes=N"),
+        ("h100x8,device=a100", r"nodes= and gbps= are known"),
+        (
+            {"nodes": [{"device": "h100", "devices": 8, "gbps": 100, "strided_gbps": 200}]},
+            r"strided_gbps = 200 over gbps = 100",
+        ),
         ("h100x8,node=3", r"Did you mean 'nodes'"),
         ("h100x8,nodes=-1", "Give a number above 0"),
         ("h100x8,nodes=many", "Give a number above 0"),
@@ -78,3 +96,152 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(ConfigError, match=r"c\.json: .*Correct the file"):
         read_cluster(tmp_path / "c.json")
+    (tmp_path / "same.json").write_text(json.dumps({"nodes": [{"device": "h100", "devices": 8}]}))
+    with pytest.raises(ConfigError, match=r"device=a100 of .*same\.json, which says itself"):
+        read_cluster(f"{tmp_path / 'same.json'},device=a100")
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+JOB: dict[str, Any] = {
+    "model": {"layers": 2, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512},
+    "batch": {"global": 8},
+}
+
+
+def test_links_differ_by_the_layout_of_a_group() -> None:
+    node = {"device": "h100", "devices": 8, "count": 2, "link_gb_s": 300, "gbps": 1600, "strided_gbps": 400}
+    made = read_cluster({"nodes": [node]}).nodes[0]
+    assert (made.device.link, made.gbps, made.strided) == (300e9, 1600, 0.25)
+    links = Links(made.device, made.gbps, DEFAULT, made.strided)
+    assert links.bandwidth(Layout(8, 8)) == 300e9 * DEFAULT.link
+    assert links.bandwidth(Layout(16, 8)) == pytest.approx(200e9 * DEFAULT.network)
+    assert links.bandwidth(Layout(2, 1, sharing=8)) == pytest.approx(50e9 * DEFAULT.network / 8)
+    run = read_job(JOB, read_cluster({"nodes": [node]})).base
+    assert (run.cluster.strided, run.device.link) == (0.25, 300e9)
+
+
+# -- nodes that differ -----------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_differ_are_planned_as_their_weakest_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mixed.toml").write_text(MIXED)
+    with caplog.at_level(logging.WARNING, "phalanx.auto"):
+        run = read_job(JOB, str(tmp_path / "mixed.toml")).base
+    assert "reckoned as 3 x (4 least of H100-80GB-SXM and mine)" in caplog.text
+    assert (run.cluster.nodes, run.cluster.per_node, run.cluster.node_gbps) == (3, 4, 100)
+    assert run.device.memory == 48 * 2**30
+    assert run.device.rate("bf16") == pytest.approx(150e12 * DEVICES["A100-80GB-SXM"].sustained)
+    assert "fp8" not in run.device.flops
+
+
+def test_figures_of_a_device_of_ones_own_reach_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text(
+        json.dumps(
+            {"nodes": [{"device": "x", "devices": 2}], "devices": [{"name": "x", "like": "a100", "sustained": 0.5}]}
+        )
+    )
+    described = {**JOB, "name": "j", "cluster": str(tmp_path / "own.json"), "batch": {"global": 8, "micro": 1}}
+    run = read_run({**described, "parallel": {}, "precision": "bf16", "recompute": "none"})
+    assert (run.device.name, run.device.sustained) == ("x", 0.5)
+
+
+# -- rank tables -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["server", "group"])
+def test_a_rank_table_is_a_cluster(tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "CARDS", tmp_path / "none")
+    devices = [
+        rank_table.Device(rank=rank, server=f"10.0.0.{rank // 2}", device_id=rank % 2, device_ip=f"10.1.0.{rank}")
+        for rank in range(4)
+    ]
+    table = rank_table.RankTable(source="t", layout=layout, devices=tuple(devices)).to_json(layout, "0x0000")
+    (tmp_path / "t.json").write_text(table)
+    named = read_cluster(f"{tmp_path / 't.json'},device=h100")
+    assert named == read_cluster("h100x2,nodes=2")
+    assert named.assumed == (f"h100 on every server of {tmp_path / 't.json'}",)
+    here = read_cluster(tmp_path / "t.json")
+    assert (here.devices, len(here.nodes)) == (4, 2)
+    assert here.nodes[0].device == read_cluster("cpux2").nodes[0].device
+    assert "device= says another" in here.assumed[0]
+
+
+# -- this host -------------------------------------------------------------------------------------------------------
+
+
+def test_this_host_is_a_cluster_by_its_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    one, two = read_cluster("cpu").nodes[0], read_cluster("cpux2,nodes=3,gbps=25")
+    assert (one.devices, one.device.multiprocessors) == (1, cores)
+    assert (two.devices, len(two.nodes), two.nodes[0].gbps) == (6, 3, 25)
+    assert two.nodes[0].device.memory == pytest.approx(one.device.memory / 2)
+    assert any("calibrate" in one for one in two.assumed)
+
+
+def cards(folder: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (folder / f"0000:0{number}").mkdir()
+        (folder / f"0000:0{number}" / "information").write_text(f"Model: \t\t {name}\nIRQ:   1\n")
+    return folder
+
+
+def test_cards_are_found_by_their_drivers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "CARDS", cards(tmp_path, *["NVIDIA H100 80GB HBM3"] * 2, "NVIDIA B200"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = Cluster.detect(Role(node_count=2))
+    assert found == read_cluster("h100x2,nodes=2")
+    assert found.assumed[-2] == "2 nodes, all as this one"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with pytest.raises(ConfigError, match="found different cards: NVIDIA H100 80GB HBM3, NVIDIA B200"):
+        Cluster.detect(Role())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Cluster.detect(Role(local_world_size=2)) == read_cluster("cpux2")
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB-SXM"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("NVIDIA H200", "H200-141GB-SXM"),
+        ("NVIDIA H800", "H800-80GB-SXM"),
+    ],
+)
+def test_cards_have_presets(card: str, name: str) -> None:
+    assert detect.preset_of(card).name == name
+
+
+@pytest.mark.parametrize("card", ["Tesla T4", "NVIDIA H100 PCIe"])
+def test_cards_without_a_preset_are_named(card: str) -> None:
+    with pytest.raises(ConfigError, match=f"found {card}, which has no preset"):
+        detect.preset_of(card)
+
+
+def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="phalanx calibrate"):
+        read_cluster("here")
+
+    def line(seconds: float) -> dict[str, Any]:
+        return {"axes": [[2**23]], "seconds": [seconds], "powers": [1]}
+
+    cube = {"axes": [[1024]] * 3, "seconds": [2 * 1024**3 / 50e9], "powers": [1, 1, 1]}
+    grids = {"matmul fp32": cube, "matmul bf16": cube, "elementwise forward": line(1e-3), "send shm 2": line(2e-3)}
+    layer = {"m": 1, "n": 1, "k": 1, "groups": 1, "forward_s": 1e-3, "backward_s": 1e-3}
+    rates = {"threads": 1, "launch_s": 1e-6, "backward_launch_s": 1e-6, "grids": grids, "convolutions": [layer]}
+    Measured.model_validate(
+        {"host": "h", "processor": "p", "cores": 2, "memory": 2**34, "torch": "2", "date": "d", "rates": {2: rates}}
+    ).save(measured_file())
+    here = read_cluster("here")
+    device = here.nodes[0].device
+    assert (here.devices, device.memory, device.flops["fp32"]) == (2, 2**33, pytest.approx(50e9))
+    assert (device.bandwidth, device.link) == (pytest.approx(2 * 2**23 / 1e-3), pytest.approx(2**23 / 2e-3))
+    assert here.measured is not None
+    assert here.measured.at(2).threads == 1
+    assert read_cluster("herex2") == here
+    with pytest.raises(ConfigError, match="Asked for 4 ranks of h, which was measured with 2"):
+        read_cluster("herex4")

@@ -34,13 +34,16 @@ class Links:
     """Gb/s of all ports of a node together, one way."""
 
     constants: Constants
+    strided: float = 1.0
+    """Share of the ports' rate that groups side by side reach together; see `Node.strided`."""
 
     def bandwidth(self, layout: Layout) -> float:
         """Return the bytes/s that a group's ring carries."""
         inside = self.device.link * self.constants.link
         if layout.ranks <= layout.in_node:
             return inside
-        return min(inside, self.node_gbps / 8 * 1e9 * self.constants.network / layout.sharing)
+        share = 1.0 if layout.sharing == 1 else self.strided / layout.sharing
+        return min(inside, self.node_gbps / 8 * 1e9 * self.constants.network * share)
 
     def start(self, layout: Layout) -> float:
         """Return the seconds before a collective moves its bytes."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
-from phalanx.cluster.description import read_cluster
+from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.devices import Device, device_named
 from phalanx.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger("phalanx.auto")
 
 
 class _Part(BaseModel):
@@ -84,28 +87,40 @@ class ModelOf(_Part):
 
 
 class ClusterOf(_Part):
-    """Nodes of equal devices."""
+    """Nodes of equal devices; words, files and clusters of other nodes come to these."""
 
     device: str
     per_node: int = Field(gt=0)
     nodes: int = Field(gt=0)
     node_gbps: float = Field(gt=0)
+    strided: float = Field(default=1.0, gt=0, le=1)
+    figures: InstanceOf[Device] | None = Field(default=None, exclude=True)
+    """The device, where it is none of the presets."""
     usd_per_device_hour: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
     def _worded(cls, said: Any) -> Any:
-        if not isinstance(said, str):
+        if not isinstance(said, str | Cluster):
             return said
         cluster = read_cluster(said)
+        if cluster.assumed:
+            logger.warning("assumed of the cluster: %s", "; ".join(cluster.assumed))
+        equal = cluster.weakest()
+        node = equal.nodes[0]
         if not cluster.is_uniform:
-            raise ValueError(f"a run is on equal nodes, found {cluster}")
-        node = cluster.nodes[0]
+            logger.warning(
+                "The nodes differ (%s), and every rank waits for the slowest: reckoned as %d x (%d %s). Describe some "
+                "of the nodes alone to see what they would do without the others.",
+                cluster, len(equal.nodes), node.devices, node.device.name,
+            )  # fmt: skip
         return {
             "device": node.device.name,
             "per_node": node.devices,
             "nodes": len(cluster.nodes),
             "node_gbps": node.gbps,
+            "strided": node.strided,
+            "figures": node.device,
         }
 
 
@@ -186,7 +201,7 @@ class Run(_Part):
     @property
     def device(self) -> Device:
         """The accelerator it runs on."""
-        return device_named(self.cluster.device)
+        return self.cluster.figures or device_named(self.cluster.device)
 
     @property
     def micro(self) -> float:
@@ -256,7 +271,7 @@ def _first(error: ValidationError) -> str:
         part: Any = Run
         for name in found["loc"][:-1]:
             part = part.model_fields[str(name)].annotation
-        known = [f.alias or name for name, f in part.model_fields.items()]
+        known = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
         return f"{path} is not known.{did_you_mean(str(found['loc'][-1]), known)} Known: {', '.join(known)}."
     said = found["msg"].removeprefix("Value error, ")
     return f"{path}: {said}." if path else f"{said}."

@@ -85,16 +85,7 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     """
     run = dict(described)
     if cluster is not None:
-        found = read_cluster(cluster)
-        if not found.is_uniform:
-            raise ConfigError(f"A search plans for equal nodes, found {found}.")
-        node = found.nodes[0]
-        run["cluster"] = {
-            "device": node.device.name,
-            "per_node": node.devices,
-            "nodes": len(found.nodes),
-            "node_gbps": node.gbps,
-        }
+        run["cluster"] = read_cluster(cluster)
     if "cluster" not in run:
         raise ConfigError("A search needs a cluster, found none. Give --cluster, such as h100x8,nodes=16.")
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}

@@ -65,7 +65,7 @@ class StepSeconds:
     def __init__(self, run: Run, constants: Constants) -> None:
         self.run, self.known = run, constants
         self.kernels = Kernels(run.device, constants, run.precision)
-        self.links = Links(run.device, run.cluster.node_gbps, constants)
+        self.links = Links(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
 

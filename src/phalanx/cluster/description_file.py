@@ -133,7 +133,7 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
     """
     counts = [len(ranks) for ranks in table.ranks_by_server]
     if device:
-        kind = device_meant(device)
+        kind, gbps = device_meant(device), usual_gbps(device_meant(device))
         assumed: tuple[str, ...] = (f"{device} on every server of {table.source}",)
     else:
         # Cores are shared out among as many ranks as the fullest server has.
@@ -141,7 +141,7 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
         from phalanx.cluster.role import Role
 
         found = detect(Role(local_world_size=max(counts)))
-        kind = found.nodes[0].device
+        kind, gbps = found.nodes[0].device, found.nodes[0].gbps / found.nodes[0].devices
         assumed = (f"{kind.name}, as here, on every server of {table.source}; device= says another", *found.assumed)
-    nodes = tuple(Node(device=kind, devices=count, gbps=usual_gbps(kind) * count) for count in counts)
+    nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
     return Cluster(nodes=nodes, assumed=assumed)
