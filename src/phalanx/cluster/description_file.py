@@ -86,7 +86,7 @@ def described(content: Any, where: str) -> Cluster:
     except ValidationError as error:
         found = error.errors()[0]
         path = ".".join(str(part) for part in found["loc"])
-        raise ConfigError(f"{where}: {path}: {found['msg']}. docs/predict.md shows such a file.") from None
+        raise ConfigError(f"{where}: {path}: {found['msg']}. docs/calibrate.md shows such a file.") from None
     own = {device.name: _device(device) for device in file.devices}
     return Cluster(nodes=tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count))
 

@@ -130,7 +130,7 @@ def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
     if len(set(names)) > 1:
         raise ConfigError(
             f"Asked to detect this host, found different cards: {', '.join(names)}. Choose equal ones with "
-            "CUDA_VISIBLE_DEVICES, or describe the cluster in a file (docs/predict.md)."
+            "CUDA_VISIBLE_DEVICES, or describe the cluster in a file (docs/calibrate.md)."
         )
     gbps = usual_gbps(preset) * len(names)
     return Node(device=preset, devices=len(names), gbps=gbps), (f"{names[0]} is {preset.name}, with its usual network",)
@@ -149,6 +149,6 @@ def preset_of(card: str) -> Device:
     if not shaped:
         raise ConfigError(
             f"Asked to detect this host, found {card}, which has no preset. Known: {', '.join(DEVICES)}. Describe it "
-            "in a file, under devices (docs/predict.md)."
+            "in a file, under devices (docs/calibrate.md)."
         )
     return shaped[0]
