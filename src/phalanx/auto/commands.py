@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TextIO
 
 import click
@@ -15,13 +16,15 @@ from rich.table import Table
 from phalanx.auto.described_run import Run, read_runs
 from phalanx.auto.predict import Prediction, predict
 from phalanx.auto.search import Found, search
+from phalanx.auto.simulate_files import draw, drawn_options
 from phalanx.errors import ConfigError
 
 
 @click.command("predict")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
-def command(file: TextIO, as_json: bool) -> None:
+@drawn_options
+def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | None) -> None:
     """Predict step time and memory of described runs, one JSON object a line; - reads them from standard input.
 
     Needs no model and no devices. The format is that of docs/predict.md.
@@ -29,12 +32,17 @@ def command(file: TextIO, as_json: bool) -> None:
     runs = read_runs(file, file.name)
     if not runs:
         raise click.UsageError(f"{file.name} has no run. Write one JSON object a line.")
+    if len(runs) > 1 and (trace or timeline):
+        raise click.UsageError(
+            f"--trace and --timeline show one run, {file.name} has {len(runs)}. Give one line of it."
+        )
     found = [predict(run) for run in runs]
     if as_json:
         for prediction in found:
             click.echo(json.dumps(asdict(prediction)))
-        return
-    Console().print(_table(runs, found))
+    else:
+        Console().print(_table(runs, found))
+    draw(runs[0], trace, timeline)
 
 
 def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
@@ -80,6 +88,7 @@ def _cause(one: Prediction) -> str:
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")
 @click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@drawn_options
 def plan_command(
     file: TextIO,
     cluster: str | None,
@@ -88,6 +97,8 @@ def plan_command(
     top: int,
     time_limit: float | None,
     as_json: bool,
+    trace: Path | None,
+    timeline: Path | None,
 ) -> None:
     """Find the fastest way to cut a described transformer over a cluster, and prove how good it is.
 
@@ -101,6 +112,7 @@ def plan_command(
         raise ConfigError(f"{file.name}: a run is a JSON object, found {type(described).__name__}.")
     found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
     reasons = [found.why_not(one) for one in alternative]
+    draw(found.best.run, trace, timeline)
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"why_not": reasons}))
         return

@@ -14,10 +14,10 @@ from phalanx.auto.simulate_gradients import Reduction
 from phalanx.auto.simulate_values import Pipeline, RankTime, Simulation, Slice, Work
 from phalanx.plan.pipeline_order import Action, Pass, order_of
 
-WHOLE_ROUNDS = 16
-"""More rounds of micro-batches (one round: as many as ranks) than this are not simulated one by one."""
+WHOLE_ROUNDS = 8
+"""Rounds of micro-batches (one round: as many as ranks) from which on not all are simulated one by one."""
 
-_KEPT_ROUNDS = 6
+_KEPT_ROUNDS = 4
 _STEADY = 1e-9
 """Share of the step by which two rounds of the steady state may differ."""
 

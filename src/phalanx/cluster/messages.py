@@ -114,6 +114,31 @@ TABLE: dict[str, tuple[str, str]] = {
     "measured stream": ("element-wise", "逐元素运算"),
     "measured launch": ("one operator, forward + backward", "单个算子，前向 + 反向"),
     "measured beside": ("seconds lost per second of overlap", "每重叠一秒多耗的秒数"),
+    "timeline title": ("{name}: {step} a step", "{name}：每步 {step}"),
+    "timeline facts": (
+        "{tokens} tokens/s, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks a row: {copies}",
+        "{tokens} tokens/s，空闲 {idle}；{schedule}，微批数 {microbatches}，每行代表 {copies} 个进程",
+    ),
+    "timeline price": ("; {usd} USD a step", "；每步 {usd} 美元"),
+    "timeline paler": ("; later stages of a rank are paler", "；同一进程靠后的阶段颜色较浅"),
+    "timeline left out": (
+        "; {count} micro-batches of the steady state not drawn",
+        "；稳态中有 {count} 个微批未画出",
+    ),
+    "timeline forward": ("forward", "前向"),
+    "timeline backward": ("backward", "反向"),
+    "timeline weights": ("gradients of weights", "权重梯度"),
+    "timeline optimizer": ("optimizer", "优化器"),
+    "timeline collectives": ("collectives", "集合通信"),
+    "timeline send": ("send to a stage", "阶段间发送"),
+    "timeline gradients": ("gradients reduced", "梯度归约"),
+    "timeline idle": ("idle", "空闲"),
+    "timeline stage": ("stage {stages}", "阶段 {stages}"),
+    "timeline peak": ("peak memory", "内存峰值"),
+    "timeline written": (
+        "{path}: {step} a step, idle {idle}, {tokens} tokens/s{price}; predicted {predicted}",
+        "{path}：每步 {step}，空闲 {idle}，{tokens} tokens/s{price}；公式预测 {predicted}",
+    ),
 }
 """English and Chinese by key; fields in braces."""
 

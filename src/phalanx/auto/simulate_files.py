@@ -1,0 +1,63 @@
+"""`--trace` and `--timeline`: write a simulated step to files, and say what it came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.auto.described_run import Run
+from phalanx.auto.predict import predict
+from phalanx.auto.simulate_picture import in_words, picture_of
+from phalanx.auto.simulate_run import simulate_run
+from phalanx.auto.simulate_trace import trace_of
+from phalanx.cluster.messages import text
+from phalanx.errors import ConfigError
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def drawn_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options `--trace` and `--timeline`, which `draw` acts on."""
+    timeline = "Simulate the step, and draw stages and micro-batches over time to this SVG file."
+    trace = "Simulate the step, and write its events and memory to this file, for ui.perfetto.dev."
+    command = click.option("--timeline", type=_FILE, metavar="FILE.svg", help=timeline)(command)
+    return click.option("--trace", type=_FILE, metavar="FILE.json", help=trace)(command)
+
+
+def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
+    """Simulate a run if a trace or a picture is wanted, write them, and say so on standard error.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+        PlanError: If the run's schedule does not take so many stages or micro-batches.
+    """
+    if trace is None and timeline is None:
+        return
+    simulated = simulate_run(run)
+    price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
+    said = {
+        "step": in_words(simulated.simulation.step_time_s),
+        "idle": f"{simulated.simulation.idle_share:.1%}",
+        "tokens": f"{simulated.tokens_per_s:,.0f}",
+        "price": price,
+        "predicted": in_words(predict(run).step_time_s),
+    }
+    if trace is not None:
+        _write(trace, json.dumps(trace_of(simulated)))
+        click.echo(text("timeline written", path=trace, **said), err=True)
+    if timeline is not None:
+        _write(timeline, picture_of(simulated))
+        click.echo(text("timeline written", path=timeline, **said), err=True)
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}). Give a file in a folder that exists and is yours."
+        ) from None
