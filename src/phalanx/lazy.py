@@ -20,7 +20,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
     def getattribute(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, homes)}")
+            # With a name of its own Python does not add a guess to ours.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, homes)}", name=name)
         value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

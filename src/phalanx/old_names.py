@@ -35,6 +35,7 @@ REPLACED: dict[str, str] = {
     "PYNATIVE_MODE": "nothing: steps are eager, on any number of ranks, unless strategy.graph = True",
     "enable_task_sink": "model.train(..., dataset_sink_mode=True)",
     "enable_loop_sink": "model.train(..., dataset_sink_mode=True, sink_size=100)",
+    "get_rank": "px.init().rank, or phalanx.distributed.get_rank()",
     "get_group_size": "px.init().world_size",
     "CheckpointConfig": "px.ModelCheckpoint(folder, every_steps=500, keep=3)",
     "AutoParallel": "px.Model(net, loss_fn, optimizer, parallel_mode=...)",
@@ -75,4 +76,5 @@ def missing(module: str, name: str, known: Iterable[str]) -> Exception:
     message = f"module '{module}' has no attribute '{name}'.{f' {old}.' if old else did_you_mean(name, known)}"
     asking = sys._getframe(2)  # Above this function and the module's __getattr__.
     is_import = asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]
-    return ImportError(message) if is_import else AttributeError(message)
+    # With a name of its own Python does not add a guess to ours.
+    return ImportError(message) if is_import else AttributeError(message, name=name)
