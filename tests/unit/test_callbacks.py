@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, ReduceLROnPlateau, S
 import phalanx as px
 from phalanx.errors import ConfigError
 from phalanx.train import events
-from phalanx.train.callbacks import tensorboard
+from phalanx.train.callbacks import progress, tensorboard
 from phalanx.train.callbacks.early_stopping import Best
 from phalanx.train.callbacks.run import Run
 from small_runs import train
@@ -124,6 +124,15 @@ def test_progress_is_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureF
     assert lines[1].endswith("eval acc1 0.25")
 
 
+@pytest.mark.parametrize("sink", [1, 4])
+def test_progress_has_one_line_of_an_epochs_end(sink: int, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, "phalanx.train"):
+        train([px.ProgressBar()], epochs=1, sink=sink, evaluate=series("acc1", 0.125))
+    lines = [record.getMessage() for record in caplog.records if "samples/s" in record.getMessage()]
+    assert [line.split("  ")[1] for line in lines] == (["1/4", "2/4", "3/4", "4/4"] if sink == 1 else ["4/4"])
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -147,7 +156,8 @@ def test_training_stops_when_patience_is_at_its_end() -> None:
     stopper = px.EarlyStopping("loss", patience=2)
     run, _ = train([stopper], epochs=9, evaluate=series("loss", 3.0, 2.0, 2.5, 2.0, 1.0))
     assert (run.epoch, stopper.best) == (4, 2.0)
-    assert run.stop_reason == "loss is no better than 2.0 since 2 evaluations (now 2)"
+    assert run.stop_reason == "loss got no better than 2 in the last 2 evaluations (now 2)"
+    assert repr(run) == f"Run(epoch 4 of 9, 16 steps, loss 2, {run.stop_reason})"
 
 
 @pytest.mark.parametrize(
@@ -315,6 +325,8 @@ class EveryStep(px.Callback):
     [
         ([px.LossMonitor], 1, r"has the class LossMonitor\. Make one: LossMonitor\(\)"),
         ([print], 1, r"takes phalanx\.Callback objects, found builtin_function_or_method"),
+        (print, 1, r"takes phalanx\.Callback objects, found builtin_function_or_method"),
+        ("LossMonitor", 1, r"takes phalanx\.Callback objects, found str"),
         ([EveryStep()], 4, r"EveryStep must act after every step, and sinks of 4 steps were asked for"),
         ([px.EMACallback(), px.EMACallback()], 1, "two EMACallback"),
         ([px.LearningRateSchedule(lambda optimizer: 3)], 1, "found int"),

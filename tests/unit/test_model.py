@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import phalanx as px
 from phalanx.data import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError
+from phalanx.train.callbacks import progress
 from phalanx.train.callbacks.run import Run
 
 ROWS, CLASSES = 50, 5
@@ -289,6 +291,42 @@ def test_several_inputs_and_a_net_that_returns_its_loss() -> None:
 def test_data_that_does_not_fit_is_named(net: Any, loss_fn: Any, dataset: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model(net, loss_fn).train(1, dataset, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"callback": []}, r"Model\.train has no argument 'callback'\. Did you mean 'callbacks'"),
+        ({"validation_data": data()}, r"Model\.train has no argument 'validation_data'\. Did you mean 'valid_dataset'"),
+        ({"globalbatch": 8}, "has no argument 'globalbatch'. Did you mean 'global_batch'"),
+        (
+            {"callbacks": px.EarlyStopping("acc1")},
+            "EarlyStopping follows an evaluation, and training was asked for none",
+        ),
+        ({"callbacks": px.ModelCheckpoint("runs", best="acc1")}, "ModelCheckpoint follows an evaluation"),
+        ({"callbacks": px.LearningRateSchedule(print, monitor="loss")}, "LearningRateSchedule follows an evaluation"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model().train(1, data(), **options)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), F.l1_loss, nn.BCEWithLogitsLoss()])
+def test_one_number_a_row_meets_its_own_row(loss_fn: Any) -> None:
+    x, y = data()[0], torch.rand(ROWS)
+    made = model(nn.Linear(6, 1), loss_fn)
+    expected = float(loss_fn(made.net(x).detach().squeeze(1), y))
+    for target in (y, y[:, None]):
+        assert made.eval((x, target), batch_size=ROWS)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_epoch_of_a_stream_in_one_sink_has_one_line(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    x, y = data()
+    with caplog.at_level(logging.INFO, "phalanx.train"):
+        model().train(1, lambda: zip(x, y, strict=True), px.ProgressBar(), dataset_sink_mode=True, batch_size=8)
+    assert sum("samples/s" in record.getMessage() for record in caplog.records) == 1
 
 
 # -- evaluation and prediction -----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -9,7 +11,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, use_strategy
 from phalanx.parallel.watch import assembly
@@ -48,22 +50,39 @@ def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
             )
 
 
+def check_epochs(epoch: object) -> None:
+    """Raise unless this is a number of passes over the data.
+
+    Raises:
+        ConfigError: Says what was found.
+    """
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
+        raise ConfigError(
+            "Model.train takes a number of passes over the data first, found "
+            f"{epoch if isinstance(epoch, int | float | str) else type(epoch).__name__}. Give 1 or more."
+        )
+
+
 def one_pass(data: Any) -> Any:
     """Return data of which an epoch is one pass: a pipeline without its `repeat`."""
     shortened = getattr(data, "one_pass", None)
     return data if shortened is None else shortened()
 
 
-def training_loader(data: Any, options: dict[str, Any]) -> ShardedLoader:
+def training_loader(data: Any, options: dict[str, Any], words: Iterable[str] = ()) -> ShardedLoader:
     """Return the loader over the data, once all ranks agree on it. Collective.
 
     Args:
         data: Anything `ShardedLoader` takes.
         options: Those of `px.distribute`.
+        words: The arguments of `Model.train`, for one of these that was misspelt.
 
     Raises:
         ConfigError: If it cannot load; on all ranks.
     """
+    for name in options.keys() - inspect.signature(ShardedLoader).parameters.keys():
+        if hint := did_you_mean(name, words):
+            raise ConfigError(f"Model.train has no argument {name!r}.{hint}")
     global_batch = options.pop("global_batch", None)
     loader = agreed_loader(one_pass(data), global_batch, options)
     assert loader is not None

@@ -19,6 +19,16 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 _TAKES_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
+_TAKES_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_NUMBERS_BY_FUNCTION = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+
 
 def inputs_and_target(batch: Any, *, has_target: bool = True) -> tuple[tuple[Any, ...], Any]:
     """Return a batch as the net's inputs and the loss's target.
@@ -124,16 +134,22 @@ class MeanLoss:
     """A loss function as one step takes it: one number for a batch.
 
     Torch's cross entropy wants classes as int64 of shape (N,); here (N, 1) and other whole-number types will do.
+    Its losses of one number a row compare every output with every target where one is (N,) and the other (N, 1); here
+    row meets row, as in metrics.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
+        self._takes_numbers = isinstance(loss_fn, _TAKES_NUMBERS) or loss_fn in _NUMBERS_BY_FUNCTION
         self._takes_classes = isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss, no dimensions."""
-        if self._takes_classes and isinstance(output, Tensor) and isinstance(target, Tensor):
-            target = _as_classes(output, target)
+        if isinstance(output, Tensor) and isinstance(target, Tensor):
+            if self._takes_classes:
+                target = _as_classes(output, target)
+            elif self._takes_numbers:
+                target = _as_numbers(output, target)
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -144,6 +160,13 @@ class MeanLoss:
 def own_loss(output: Any, _target: Any) -> Any:
     """Return what a net without a loss function returned: its loss."""
     return output
+
+
+def _as_numbers(output: Tensor, target: Tensor) -> Tensor:
+    is_either = {output.dim(), target.dim()} == {1, 2}
+    if is_either and len(output) == len(target) and output.numel() == target.numel():
+        return target.reshape(output.shape)
+    return target
 
 
 def _as_classes(output: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ It is `px.distribute`, `px.train_step`, `ShardedLoader` and `px.evaluate` in the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,17 @@ from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import join
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
-from phalanx.train.assemble import check_parts, distribute_net, distribute_optimizer, one_pass, training_loader
+from phalanx.train.assemble import (
+    check_epochs,
+    check_parts,
+    distribute_net,
+    distribute_optimizer,
+    one_pass,
+    training_loader,
+)
 from phalanx.train.auto_context import close_context
 from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and_target, inputs_of, own_loss
-from phalanx.train.callbacks.base import Callback
+from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
 from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
 from phalanx.train.evaluate import evaluate, evaluation_mode, whole_output
@@ -132,17 +140,16 @@ class Model:
         Raises:
             ConfigError: If something cannot work; on all ranks, before training starts.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
-            raise ConfigError(
-                "Model.train takes a number of passes over the data first, found "
-                f"{epoch if isinstance(epoch, int | float | str) else type(epoch).__name__}. Give 1 or more."
-            )
+        check_epochs(epoch)
         if self.optimizer is None:
             raise ConfigError("Model.train needs an optimizer, and this Model was made without. Give it to Model.")
         if train_dataset is None:
             raise ConfigError("Model.train needs data, found None.")
+        acting = read_callbacks(callbacks)
+        if valid_dataset is None:
+            check_evaluated(acting)
         self._join("Model.train")
-        loader = training_loader(train_dataset, loader_options)
+        loader = training_loader(train_dataset, loader_options, words=inspect.signature(self.train).parameters)
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
         if dataset_sink_mode:
             check_sinkable(self.net)
@@ -153,7 +160,7 @@ class Model:
             optimizer=self.optimizer,
             loader=loader,
             epochs=epoch,
-            callbacks=callbacks,
+            callbacks=acting,
             steps_in_sink=sink,
         )
         if resume:

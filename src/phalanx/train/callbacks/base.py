@@ -24,6 +24,9 @@ class Callback:
     needs_every_step = False
     """Whether `on_step_end` must come after every step, so that sinks of several steps are refused."""
 
+    needs_evaluation = False
+    """Whether it acts on evaluations, so that training without `valid_dataset` is refused."""
+
     acts_last = False
     """Whether it acts after all others, to save or show what they did."""
 
@@ -72,7 +75,8 @@ def read_callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback
     Raises:
         ConfigError: If something else was given, or one twice.
     """
-    listed = [] if given is None else [given] if isinstance(given, Callback | type) else list(given)
+    several = isinstance(given, Iterable) and not isinstance(given, Callback | type | str)
+    listed: list[Any] = [] if given is None else list(given) if several else [given]  # type: ignore[arg-type]
     for callback in listed:
         if isinstance(callback, type) and issubclass(callback, Callback):
             raise ConfigError(f"callbacks has the class {callback.__name__}. Make one: {callback.__name__}().")
@@ -84,6 +88,20 @@ def read_callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback
     if len(set(map(id, listed))) < len(listed):
         raise ConfigError("callbacks has one object twice. Make two, if it is to act twice.")
     return sorted(listed, key=lambda callback: callback.acts_last)
+
+
+def check_evaluated(callbacks: Iterable[Callback]) -> None:
+    """Raise if one of them acts on evaluations; for training without any.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    for callback in callbacks:
+        if callback.needs_evaluation:
+            raise ConfigError(
+                f"callback {type(callback).__name__} follows an evaluation, and training was asked for none. Give "
+                "valid_dataset=, or leave it out."
+            )
 
 
 def names_of(callbacks: Iterable[Callback]) -> list[str]:

@@ -60,6 +60,7 @@ class ModelCheckpoint(Callback):
         self._every_epochs = (1 if every_steps is None else 0) if every_epochs is None else every_epochs
         self._keep, self._background = keep, background
         self._best = None if best is None else Best(best, mode)
+        self.needs_evaluation = best is not None
         self._saved_at: tuple[int, int] | None = None
 
     @property

@@ -73,6 +73,8 @@ class EarlyStopping(Callback):
         min_delta: By how much it must get better to count.
     """
 
+    needs_evaluation = True
+
     def __init__(
         self, monitor: str = "loss", *, patience: int = 3, mode: Mode | None = None, min_delta: float = 0.0
     ) -> None:
@@ -103,10 +105,9 @@ class EarlyStopping(Callback):
         value = float(share("EarlyStopping", str(value)))  # as text: JSON knows no NaN
         self.waited = 0 if self._best.improves(value) else self.waited + 1
         if self.waited >= self._patience:
-            run.stop(
-                f"{self._best.metric} is no better than {self._best.value} since {self.waited} evaluations "
-                f"(now {value:.6g})"
-            )
+            best = "one" if self._best.value is None else f"{self._best.value:.6g}"
+            times = f"{self.waited} evaluation{'s' * (self.waited != 1)}"
+            run.stop(f"{self._best.metric} got no better than {best} in the last {times} (now {value:.6g})")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the evaluations since."""

@@ -91,7 +91,10 @@ class ProgressBar(Callback):
     def _show(self, run: Run, *, is_end: bool = False) -> None:
         if run.rank != 0:
             return
-        if self._bar is None and not is_end and time.monotonic() - self._line_at < LINE_EVERY_S:
+        # Where an epoch ends, its own line follows; a sink of an epoch without a length ends there too.
+        is_last = run.batches == run.steps_per_epoch or run.steps_in_sink > run.batches
+        is_early = is_last or time.monotonic() - self._line_at < LINE_EVERY_S
+        if self._bar is None and not is_end and is_early:
             return
         said = f"{self._loss}  {self._speed.mean(run):,.0f} samples/s"
         if is_end and (shown := {name: value for name, value in run.metrics.items() if isinstance(value, float)}):

@@ -125,6 +125,11 @@ class Run:
             self._edges.close()
             raise
 
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
+        said = [f"epoch {self.epoch} of {self.epochs}", f"{self.step} steps", metrics, self.stop_reason or ""]
+        return f"Run({', '.join(filter(None, said))})"
+
     # -- for callbacks ---------------------------------------------------------------------------------------------
 
     def global_loss(self) -> float:

@@ -44,6 +44,7 @@ class LearningRateSchedule(Callback):
         if every not in ("update", "epoch"):
             raise ConfigError(f"LearningRateSchedule steps every 'update' or 'epoch', found {every!r}. Give one.")
         self._given, self._every, self._monitor = scheduler, every, monitor
+        self.needs_evaluation = monitor is not None
         self._scheduler: LRScheduler | None = None
 
     @property
