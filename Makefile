@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-dist test-fault check bench docs clean
+.PHONY: help setup quickstart test test-unit test-dist test-fault check bench docs tutorials clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
@@ -47,6 +47,9 @@ bench: $(STAMP)  ## every benchmark, against its peer
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
 	$(BIN)/python -m phalanx.strategy.page docs/strategy.md
+
+tutorials: $(STAMP)  ## run the notebooks in docs/tutorials and write what they print
+	$(BIN)/python docs/tutorials/run.py docs/tutorials/*.ipynb
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build log
