@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +126,27 @@ def test_streams_that_differ_are_an_error_on_every_rank() -> None:
     for outcome in run_ranks(_differing_streams, 2, expect_failure=True):
         assert outcome.error_type == "DataError"
         assert "The ranks read different streams: at batch 1 they found [1, 0] rows" in outcome.message
+
+
+def _drawing_streams() -> tuple[list[str], int]:
+    phalanx.init()
+    numbers, said = random.SystemRandom().sample(range(10**9), 8), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("phalanx.data").addHandler(handler)
+    list(ShardedLoader(lambda: range(8), batch_size=2))
+    list(ShardedLoader(lambda: iter([object()] * 8), batch_size=2, collate_fn=len))
+    before = len(said)
+    list(ShardedLoader(lambda: numbers, batch_size=2))
+    return said, before
+
+
+def test_ranks_that_draw_rows_of_their_own_are_told_once() -> None:
+    (said, before), (other, _) = run_ranks(_drawing_streams, 2)
+    assert before == 0
+    assert len(said) == 1
+    assert "read different rows from a stream that they share" in said[0]
+    assert other == []
 
 
 def _duplicated_streams() -> None:

@@ -9,11 +9,13 @@ have, so that they end together and each batch is weighted by what it holds.
 from __future__ import annotations
 
 import itertools
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -22,6 +24,11 @@ from phalanx.data.ranks import Shard, gather_integers
 from phalanx.data.shards import even_split
 from phalanx.data.sources import decides_batches
 from phalanx.errors import DataError
+
+logger = logging.getLogger("phalanx.data")
+
+COMPARED_ROWS = 16
+"""Rows at the beginning of a shared stream that the ranks compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,9 @@ class Portion:
 
     position: int = 0
     """Rows of a shared stream that were read when this portion was done, those that were left out included."""
+
+    begins_with: int = 0
+    """Of a shared stream's first portion, a checksum of the first rows of all ranks; 0 where nothing is compared."""
 
 
 class PortionDataset(IterableDataset[Portion]):
@@ -68,14 +78,15 @@ class PortionDataset(IterableDataset[Portion]):
             while rows := list(itertools.islice(items, self.chunk)):
                 position += len(rows)
                 if len(rows) == self.chunk or not self.drop_last:
-                    yield self._portion(rows, position)
+                    yield self._portion(rows, position, is_first=position == self.first + len(rows))
 
-    def _portion(self, rows: list[Any], position: int) -> Portion:
+    def _portion(self, rows: list[Any], position: int, *, is_first: bool) -> Portion:
         if not self.is_shared:
             return Portion(self.collate_fn(rows), len(rows), len(rows))
         offset, count = even_split(len(rows), self.shard.count, self.shard.index)
         kept = rows[offset : offset + count] or rows[:1]
-        return Portion(self.collate_fn(kept), count, len(rows), position)
+        begins_with = digest(rows[:COMPARED_ROWS], of_others=_kind) if is_first else 0
+        return Portion(self.collate_fn(kept), count, len(rows), position, begins_with)
 
 
 def spans_of(dataset: Any) -> Iterable[Iterable[Any]]:
@@ -107,10 +118,16 @@ def agree(
     position, begun = first, dict[int, tuple[int, int]]()
     for step in itertools.count():
         portion = next(portions, None)
-        told = _tell(portion, with_digest=step < readers and not is_shared)
+        told = _tell(portion, is_compared=step < readers, is_shared=is_shared)
         answers = gather_integers(told) if shard.is_checked else [told]
         check_answers(answers, step, is_shared)
-        check_beginnings(answers, step, begun)
+        if not is_shared:
+            check_beginnings(answers, step, begun)
+        elif len({answer[3] for answer in answers}) > 1 and shard.index == 0:
+            logger.warning(
+                "the ranks read different rows from a stream that they share: rows may be trained on twice or never. "
+                "Let it yield the same rows on every rank (seed its random numbers)"
+            )
         if not any(answer[2] for answer in answers):
             return
         last = last if portion is None else portion.batch
@@ -120,10 +137,11 @@ def agree(
         yield last, BatchShare(rows, global_rows), position
 
 
-def _tell(portion: Portion | None, *, with_digest: bool) -> list[int]:
+def _tell(portion: Portion | None, *, is_compared: bool, is_shared: bool) -> list[int]:
     if portion is None:
         return [0, 0, 0, 0]
-    return [portion.rows, portion.global_rows, 1, digest(portion.batch) if with_digest else 0]
+    begins_with = 0 if not is_compared else portion.begins_with if is_shared else digest(portion.batch)
+    return [portion.rows, portion.global_rows, 1, begins_with]
 
 
 def check_answers(answers: list[list[int]], step: int, is_shared: bool) -> None:
@@ -164,12 +182,24 @@ def check_beginnings(answers: list[list[int]], step: int, begun: dict[int, tuple
             )
 
 
-def digest(batch: Any) -> int:
-    """Return a checksum of a batch's tensors, the same for equal batches on any rank."""
-    if isinstance(batch, torch.Tensor):
-        return zlib.crc32(batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    if isinstance(batch, dict):
-        batch = [batch[key] for key in sorted(batch, key=str)]
-    if isinstance(batch, list | tuple):
-        return zlib.crc32(repr([digest(part) for part in batch]).encode())
-    return zlib.crc32(repr(batch).encode())
+def digest(value: Any, of_others: Callable[[Any], str] = repr) -> int:
+    """Return a checksum of a batch or of samples, the same for equal ones on any rank.
+
+    Args:
+        value: Tensors, arrays, numbers, text, or dicts and sequences of them.
+        of_others: What stands for anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        return zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return zlib.crc32(value.tobytes())
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value, key=str)]
+    if isinstance(value, list | tuple):
+        return zlib.crc32(repr([digest(part, of_others) for part in value]).encode())
+    is_plain = isinstance(value, int | float | str | bytes | np.generic)
+    return zlib.crc32((repr(value) if is_plain else of_others(value)).encode())
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__  # an address in a repr would differ between ranks
