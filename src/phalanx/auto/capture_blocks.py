@@ -22,7 +22,7 @@ def repeated_blocks(operators: Sequence[Operator], parameters: Iterable[ParamSha
         parameters: Of the model.
     """
     trainable = {param.name: param.trainable for param in parameters}
-    inside = _inside(operators, {path for name in trainable for path in _above(name)})
+    inside = _inside(operators, {path for name in trainable for path in above(name)})
     alike: dict[str, list[str]] = defaultdict(list)
     for path in sorted(inside, key=lambda path: path.count(".")):
         if sum(1 for at in inside[path] if operators[at].parameters and operators[at].read_bytes) > 1:
@@ -30,7 +30,7 @@ def repeated_blocks(operators: Sequence[Operator], parameters: Iterable[ParamSha
     taken: set[str] = set()
     found = []
     for paths in alike.values():
-        members = [path for path in paths if taken.isdisjoint(_above(path))]
+        members = [path for path in paths if taken.isdisjoint(above(path))]
         if len(members) > 1:
             taken.update(members)
             found.append(tuple(sorted(members, key=lambda path: inside[path][0])))
@@ -39,7 +39,7 @@ def repeated_blocks(operators: Sequence[Operator], parameters: Iterable[ParamSha
 
 def is_inside(path: str, modules: Iterable[str]) -> bool:
     """Return whether a module is one of some modules, or in one."""
-    return not {path, *_above(path)}.isdisjoint(modules)
+    return not {path, *above(path)}.isdisjoint(modules)
 
 
 def in_a_row(operators: Sequence[Operator], alone: Callable[[Operator], bool]) -> tuple[list[list[int]], list[int]]:
@@ -118,7 +118,7 @@ def put_together(
     return tuple(one(run, members) for run, members in enumerate(runs))
 
 
-def _above(path: str) -> list[str]:
+def above(path: str) -> list[str]:
     """Return the paths of the modules around a module or parameter, without the whole model's."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts))]
@@ -129,7 +129,7 @@ def _inside(operators: Sequence[Operator], modules: set[str]) -> dict[str, list[
     inside: dict[str, list[int]] = defaultdict(list)
     for at, operator in enumerate(operators):
         if operator.phase == "forward":
-            for path in modules.intersection((*_above(operator.module), operator.module)):
+            for path in modules.intersection((*above(operator.module), operator.module)):
                 inside[path].append(at)
     return inside
 
@@ -152,6 +152,6 @@ def _structure(path: str, inside: Sequence[int], operators: Sequence[Operator], 
         operator = operators[at]
         arguments = [with_reads(value, renamed) for value in operator.arguments]
         keywords = [(name, with_reads(value, renamed)) for name, value in operator.keywords]
-        module = operator.module.removeprefix(path)
-        said.update(repr((operator.name, module, arguments, keywords, operator.outputs)).encode())
+        call = (operator.module.removeprefix(path), numbers.setdefault((operator.module, operator.call), len(numbers)))
+        said.update(repr((operator.name, call, arguments, keywords, operator.outputs)).encode())
     return said.hexdigest()
