@@ -242,6 +242,7 @@ def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert (device.bandwidth, device.link) == (pytest.approx(2 * 2**23 / 1e-3), pytest.approx(2**23 / 2e-3))
     assert here.measured is not None
     assert here.measured.at(2).threads == 1
+    assert here.assumed[0].startswith("measured with torch 2, which is 2.")
     assert read_cluster("herex2") == here
     with pytest.raises(ConfigError, match="Asked for 4 ranks of h, which was measured with 2"):
         read_cluster("herex4")

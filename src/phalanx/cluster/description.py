@@ -184,8 +184,8 @@ def _here(first: str) -> Cluster | None:
     if found[1] == "cpu":
         node, assumed = cpu_node(count or 1)
         return Cluster(nodes=(node,), assumed=assumed)
-    node, measured = measured_node(count or None)
-    return Cluster(nodes=(node,), measured=measured)
+    node, measured, assumed = measured_node(count or None)
+    return Cluster(nodes=(node,), measured=measured, assumed=assumed)
 
 
 def _settings(words: list[str], known: dict[str, float | str]) -> dict[str, float | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -69,8 +70,11 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
     return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
 
 
-def measured_node(devices: int | None) -> tuple[Node, Measured]:
+def measured_node(devices: int | None) -> tuple[Node, Measured, tuple[str, ...]]:
     """Return this host as it was measured, with so many devices, or as many as were measured at most.
+
+    Returns:
+        The node, the figures, and in words what changed since.
 
     Raises:
         ConfigError: If it was not measured, or not with so many ranks.
@@ -89,7 +93,19 @@ def measured_node(devices: int | None) -> tuple[Node, Measured]:
         multiprocessors=rates.threads,
         link=link,
     )
-    return Node(device=made, devices=count, gbps=CPU_GBPS), found
+    return Node(device=made, devices=count, gbps=CPU_GBPS), found, _changed(found)
+
+
+def _changed(found: Measured) -> tuple[str, ...]:
+    pairs = (
+        ("torch", found.torch, importlib.metadata.version("torch")),
+        ("cores", str(found.cores), str(len(os.sched_getaffinity(0)))),
+    )
+    return tuple(
+        f"measured with {name} {then}, which is {now} now: `phalanx calibrate` measures again"
+        for name, then, now in pairs
+        if then != now
+    )
 
 
 def processor_name() -> str:

@@ -20,7 +20,7 @@ LEAST_SAMPLE_S = 2e-4
 """Shorter runs are repeated within a sample: below this the clock's own time would count."""
 
 SAMPLES = 7
-BUDGET_S = 0.12
+BUDGET_S = 0.08
 """A point ends after this long, or after SAMPLES samples, and has two at least."""
 
 CONVOLUTIONS = (
