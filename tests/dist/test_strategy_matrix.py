@@ -37,8 +37,8 @@ pytestmark = pytest.mark.dist
 BATCHES, BATCH = 4, 9
 MERGED = 2
 RATE, MOMENTUM = 0.1, 0.9
-WIDE = (130, 128)
-"""A parameter of this shape is large enough to be compressed."""
+WIDE = (260, 128)
+"""Half of a parameter of this shape is large enough to be compressed."""
 
 MENU: dict[str, dict[str, Any]] = {
     "recompute": {"checkpoints": ["1", "3"]},
@@ -147,7 +147,8 @@ def train(case: Case) -> History:
 
     optimizer.register_step_pre_hook(note_gradients)
     optimizer.register_step_post_hook(lambda *_: found.parameters.append(state_of(model)))
-    step = px.train_step(model, F.cross_entropy, optimizer) if "pipeline" in case else None
+    # The update is no matter of the pipeline; its stages are compiled if the case says so.
+    step = px.train_step(model, F.cross_entropy, optimizer, compiled=False) if "pipeline" in case else None
     for inputs, target in loader:
         if step is not None:
             found.losses.append(step(inputs, target).loss.item())
@@ -321,16 +322,23 @@ class Reference:
         for rank, gradients in enumerate(mine):
             for name, gradient in gradients.items():
                 gathered = self.optimizers[0].state[params[name]]["momentum_buffer"] / 1.0
-                v = self.velocity[rank].setdefault(name, gathered).mul_(MOMENTUM).add_(gradient)
-                if v.numel() < 16384:
-                    total[name] += v
-                    continue
-                left = self.waiting[rank].setdefault(name, torch.zeros_like(v)).add_(v).view(-1)
-                place = left.abs().topk(max(1, round(left.numel() * 0.25))).indices
-                total[name].view(-1)[place] += left[place]
-                left[place] = 0
-                v.view(-1)[place] = 0
+                velocity = self.velocity[rank].setdefault(name, gathered).mul_(MOMENTUM).add_(gradient)
+                waiting = self.waiting[rank].setdefault(name, torch.zeros_like(velocity))
+                for v, left, sent in zip(*map(self.parts, (velocity, waiting, total[name])), strict=True):
+                    if v.numel() < 16384:
+                        sent += v
+                        continue
+                    left += v
+                    place = left.abs().topk(max(1, round(left.numel() * 0.25))).indices
+                    sent[place] += left[place]
+                    left[place] = 0
+                    v[place] = 0
         return {n: t / self.replicas for n, t in total.items()}
+
+    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return what each rank along the model axis has of a parameter, flat; of the layer that is cut by rows."""
+        is_cut = "tensor_parallel" in self.case and tensor.shape == WIDE
+        return tensor.view(-1).chunk(2 if is_cut else 1)
 
     @torch.no_grad()
     def average(self) -> None:

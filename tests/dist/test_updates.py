@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from phalanx.parallel import distribute
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.top_k import Compressor
 from phalanx.plan import Plan
-from phalanx.plan.value import AllReduce, Average, Axis, ParamRule, Step, TopK, Update
+from phalanx.plan.value import AllReduce, Average, Axis, ModuleRule, ParamRule, Schedule, Step, TopK, Update
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -297,11 +298,14 @@ def wrong_settings() -> list[str]:
     px.distribute(quiet, sgd, plan=plan_for(Average(every=1, adaptive=True), 2))
     quiet(rows()[0]).sum().backward()
     refused(sgd.step, ConfigError)
+    gathers = px.shard(net(), {"2": "column"}, axis="data")
+    refused(lambda: px.distribute(gathers, strategy=px.DistributedStrategy(dgc=True)), PlanError)
     return messages
 
 
 def test_what_cannot_be_trained_this_way_is_refused() -> None:
-    for sparse, adaptive in run_ranks(wrong_settings, 2):
+    for sparse, adaptive, gathers in run_ranks(wrong_settings, 2):
+        assert "update = top_k for parts to which the gradients of all rows come; a layer that is cut trains" in gathers
         assert "strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found Adam" in sparse
         assert "adaptive_localsgd follows the loss, and no step told one" in adaptive
 
@@ -382,11 +386,77 @@ def test_unusual_steps_lose_nothing() -> None:
     run_ranks(unusual_steps, 2)
 
 
+def staged(ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
+    """Return a model with compressed gradients, in two stages from 4 ranks on, and how it trains a batch."""
+    px.init()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sizes = {"data": 2, "stage": 2} if ranks == 4 else {"data": ranks}
+    stages = tuple(ModuleRule(match=str(i), stage=i // 2) for i in range(3)) if ranks == 4 else ()
+    plan = Plan(
+        mesh=tuple(Axis(name=name, size=size) for name, size in sizes.items()),
+        params=(ParamRule(match="*", update=TopK(sparsity=(0.75,), dense_below=1)),),
+        modules=stages,
+        schedule=Schedule(kind="1f1b", microbatches=2) if stages else Schedule(),
+        step=Step(batch_axes=("data",)),
+    )
+    px.distribute(model, optimizer, plan=plan)
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    inputs, target = rows()
+
+    def train_batch(number: int) -> None:
+        mine = slice(8 * number + px.current().readers.index, 8 * number + 8, px.current().readers.count)
+        step(inputs[mine], target[mine])
+
+    return model, optimizer, train_batch
+
+
+def waiting(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in applied_to(model).updaters[0].state_dict()["residual"].items()}
+
+
+def saved_in_stages(folder: str) -> dict:
+    model, optimizer, train_batch = staged(4)
+    train_batch(0)
+    train_batch(1)
+    px.save(folder, model, optimizer)
+    train_batch(2)
+    again, optimizer, train_again = staged(4)
+    px.load(folder, again, optimizer)
+    train_again(2)
+    for mine, loaded in zip(model.parameters(), again.parameters(), strict=True):
+        assert mine.is_meta or torch.equal(mine, loaded)
+    held = {name for name, param in again.named_parameters() if not param.is_meta}
+    assert set(waiting(again)) == held
+    assert all(torch.equal(waiting(model)[name], tensor) for name, tensor in waiting(again).items())
+    return {"over": applied_to(again).updaters[0].state_dict()["over"]}
+
+
+def loaded_elsewhere(folder: str) -> dict:
+    model, optimizer, train_batch = staged(2)
+    px.load(folder, model, optimizer)
+    train_batch(2)
+    other, _, _ = staged(2)
+    compressor = applied_to(other).updaters[0]
+    state = compressor.state_dict() | {"over": [[0, 2]], "residual": {"0.weight": torch.ones(7, 6)}}
+    compressor.load_state_dict(state)
+    return {"residual": compressor.state_dict()["residual"]}
+
+
+def test_what_waits_of_stages_is_saved_with_them_and_dropped_where_ranks_hold_other_parts(
+    tmp_path: Path,
+) -> None:
+    found = run_ranks(saved_in_stages, 4, str(tmp_path / "saved"))
+    assert [rank["over"] for rank in found] == [[[0, 2]], [[1, 3]], [[0, 2]], [[1, 3]]]
+    for rank in run_ranks(loaded_elsewhere, 2, str(tmp_path / "saved")):
+        assert rank["residual"] == {}
+
+
 def test_gradients_of_several_dtypes_travel_in_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     params = {str(d): nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float32)}
     sent: list[torch.dtype] = []
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flat, **_: sent.append(flat.dtype))
-    compressor = Compressor(params, TopK(sparsity=(0.5,), dense_below=10), None, 2)
+    compressor = Compressor(params, TopK(sparsity=(0.5,), dense_below=10), dict.fromkeys(params), 2)
     compressor._exchange_whole([(param, param.detach()) for param in params.values()])
     assert sent == [param.dtype for param in params.values()]

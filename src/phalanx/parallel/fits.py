@@ -79,8 +79,8 @@ def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
 
 
 def _alike(update: Update) -> Update:
-    """Return how a parameter is updated; slices whose terms are added up along further axes are slices still."""
-    return update.model_copy(update={"axes": None}) if isinstance(update, ReduceScatter) else update
+    """Return how a parameter is updated; gradients whose terms are added up along further axes, too."""
+    return update.model_copy(update={"axes": None}) if isinstance(update, (ReduceScatter, TopK)) else update
 
 
 def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
@@ -144,12 +144,13 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
     copies = Position(plan.mesh, rank=0).count(plan.step.batch_axes)
     cut_by_rows = copies > 1 and any(rule.managed == "module" and not reduced_along(plan, rule) for rule in rules)
     beside = {
-        "step.compiled": plan.step.compiled,
+        # A graph's backward pass is one piece.
+        "step.compiled, by the schedule zero_bubble,": schedule.kind == "zero_bubble" and plan.step.compiled,
         # Its backward pass has two parts, each of which would compute again.
         "modules.recompute, by the schedule zero_bubble,": schedule.kind == "zero_bubble"
         and any(rule.recompute != "none" for rule in plan.modules),
         "step.batch_axes with the stages among them": STAGE_AXIS in plan.step.batch_axes,
-        "params.update average, top_k or push": any(isinstance(rule.update, (Average, TopK, Push)) for rule in rules),
+        "params.update average or push": any(isinstance(rule.update, (Average, Push)) for rule in rules),
         "sharding, by the schedule zero_bubble or with step.accumulate,": (
             schedule.kind == "zero_bubble" or plan.step.accumulate > 1
         )
@@ -167,6 +168,17 @@ def _beyond_ranks(plan: Plan, rule: ParamRule) -> str | None:
         return f"params[{rule.match}].place = {rule.place.kind}"
     if isinstance(update, ReduceScatter) and update.axes and not set(update.axes) >= set(plan.step.batch_axes):
         return f"params[{rule.match}].update.axes = {update.axes}: slices are added up along all of step.batch_axes"
+    copies = Position(plan.mesh, rank=0).count(plan.step.batch_axes)
+    if (
+        isinstance(update, (Average, TopK))
+        and rule.managed == "module"
+        and copies > 1
+        and not reduced_along(plan, rule)
+    ):
+        return (
+            f"params[{rule.match}].update = {update.kind} for parts to which the gradients of all rows come; a layer "
+            'that is cut trains that way along axis="model"'
+        )
     return None
 
 

@@ -272,6 +272,8 @@ class Pipeline:
             self._bodies[mode] = [recorded.body(self.model, stage) for stage in mine]
             for body in self._bodies[mode]:
                 self._lower_precision(body)
+                if self._plan.step.compiled:
+                    body.compile()
         pairs = zip(self._bodies[mode], mine, strict=True)
         return [Stage(body, stage, self._inputs_of) for body, stage in pairs]
 

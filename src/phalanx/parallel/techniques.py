@@ -100,8 +100,7 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
         from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
 
         # Sharding weighs what enters a model at its outputs, a pipeline the loss.
-        weighed = any(axis.name == STAGE_AXIS and axis.size > 1 for axis in plan.mesh)
-        weighed |= any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
+        weighed = _has_stages(plan) or any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
         if not synchronise(model, context, context.readers.group, is_weighed=weighed):
             logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
         if plan.step.compiled:
@@ -116,9 +115,13 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
 
         keep = [rule.match for rule in plan.modules if rule.match and rule.dtype == "float32"]
         apply_precision(model, whole.dtype, pure=whole.pure, keep=keep)
-    if plan.step.compiled:
+    if plan.step.compiled and not _has_stages(plan):  # else each stage is compiled
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
+
+
+def _has_stages(plan: Plan) -> bool:
+    return any(axis.name == STAGE_AXIS and axis.size > 1 for axis in plan.mesh)
 
 
 def updaters_of(

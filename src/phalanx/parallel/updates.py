@@ -51,22 +51,26 @@ def make_updaters(
         context: Tells the rows of the current batch.
         reducer: Averages gradients, if something does.
     """
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    updates = {plan.rule_for(name).update for name in trained}
-    update = next((found for found in updates if isinstance(found, (Average, TopK))), None)
-    axes = () if update is None else reduced_along(plan, plan.rule_for(next(iter(trained))))
-    if update is None or not axes:
+    rules = {name: plan.rule_for(name) for name, param in model.named_parameters() if param.requires_grad}
+    update = next((rule.update for rule in rules.values() if isinstance(rule.update, (Average, TopK))), None)
+    along = dict.fromkeys(reduced_along(plan, rule) for rule in rules.values())
+    if update is None or not any(along):
         return ()
-    group, shares = mesh.group(axes), mesh.size(axes)
+    groups = {axes: mesh.group(axes) for axes in along}  # by all ranks, whatever their stages hold
+    shares = mesh.size(mesh.batch_axes)
+    trained = {name: param for name, param in model.named_parameters() if name in rules and not param.is_meta}
     if reducer is None:  # it would weight them
         # A rank that trains apart follows the sum over ranks if its own gradient stands for all of them.
         gain = float(shares) if isinstance(update, Average) and update.reduce == "sum" else 1.0
         for param in trained.values():
             param.register_hook(weigher(context, context.readers, gain))
     if isinstance(update, TopK):
-        compressor = Compressor(trained, update, group, shares if update.reduce == "mean" else 1)
-        keep_state(model, "top_k", compressor, elsewhere="share")
+        over = {name: groups[reduced_along(plan, rules[name])] for name in trained}
+        compressor = Compressor(trained, update, over, shares if update.reduce == "mean" else 1)
+        is_whole = len(groups) == 1 and mesh.size(next(iter(groups))) == plan.world_size
+        keep_state(model, "top_k", compressor, elsewhere="share" if is_whole else "drop")
         return (compressor,)
-    local = LocalSgd(model, update, group, reducer)
+    (axes,) = groups
+    local = LocalSgd(model, update, groups[axes], reducer)
     keep_state(model, "local_sgd", local, elsewhere="first")
     return (local,)

@@ -20,7 +20,6 @@ from phalanx.plan.value import (
     Push,
     Reason,
     Shard,
-    TopK,
 )
 
 Style = Literal["column", "row", "vocab", "sequence"]
@@ -148,7 +147,7 @@ def _param_rules(plan: Plan, one: Styled, axis: str) -> Iterator[ParamRule]:
 
 def _cut(plan: Plan, name: str, axis: str, dim: int) -> ParamRule:
     rule = plan.rule_for(name)
-    if not isinstance(rule.place, OnRanks) or isinstance(rule.update, (Push, Average, TopK)):
+    if not isinstance(rule.place, OnRanks) or isinstance(rule.update, (Push, Average)):
         raise PlanError(
             f"parameter {name!r} is to be cut over ranks, but it lives {_where(rule)}. Leave the layer out of "
             "px.shard, or change the strategy."

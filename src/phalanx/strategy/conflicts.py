@@ -74,13 +74,6 @@ _ERRORS = _errors()
 _NOT_TRIED = "the two together are not there yet"
 
 _PENDING: dict[frozenset[str], str] = {
-    frozenset(pair): why
-    for pair, why in {
-        ("graph", "pipeline"): "stages are not compiled yet",
-        ("dgc", "pipeline"): "residuals are kept for whole models only",
-        ("dgc", "tensor_parallel"): "residuals are kept for whole parameters only",
-    }.items()
-} | {
     frozenset(("a_sync", other)): _NOT_TRIED
     for other in (
         "gradient_merge", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "amp", "clip", "recompute",
