@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError
@@ -31,7 +31,7 @@ def logits(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return drawn.to(dtype), target
 
 
-def of_rank() -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
+def of_rank() -> tuple[list[tuple[Tensor, Tensor]], list[str], str]:
     rank = px.init().rank
     found = []
     for case in CASES:
@@ -40,7 +40,19 @@ def of_rank() -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
         loss = px.vocab_cross_entropy(part, target, reduction=case["reduction"])
         (loss * torch.linspace(1, 2, loss.numel()).view(loss.shape)).sum().backward()
         found.append((loss.detach(), px.comm.all_gather(part.grad, -1)))
-    return found, [message(target) for target in (torch.full((4, 3), CLASSES), torch.zeros(4, dtype=torch.int64))]
+    messages = [message(target) for target in (torch.full((4, 3), CLASSES), torch.zeros(4, dtype=torch.int64))]
+    return found, messages, loss_of_a_part()
+
+
+def loss_of_a_part() -> str:
+    model = px.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, CLASSES)), {"1": "vocab"}, axis="model", size=2)
+    px.distribute(model)
+    inputs, target = torch.ones(5, 3), torch.tensor([0, 1, 2, -100, 0])
+    px.vocab_cross_entropy(model(inputs), target, axis="model").backward()
+    F.cross_entropy(px.comm.all_gather(model(inputs), -1, axis="model"), target).backward()
+    with pytest.raises(ConfigError) as caught:
+        F.cross_entropy(model(inputs), target).backward()
+    return str(caught.value)
 
 
 def message(target: Tensor) -> str:
@@ -55,7 +67,7 @@ def ranks() -> list[Any]:
 
 
 def test_losses_and_gradients_equal_those_of_whole_logits(ranks: list[Any]):
-    for (found, _), case in ((rank, case) for case in enumerate(CASES) for rank in ranks):
+    for (found, *_), case in ((rank, case) for case in enumerate(CASES) for rank in ranks):
         index, settings = case
         whole, target = logits(settings["scale"], settings["dtype"])
         whole.requires_grad_()
@@ -70,9 +82,15 @@ def test_losses_and_gradients_equal_those_of_whole_logits(ranks: list[Any]):
 
 
 def test_targets_that_are_no_class_or_do_not_fit_are_an_error_on_all_ranks(ranks: list[Any]):
-    for _, (outside, unfit) in ranks:
+    for _, (outside, unfit), _ in ranks:
         assert "vocab_cross_entropy over 7 classes found targets from 7 to 7" in outside
         assert "needs targets (4, 3), found (4,). Classes are the last dim of logits" in unfit
+
+
+def test_a_loss_that_takes_cut_logits_for_whole_is_an_error_on_all_ranks(ranks: list[Any]):
+    for _, _, apart in ranks:
+        assert "the loss took the logits of '1' for whole, but each rank along axis 'model' has some of" in apart
+        assert 'Use px.vocab_cross_entropy(logits, target, axis="model"), or style "column" for \'1\'' in apart
 
 
 def test_one_process_takes_whole_logits():

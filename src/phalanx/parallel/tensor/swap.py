@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,12 +11,15 @@ from torch import nn
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.cut import Cut, hold
+from phalanx.parallel.tensor.cut_logits import CutLogits
 from phalanx.parallel.tensor.dropout import CutDropout
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.same_rows import SameRows
 from phalanx.parallel.tensor.styles import Planned, kinds_of, planned_modules, sizes_of
 from phalanx.parallel.tensor.vocab import VocabEmbedding
 from phalanx.plan.value import Layout, Plan, Shard
+
+logger = logging.getLogger("phalanx.parallel")
 
 
 def cut_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
@@ -32,6 +37,8 @@ def cut_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         whole = Cut(mesh.group((one.axis,)), mesh.index((one.axis,)), ())
         cuts = {name: _hold(one.module, name, shard, whole, ranks, held) for name, shard in one.shards}
         _become(plan, one, cuts.get("weight", whole))
+        if one.rule.style == "vocab" and isinstance(one.module, nn.Linear):
+            _leave_logits_cut(one, whole.group)
         if one.axis not in plan.step.batch_axes:
             sharing[one.axis] = whole.group
     for axis, group in sharing.items():
@@ -64,6 +71,17 @@ def _become(plan: Plan, one: Planned, cut: Cut) -> None:
     elif isinstance(module, CutDropout):
         assert inputs is not None
         module.dim = inputs
+
+
+def _leave_logits_cut(one: Planned, group: Group) -> None:
+    """Say which loss logits need, and look whether they get it."""
+    one.module.register_forward_hook(CutLogits(one.name, one.axis, group))
+    logger.info(
+        "logits of %r stay cut over the ranks of axis %r, their loss: px.vocab_cross_entropy(logits, target, axis=%r)",
+        one.name,
+        one.axis,
+        one.axis,
+    )
 
 
 def _dim(layout: Layout | None, axis: str) -> int | None:
