@@ -261,6 +261,11 @@ def test_a_loader_may_cut_other_batches_and_says_so(caplog: pytest.LogCaptureFix
     assert [len(batch[0]) for batch in loader] == [12, 12, 12, 4]
 
 
+def test_a_map_that_gives_nothing_is_named() -> None:
+    with pytest.raises(DataError, match="column 'x' of a batch holds values of type NoneType, which make no"):
+        next(iter(ShardedLoader(numbers(8).map(lambda number: None, "x").batch(4))))
+
+
 def test_a_global_batch_is_the_same_on_any_number_of_ranks() -> None:
     pipeline = numbers(50).shuffle(9).batch(global_batch=8).shuffle(3)
     assert side_by_side(pipeline, 3) == side_by_side(pipeline, 1)

@@ -176,6 +176,7 @@ def test_an_object_of_the_user_starts_anew_each_time() -> None:
 @pytest.mark.parametrize(
     ("metrics", "told"),
     [
+        ("accuracy", r"the metric 'accuracy'; known by name are .*Did you mean 'acc1'\?"),
         ("f1_makro", r"the metric 'f1_makro'; known by name are .*Did you mean 'f1_macro'\?"),
         (px.F1, r"'F1', which is a class\. Make one: F1\(\)"),
         ([3], "found int. Give a name, a function"),

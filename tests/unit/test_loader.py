@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.data.loader import ShardedLoader
+from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError, DataError
 
 
@@ -292,6 +294,21 @@ def test_an_evaluation_in_between_leaves_the_training_batch_as_it_was() -> None:
     assert here.batch == BatchShare(4, 4)
 
 
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise OSError("disk gone")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_row_that_cannot_be_read_is_named(num_workers: int) -> None:
+    for data in (Broken(9), Pipeline(Broken(9))):
+        with pytest.raises(OSError, match="disk gone") as caught:
+            list(ShardedLoader(data, batch_size=2, num_workers=num_workers))
+        assert "while reading row 5 of Broken" in "".join(traceback.format_exception(caught.value))
+
+
 def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
     assert rows_of(ShardedLoader(Numbers(9), batch_size=2, training=False)) == list(range(9))
 
@@ -300,7 +317,9 @@ def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
     ("data", "options", "message"),
     [
         (5, {}, "Asked to load from a int. Give a torch Dataset or DataLoader"),
-        ({"x": 1}, {}, "Asked to load from a dict"),
+        ({"x": 1}, {}, "an iterator of samples, or Pipeline(tuple"),
+        ([torch.ones(4, 2), torch.ones(4)], {}, "a list of 2 tensors of 4 rows and different shapes"),
+        ((torch.ones(0),), {"batch_size": None, "global_batch": 2}, "0 rows, which is not one batch. Give more data"),
         ((i for i in range(3)), {}, "a generator, which can be read only once. Give the function that makes it"),
         ((torch.ones(2), "label"), {}, "a tuple that holds str"),
         ((torch.ones(2), torch.ones(3)), {}, "tensors with 2, 3 rows"),

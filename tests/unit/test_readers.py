@@ -154,6 +154,7 @@ def test_a_cut_off_idx_file_is_read_as_far_as_it_goes_when_asked(mnist: Path) ->
     found = IdxDataset(mnist, on_corrupt="skip")
     assert (len(found), found.labels.tolist(), found.corrupt.count) == (4, [0, 1, 2, 3], 2)
     assert "record 4 of 6" in found.corrupt.first
+    assert repr(found.corrupt) == f"2 broken records left out; the first: {found.corrupt.first}"
     path.write_bytes(path.read_bytes() + bytes(26))
     with pytest.raises(DataError, match="its 6 records end at byte 136, but the file goes on"):
         IdxDataset(mnist, on_corrupt="skip")

@@ -6,7 +6,7 @@ at once says so with `column_names` and `read_columns`; of any other, samples ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -93,9 +93,21 @@ def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64], 
     fetch_many = getattr(dataset, "__getitems__", None)
     numbers = rows.tolist()
     with seeded(seed):
-        samples = fetch_many(numbers) if fetch_many is not None else [dataset[number] for number in numbers]
+        samples = fetch_many(numbers) if fetch_many is not None else samples_of(dataset, numbers)
     described = type(dataset).__name__
     return transposed([values_of(s, names, n, described) for s, n in zip(samples, numbers, strict=True)], names)
+
+
+def samples_of(dataset: Any, rows: Iterable[int]) -> list[Any]:
+    """Return samples of a dataset, one by one; an error among them gets a note that says which row it was."""
+    samples = []
+    for row in rows:
+        try:
+            samples.append(dataset[row])
+        except Exception as error:
+            error.add_note(f"while reading row {row} of {type(dataset).__name__}")
+            raise
+    return samples
 
 
 def values_of(sample: Any, names: tuple[str, ...], row: int, described: str) -> list[Any]:
@@ -137,7 +149,7 @@ def batched(name: str, column: Column) -> Any:
     """Return a column as the part of a batch: a tensor, or what torch's `default_collate` makes of its values.
 
     Raises:
-        DataError: If its values have different shapes.
+        DataError: If its values have different shapes, or are nothing that makes a batch.
     """
     if isinstance(column, Tensor):
         return column
@@ -148,7 +160,14 @@ def batched(name: str, column: Column) -> Any:
             f"The column {name!r} of a batch holds values of shapes {a} and {b}, which do not stack. "
             "Bring them to one shape with map before batch, such as vision.Resize or padding."
         )
-    return collate_column(tuple(column))
+    try:
+        return collate_column(tuple(column))
+    except TypeError:
+        kinds = sorted({type(value).__name__ for value in column})
+        raise DataError(
+            f"The column {name!r} of a batch holds values of type {', '.join(kinds)}, which make no batch. Let the "
+            "data and its maps give tensors, arrays, numbers or text."
+        ) from None
 
 
 def _parts(sample: Any) -> list[Any]:

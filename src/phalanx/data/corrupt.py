@@ -38,6 +38,9 @@ class Corrupt:
         self.first = ""
         """The first of them: its file, its place, what is wrong."""
 
+    def __repr__(self) -> str:
+        return f"{self.count} broken records left out" + (f"; the first: {self.first}" if self.first else "")
+
     def add(self, problem: str, records: int = 1) -> None:
         """Take note of broken records, the first of which `problem` names; without a full stop.
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from phalanx.data.collate import collate
+from phalanx.data.columns import samples_of
 from phalanx.data.order import Work, contiguous
 from phalanx.data.pipeline import Pipeline
 from phalanx.data.seeding import seeded
@@ -38,7 +39,7 @@ class RowFetcher(Dataset[Any]):
         if fetch_many is not None:
             samples: list[Any] = fetch_many(list(work.indices))
             return samples
-        return list(map(self.dataset.__getitem__, work.indices))
+        return samples_of(self.dataset, work.indices)
 
 
 class PipelineFetcher(Dataset[Any]):

@@ -80,6 +80,7 @@ def read_source(data: Any) -> Source:
         return Source(dataset=data, loading={})
     if isinstance(data, Dataset) or _is_sequence(data):
         _require_length(data)
+        _check_samples(data)
         return Source(dataset=data, loading={})
     if inspect.isgenerator(data) or isinstance(data, Iterator):
         raise ConfigError(
@@ -88,10 +89,10 @@ def read_source(data: Any) -> Source:
         )
     if callable(data):
         return Source(dataset=FunctionStream(data), loading={})
+    named = ", or Pipeline(tuple(data.values()), columns=tuple(data))" if isinstance(data, dict) else ""
     raise ConfigError(
-        f"Asked to load from a {type(data).__name__}. Give a torch Dataset or DataLoader, a tuple of "
-        "tensors, "
-        "or a function that returns an iterator of samples."
+        f"Asked to load from a {type(data).__name__}. Give a torch Dataset or DataLoader, a tuple of tensors, or a "
+        f"function that returns an iterator of samples{named}."
     )
 
 
@@ -102,6 +103,17 @@ def decides_batches(dataset: Any) -> bool:
 
 def _is_sequence(data: Any) -> bool:
     return hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, str | bytes | dict)
+
+
+def _check_samples(data: Any) -> None:
+    """Raise where a list of columns was meant: tensors of as many rows and different shapes are no samples."""
+    if type(data) is not list or not all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in data):
+        return
+    if len({part.shape for part in data}) > 1 and len({len(part) for part in data}) == 1:
+        raise ConfigError(
+            f"Asked to load from a list of {len(data)} tensors of {len(data[0])} rows and different shapes; a list "
+            "holds samples. Give a tuple of columns: (images, labels)."
+        )
 
 
 def _as_tensors(data: tuple[Any, ...]) -> TensorDataset:
@@ -231,5 +243,5 @@ def _check_rows_suffice(source: Source, global_batch: int) -> None:
     if len(drawn) < global_batch:
         raise ConfigError(
             f"Asked for global_batch={global_batch}, but {type(drawn).__name__} has {len(drawn)} rows, which is not "
-            f"one batch. Give at most {len(drawn)}, or more data."
+            f"one batch. Give {f'at most {len(drawn)}, or ' if len(drawn) else ''}more data."
         )

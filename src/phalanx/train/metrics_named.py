@@ -105,7 +105,8 @@ def _by_name(name: str, loss_fn: RowMetric | None) -> GlobalMetric:
         *sorted(_NAMED),
         *(f"{kind}_{average}" for kind in _AVERAGED for average in AVERAGES),
     ]
+    hint = " Did you mean 'acc1'?" if name.lower() == "accuracy" else did_you_mean(name, known)
     raise ConfigError(
         f"Asked for the metric {name!r}; known by name are 'loss', 'acc1', 'acc5', ..., "
-        f"{', '.join(map(repr, sorted(_NAMED)))}.{did_you_mean(name, known)} Or pass a function of (output, target)."
+        f"{', '.join(map(repr, sorted(_NAMED)))}.{hint} Or pass a function of (output, target)."
     )
