@@ -218,7 +218,7 @@ def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ra
 _PASSES = ("forward", "inputs", "weights")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(pipelines(), st.integers(8, 11))
 def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline: Pipeline, rounds: int) -> None:
     schedule = pipeline.schedule.model_copy(update={"microbatches": rounds * pipeline.ranks})
@@ -232,7 +232,7 @@ def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline:
 
 def test_thousands_of_micro_batches_are_collapsed() -> None:
     found = simulate(even("1f1b", 8, 4096))
-    assert found.left_out == 4096 - 4 * 8
+    assert found.left_out == 4096 - 6 * 8
     assert len(found.slices) < 1000
     assert found.step_time_s == pytest.approx(3 * (4096 + 7))
 
@@ -267,7 +267,7 @@ def described(**changes: Any) -> Simulation:
 def test_published_runs_take_what_the_closed_form_says_and_hold_what_the_footprint_says() -> None:
     with PUBLISHED.open() as lines:
         runs = [run for run in read_runs(lines, PUBLISHED.name) if not run.doubt and run.measured_step_time_s]
-    pipelined = [run for run in runs if run.parallel.pp > 1]
+    pipelined = [run for run in runs if 1 < run.parallel.pp <= 16]
     for run in pipelined[::20] + [run for run in pipelined if run.parallel.vpp > 1] + runs[::40]:
         found = simulate_run(run).simulation
         assert found.step_time_s == pytest.approx(predict(run).step_time_s, rel=0.025), run.name

@@ -17,7 +17,7 @@ from phalanx.plan.pipeline_order import Action, Pass, order_of
 WHOLE_ROUNDS = 8
 """Rounds of micro-batches (one round: as many as ranks) from which on not all are simulated one by one."""
 
-_KEPT_ROUNDS = 4
+_KEPT_ROUNDS = 6
 _STEADY = 1e-9
 """Share of the step by which two rounds of the steady state may differ."""
 
@@ -25,16 +25,16 @@ _STEADY = 1e-9
 def simulate(pipeline: Pipeline) -> Simulation:
     """Return a step of a pipeline, event by event.
 
-    With very many micro-batches only as many are run one by one as it takes to be in the steady state, where each round
-    costs the same; the others cost as much each.
+    With many micro-batches, only as many are run one by one as it takes to be in the steady state, where every rank
+    does in each round what it did in the round before, later by the same time.
 
     Raises:
         PlanError: If the schedule does not take so many stages or micro-batches.
     """
-    ranks, count = pipeline.ranks, pipeline.schedule.microbatches
-    kept = _KEPT_ROUNDS * ranks
+    count = pipeline.schedule.microbatches
+    kept = _KEPT_ROUNDS * pipeline.ranks
     while pipeline.schedule.kind != "gpipe" and kept * WHOLE_ROUNDS <= count * _KEPT_ROUNDS:
-        found = _collapsed(pipeline, kept + count % ranks)
+        found = _collapsed(pipeline, kept + count % pipeline.ranks)
         if found is not None:
             return found
         kept *= 2
@@ -42,28 +42,43 @@ def simulate(pipeline: Pipeline) -> Simulation:
 
 
 def _collapsed(pipeline: Pipeline, kept: int) -> Simulation | None:
-    """Return the step from three with few micro-batches; None if the rounds by which they differ cost not the same."""
-    ranks, count = pipeline.ranks, pipeline.schedule.microbatches
-    if pipeline.schedule.kind in ("interleaved", "zero_bubble") and count % ranks:
+    """Return the step from one with fewer micro-batches; None if that does not come into a steady state."""
+    ranks, schedule = pipeline.ranks, pipeline.schedule
+    if schedule.kind != "1f1b" and schedule.microbatches % ranks:
         return None  # its rounds are not as many micro-batches as ranks
-    few, more, most = (
-        _Step(
-            replace(pipeline, schedule=pipeline.schedule.model_copy(update={"microbatches": kept + by * ranks}))
-        ).run()
-        for by in (-2, -1, 0)
-    )
-    before, a_round = more.step_time_s - few.step_time_s, most.step_time_s - more.step_time_s
-    busiest = max(other.busy - one.busy for one, other in zip(more.ranks, most.ranks, strict=True))
-    if abs(a_round - before) > _STEADY * most.step_time_s or a_round < busiest - _STEADY * most.step_time_s:
-        return None  # not steady yet, or the slowest rank does not set the pace yet
-    rounds = (count - kept) // ranks
-    step = most.step_time_s + rounds * a_round
+    fewer = schedule.model_copy(update={"microbatches": kept})
+    step = _Step(replace(pipeline, schedule=fewer))
+    found = step.run()
+    a_round = _steady_round(found)
+    if a_round is None:
+        return None
+    rounds = (schedule.microbatches - kept) // ranks
+    seconds = found.step_time_s + rounds * a_round
     times = []
-    for one, other in zip(more.ranks, most.ranks, strict=True):
-        busy = other.busy + rounds * (other.busy - one.busy)
-        exposed = other.exposed + rounds * (other.exposed - one.exposed)
-        times.append(RankTime(busy=busy, exposed=exposed, idle=max(0.0, step - busy - exposed)))
-    return replace(most, pipeline=pipeline, step_time_s=step, ranks=tuple(times), left_out=count - kept)
+    for rank, one in enumerate(found.ranks):
+        moves = [move for (_, stage), move in step.moves.items() if schedule.holder(stage, ranks) == rank]
+        busy = one.busy + rounds * ranks * sum(move.work.compute for move in moves)
+        waits = sum(move.work.exposed + (0.0 if pipeline.overlaps_sends else move.send) for move in moves)
+        exposed = one.exposed + rounds * ranks * waits
+        times.append(RankTime(busy=busy, exposed=exposed, idle=max(0.0, seconds - busy - exposed)))
+    left_out = schedule.microbatches - kept
+    return replace(found, pipeline=pipeline, step_time_s=seconds, ranks=tuple(times), left_out=left_out)
+
+
+def _steady_round(found: Simulation) -> float | None:
+    """Return by how much later every pass is than that of the round before; None if that is not the same for all.
+
+    What a pass waits for is at most a round behind. So if two rounds of all passes are later by the same time, all that
+    follow are, until the first rank has no forward pass left. Forward passes are ahead by one to two rounds.
+    """
+    ranks, middle = found.pipeline.ranks, found.pipeline.schedule.microbatches // found.pipeline.ranks // 2
+    starts = {one[2:5]: one.start for one in found.slices if one.stream == "compute" and one.stage >= 0}
+    later = []
+    for (kind, stage, microbatch), start in starts.items():
+        first = middle - (1 if kind == Pass.FORWARD else 2)
+        if first <= microbatch // ranks < first + 2:
+            later.append(starts[kind, stage, microbatch + ranks] - start)
+    return later[0] if max(later) - min(later) <= _STEADY * found.step_time_s else None
 
 
 class _Move(NamedTuple):
