@@ -360,6 +360,28 @@ def test_calls_of_a_module_are_told_apart() -> None:
     assert [op.call for op in captured.operators if op.phase == "backward" and op.flops] == [1, 0]
 
 
+def test_recurrent_layers_count_their_products() -> None:
+    captured = capture(nn.LSTM(4, 8, batch_first=True), torch.zeros(3, 5, 4))
+    products = 2 * 3 * 5 * (4 + 8) * 4 * 8
+    assert [captured.flops, sum(op.flops for op in captured.operators if op.phase == "forward")] == [
+        3 * products,
+        products,
+    ]
+
+
+def test_modules_that_torch_compiles_are_seen_through() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), backend="eager")
+    captured = capture(model, torch.zeros(2, 3))
+    assert captured.level == "graph"
+    assert captured.within("_orig_mod.1")[0].name == "aten.relu.default"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripts_are_one_module() -> None:
+    captured = capture(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 4))), nn.ReLU()), torch.zeros(2, 3))
+    assert {op.module for op in captured.operators if op.phase == "forward"} == {"", "1"}
+
+
 def test_keywords_are_a_sample_too() -> None:
     captured = capture(nn.Linear(3, 4), {"input": torch.zeros(2, 3)})
     assert any(op.name == "aten.addmm.default" for op in captured.operators)

@@ -49,7 +49,7 @@ def rotated(x: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[..., Tensor], int, int, bool]] = {
     # What runs, on how many tensors, parts of the last dimension, whether rows are kept. Some that would pass are not
-    # known to: a whole factor that is repeated for every row, padding of no width, gates.
+    # known to: a whole factor that is repeated for every row, padding of no width.
     "relu": (torch.relu, 1, D, True),
     "add": (torch.add, 2, D, True),
     "add to its flip": (lambda x, y: x + y.transpose(0, 1).transpose(0, 1), 2, D, True),
@@ -84,7 +84,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, int, bool]] = {
     "one place": (lambda x: x[:, 0].unsqueeze(1).expand(-1, S, -1), 1, D, True),
     "sums so far": (lambda x: x.cumsum(1).sort(1)[0], 1, D, True),
     "largest": (lambda x: x.topk(2, -1)[0], 1, 0, True),
-    "gate": (lambda x: F.glu(x, -1), 1, 0, False),
+    "gate": (lambda x: F.glu(x, -1), 1, 0, True),
+    "no rule": (lambda x: x.flip(1), 1, 0, False),
+    "lengths": (lambda x: x.norm(dim=1) + x.logsumexp(1) + x.prod(1) + x.std(1), 1, D, True),
     "attention": (spelled, 3, 4, True),
     "fused attention": (fused, 3, 4, True),
     "rotation": (rotated, 1, 2, True),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -34,8 +34,19 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# torch counts fused attention of cards only.
+def _recurrent(sequence: Any, inputs: Any, hidden: Any, *_: Any, **__: Any) -> int:
+    """Every place of every row meets both matrices once; a weight of the LSTM holds those of its four gates."""
+    return int(2 * sequence.shape[0] * sequence.shape[1] * (inputs.numel() + hidden.numel()))
+
+
+def _recurrent_backward(*arguments: Any, **_: Any) -> int:
+    return 2 * _recurrent(*arguments)
+
+
+# torch counts those of cards only, if at all.
 _FORMULAS = {
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -57,7 +68,7 @@ class Recorder(TorchDispatchMode):
     """Records the operators inside the block. Under fake tensors, answers questions for values with made-up ones.
 
     Args:
-        model: The module that runs; names are its paths.
+        model: The module that runs, a copy; names are its paths.
         sample: The tensors of the sample, in order.
         mode: The fake tensors' mode; None where tensors have values.
     """
@@ -71,7 +82,7 @@ class Recorder(TorchDispatchMode):
         """Operators that asked for a value that fake tensors do not have, and their modules."""
 
         self._mode = mode
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._model = model
         self._stack: list[tuple[str, int]] = []
         """Modules that run, and which call of each."""
 
@@ -103,14 +114,14 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow modules and what autograd saves inside the block."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        try:
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # takes no hooks: what it runs is its caller's
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, path)))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             with saved_tensors_hooks(self._saved, lambda tensor: tensor), self:
                 yield
-        finally:
-            before.remove()
-            after.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,15 +236,12 @@ class Recorder(TorchDispatchMode):
         module, call = self._stack[-1] if self._stack else ("", 0)
         return {"module": module, "call": call, "phase": self.phase, "origin": None}
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        path = self._paths.get(id(module))
-        if path is not None:
-            self._stack.append((path, self._calls[path]))
-            self._calls[path] += 1
+    def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
+        self._stack.append((path, self._calls[path]))
+        self._calls[path] += 1
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if id(module) in self._paths:
-            self._stack.pop()
+        self._stack.pop()
 
 
 def _parameter(owner: int | str) -> str:
