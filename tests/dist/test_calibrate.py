@@ -28,6 +28,8 @@ def check_rates(found: Measured) -> None:
         for small, large in pairwise((1, 64, 4096)):
             assert 0 < rates.matmul_s(small, small, small, "bf16") <= rates.matmul_s(large, large, large, "bf16")
         assert 0 < rates.conv_s(8192, 16, 144) < 10
+        assert 0 < rates.conv_s(8192, 64, 64, pointwise=True, backward=True) < 10
+        assert 0 < rates.conv_s(8192, 1, 9, 64) < 10
         assert 0 < rates.attention_s(8, 32, 32, backward=True) < 10
         assert 0 < rates.operator_s("softmax", 2**16, backward=True) < 10
         assert 0 < rates.optimizer_s("momentum", 1e5, 4) < 10
@@ -64,9 +66,8 @@ def test_counts_go_up_in_twos() -> None:
 def test_figures_of_ranks_come_to_their_medians() -> None:
     def sheet(launch_s: float) -> Rates:
         cube = {"axes": [[1.0]], "seconds": [launch_s], "powers": [1.0]}
-        layer = {"m": 1, "n": 2, "k": 3, "groups": 1, "forward_s": launch_s, "backward_s": 1.0}
         content = {"threads": 2, "backward_launch_s": 1.0, "launch_s": launch_s, "shared": {"shm": launch_s}}
-        return Rates.model_validate_json(json.dumps(content | {"grids": {"x": cube}, "convolutions": [layer]}))
+        return Rates.model_validate_json(json.dumps(content | {"grids": {"x": cube}}))
 
     made = combined([sheet(1.0), sheet(2.0), sheet(9.0)])
     assert made == sheet(2.0)

@@ -231,8 +231,7 @@ def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
     cube = {"axes": [[1024]] * 3, "seconds": [2 * 1024**3 / 50e9], "powers": [1, 1, 1]}
     grids = {"matmul fp32": cube, "matmul bf16": cube, "elementwise forward": line(1e-3), "send shm 2": line(2e-3)}
-    layer = {"m": 1, "n": 1, "k": 1, "groups": 1, "forward_s": 1e-3, "backward_s": 1e-3}
-    rates = {"threads": 1, "launch_s": 1e-6, "backward_launch_s": 1e-6, "grids": grids, "convolutions": [layer]}
+    rates = {"threads": 1, "launch_s": 1e-6, "backward_launch_s": 1e-6, "grids": grids}
     Measured.model_validate(
         {"host": "h", "processor": "p", "cores": 2, "memory": 2**34, "torch": "2", "date": "d", "rates": {2: rates}}
     ).save(measured_file())

@@ -29,15 +29,15 @@ def some_rates(**changes: Any) -> Rates:
     grids = {
         "matmul fp32": a_grid(tuple(1e-6 * 2**i for i in range(8)), cube),
         "matmul bf16": a_grid(tuple(5e-7 * 2**i for i in range(8)), cube),
+        "convolution backward": a_grid(tuple(1e-5 * 2**i for i in range(8)), cube),
+        "pointwise forward": a_grid(tuple(3e-6 * 2**i for i in range(8)), cube),
+        "depthwise forward": a_grid((5e-6, 1e-4), line),
         "elementwise forward": a_grid((1e-6, 4e-6), line),
         "gelu forward": a_grid((2e-6, 8e-6), line),
         "optimizer adam": a_grid((1e-5, 1e-3), line),
         "all_reduce shm 2": a_grid((2e-5, 1e-4), line),
     }
-    layers = [{"m": 64, "n": 16, "k": 9, "groups": 1, "forward_s": 1e-3, "backward_s": 3e-3}]
-    return Rates.model_validate(
-        {"threads": 1, "launch_s": 2e-6, "backward_launch_s": 3e-6, "grids": grids, "convolutions": layers} | changes
-    )
+    return Rates.model_validate({"threads": 1, "launch_s": 2e-6, "backward_launch_s": 3e-6, "grids": grids} | changes)
 
 
 def some_machine() -> Measured:
@@ -95,12 +95,12 @@ def test_rates_find_what_was_measured() -> None:
         rates.collective_s("all_reduce", 64, 4, "gloo")
 
 
-def test_convolutions_are_exact_where_measured_and_like_their_neighbours_elsewhere() -> None:
+def test_convolutions_have_tables_by_their_kind() -> None:
     rates = some_rates()
-    assert rates.conv_s(64, 16, 9) == pytest.approx(1e-3)
-    assert rates.conv_s(64, 16, 9, backward=True) == pytest.approx(3e-3)
-    over = 1e-3 / rates.matmul_s(64, 16, 9)
-    assert rates.conv_s(640, 16, 9) == pytest.approx(over * rates.matmul_s(640, 16, 9))
+    assert rates.conv_s(64, 64, 64, backward=True) == pytest.approx(128e-5)
+    assert rates.conv_s(64, 64, 64, 4, pointwise=True) == pytest.approx(4 * 384e-6)
+    assert rates.conv_s(64, 64, 64, pointwise=True, dtype="bf16") == pytest.approx(192e-6), "as products are"
+    assert rates.conv_s(1024, 1, 9, 64) == pytest.approx(1e-4)
 
 
 def test_a_machine_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,20 +99,6 @@ def never_falling(axes: tuple[tuple[float, ...], ...], seconds: tuple[float, ...
     return tuple(values)
 
 
-class Convolution(_Frozen):
-    """One measured convolution, as the matrix product it amounts to in each of its groups."""
-
-    m: int = Field(gt=0)
-    """Places of the output, all images together."""
-    n: int = Field(gt=0)
-    """Channels of the output."""
-    k: int = Field(gt=0)
-    """Values that make one output."""
-    groups: int = Field(gt=0)
-    forward_s: float = Field(gt=0)
-    backward_s: float = Field(gt=0)
-
-
 class Rates(_Frozen):
     """What each of some ranks gets while all of them work. Every number of seconds includes starting the operator."""
 
@@ -128,7 +114,6 @@ class Rates(_Frozen):
     grids: dict[str, Grid]
     """Tables by what was measured, such as `matmul fp32` or `all_reduce shm 2`."""
 
-    convolutions: tuple[Convolution, ...] = Field(min_length=1)
     shared: dict[str, float] = Field(default_factory=dict)
     """By backend: extra seconds for each second that a collective and computation run side by side."""
 
@@ -137,36 +122,31 @@ class Rates(_Frozen):
         return self._grid(f"matmul {dtype}").at(m, n, k)
 
     def conv_s(
-        self, m: float, n: float, k: float, groups: float = 1, *, backward: bool = False, dtype: Precision = "fp32"
+        self,
+        m: float,
+        n: float,
+        k: float,
+        groups: float = 1,
+        *,
+        backward: bool = False,
+        dtype: Precision = "fp32",
+        pointwise: bool = False,
     ) -> float:
-        """Return the seconds of a convolution, by its cost over that of its matrix products, as measured near it.
+        """Return the seconds of a convolution. Those of bfloat16 are reckoned like matrix products of the same size.
 
         Args:
             m: Places of the output, all images together.
             n: Channels of the output in one group.
             k: Values that make one output: channels of the input in one group, times the size of the kernel.
-            groups: Groups of channels.
+            groups: Groups of channels; where each has one channel, what counts is the size of the output.
             backward: Both gradients, of input and weight, in place of the output.
             dtype: Precision.
+            pointwise: A kernel of one place, which needs no neighbours.
         """
-        place = tuple(math.log(max(1.0, x)) for x in (m, n, k, groups))
-        near: list[tuple[float, float]] = []
-        for one in self.convolutions:
-            there = tuple(map(math.log, (one.m, one.n, one.k, one.groups)))
-            products = self._products(one.m, one.n, one.k, one.groups, backward, "fp32")
-            over = math.log((one.backward_s if backward else one.forward_s) / products)
-            apart = math.dist(place, there)
-            if apart == 0:
-                near = [(1.0, over)]
-                break
-            near.append((apart**-2, over))
-        over = math.fsum(w * x for w, x in near) / math.fsum(w for w, _ in near)
-        return math.exp(over) * self._products(m, n, k, groups, backward, dtype)
-
-    def _products(self, m: float, n: float, k: float, groups: float, backward: bool, dtype: Precision) -> float:
-        if not backward:
-            return groups * self.matmul_s(m, n, k, dtype)
-        return groups * (self.matmul_s(m, k, n, dtype) + self.matmul_s(n, k, m, dtype))
+        if n == 1 and groups > 1:
+            return self._grid(f"depthwise {_way(backward)}").at(m * groups)
+        seconds = groups * self._grid(f"{'pointwise' if pointwise else 'convolution'} {_way(backward)}").at(m, n, k)
+        return seconds if dtype == "fp32" else seconds * self.matmul_s(m, n, k, dtype) / self.matmul_s(m, n, k)
 
     def attention_s(self, batch_heads: float, seq: float, head_dim: float, *, backward: bool = False) -> float:
         """Return the seconds of fused attention over sequences of all heads."""

@@ -12,7 +12,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.measured import BACKENDS, Convolution, Grid, Kind, Precision, Rates
+from phalanx.cluster.measured import BACKENDS, Grid, Kind, Precision, Rates
 from phalanx.comm.context import init
 from phalanx.diagnose import calibrate_links as links
 from phalanx.diagnose import calibrate_work as work
@@ -28,7 +28,6 @@ class _Sheet:
         self.quick = quick
         self.clock = work.Clock(_align, quick=quick)
         self.grids: dict[str, Grid] = {}
-        self.convolutions: list[Convolution] = []
         self.launch = (0.0, 0.0)
         self.shared: dict[str, float] = {}
 
@@ -37,7 +36,9 @@ class _Sheet:
         yield "launch", self._launch
         for dtype in get_args(Precision):
             yield f"matmul {dtype}", partial(self._matmul, dtype)
-        yield "convolution", self._convolve
+        for name, kernel in (("pointwise", 1), ("convolution", 3)):
+            yield name, partial(self._convolve, name, kernel)
+        yield "depthwise", self._depthwise
         yield "attention", self._attend
         for name in work.OPERATORS:
             yield name, partial(self._operator, name)
@@ -60,8 +61,11 @@ class _Sheet:
     def _matmul(self, dtype: Precision) -> None:
         self.grids[f"matmul {dtype}"] = work.matmul(self.clock, dtype, quick=self.quick)
 
-    def _convolve(self) -> None:
-        self.convolutions = work.convolutions(self.clock, quick=self.quick)
+    def _convolve(self, name: str, kernel: int) -> None:
+        self._both(name, work.convolution(self.clock, kernel, quick=self.quick))
+
+    def _depthwise(self) -> None:
+        self._both("depthwise", work.depthwise(self.clock, quick=self.quick))
 
     def _attend(self) -> None:
         self._both("attention", work.attention(self.clock, quick=self.quick))
@@ -88,7 +92,6 @@ class _Sheet:
             launch_s=self.launch[0],
             backward_launch_s=self.launch[1],
             grids=self.grids,
-            convolutions=tuple(self.convolutions),
             shared=self.shared,
         )
 

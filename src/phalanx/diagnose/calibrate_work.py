@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cluster.measured import Convolution, Grid, Precision, never_falling
+from phalanx.cluster.measured import Grid, Precision, never_falling
 
 Run = Callable[[], object]
 
@@ -23,21 +22,8 @@ SAMPLES = 7
 BUDGET_S = 0.08
 """A point ends after this long, or after SAMPLES samples, and has two at least."""
 
-CONVOLUTIONS = (
-    # images, channels in, side, channels out, kernel, stride, groups
-    (8, 3, 64, 64, 7, 2, 1),
-    (8, 64, 28, 64, 3, 1, 1),
-    (8, 64, 28, 256, 1, 1, 1),
-    (8, 128, 14, 128, 3, 1, 1),
-    (8, 192, 13, 384, 3, 1, 1),
-    (8, 256, 14, 512, 3, 2, 1),
-    (8, 512, 7, 512, 3, 1, 1),
-    (32, 3, 32, 16, 3, 1, 1),
-    (32, 16, 16, 16, 3, 1, 1),
-    (32, 64, 8, 192, 5, 1, 1),
-    (8, 64, 28, 64, 3, 1, 64),
-)
-"""Layers of ResNet and AlexNet, of small networks over small images, and one by channel."""
+SIDE = 16
+"""Height and width of the images that convolutions are timed on."""
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "elementwise": F.relu,
@@ -55,7 +41,7 @@ _TINY_CHAIN = 100
 
 
 class Clock:
-    """Medians of repeated runs; short when in a hurry."""
+    """Lower quartiles of repeated runs, as others' work only ever makes one slower; fewer runs when in a hurry."""
 
     def __init__(self, align: Callable[[], None], *, quick: bool) -> None:
         self._align = align
@@ -70,7 +56,7 @@ class Clock:
         taken, started = [once] if times == 1 else [], time.perf_counter()
         while len(taken) < 2 or (len(taken) < self._samples and time.perf_counter() - started < self._budget_s):
             taken.append(_timed(run, times))
-        return statistics.median_low(taken)
+        return sorted(taken)[len(taken) // 4]
 
 
 def _timed(run: Run, times: int) -> float:
@@ -133,30 +119,34 @@ def launch(clock: Clock) -> tuple[float, float]:
     return forward / _TINY_CHAIN, backward / _TINY_CHAIN
 
 
-def convolutions(clock: Clock, *, quick: bool) -> list[Convolution]:
-    """Time convolutions, forward and both gradients."""
-    return [_convolution(clock, *shape) for shape in (CONVOLUTIONS[-3:] if quick else CONVOLUTIONS)]
+def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Grid, Grid]:
+    """Time convolutions of one kernel, forward and both gradients, by places, channels out and values an output."""
+    places = (256, 1024) if quick else (256, 2048, 16384)
+    channels = (16, 64) if quick else (16, 64, 256)
+    inner = channels if kernel == 1 or quick else (3, *channels)
+    axes = (places, channels, tuple(kernel**2 * width for width in inner))
+    forward, backward = [], []
+    for m, n, width in itertools.product(places, channels, inner):
+        x = torch.randn(m // SIDE**2, width, SIDE, SIDE, requires_grad=True)
+        weight = torch.randn(n, width, kernel, kernel, requires_grad=True)
+        there, back = _both_ways(clock, partial(F.conv2d, x, weight, padding=kernel // 2), [x, weight])
+        forward.append(there)
+        backward.append(back)
+    return grid(axes, (1, 1, 1), forward), grid(axes, (1, 1, 1), backward)
 
 
-def _convolution(
-    clock: Clock, images: int, channels: int, side: int, out: int, kernel: int, stride: int, groups: int
-) -> Convolution:
-    x = torch.randn(images, channels, side, side, requires_grad=True)
-    weight = torch.randn(out, channels // groups, kernel, kernel, requires_grad=True)
-
-    def run() -> Tensor:
-        return F.conv2d(x, weight, stride=stride, padding=kernel // 2, groups=groups)
-
-    forward, backward = _both_ways(clock, run, [x, weight])
-    places = run().shape[2] * run().shape[3] * images
-    return Convolution(
-        m=places,
-        n=out // groups,
-        k=channels // groups * kernel**2,
-        groups=groups,
-        forward_s=forward,
-        backward_s=backward,
-    )
+def depthwise(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
+    """Time convolutions by channel with a kernel of 3, forward and both gradients, by the values of the output."""
+    images = (1, 4) if quick else (1, 8, 64)
+    weight = torch.randn(64, 1, 3, 3, requires_grad=True)
+    forward, backward = [], []
+    for count in images:
+        x = torch.randn(count, 64, SIDE, SIDE, requires_grad=True)
+        there, back = _both_ways(clock, partial(F.conv2d, x, weight, padding=1, groups=64), [x, weight])
+        forward.append(there)
+        backward.append(back)
+    sizes = [count * 64 * SIDE**2 for count in images]
+    return grid((sizes,), (1,), forward), grid((sizes,), (1,), backward)
 
 
 def optimizer(clock: Clock, kind: str, *, quick: bool) -> Grid:
