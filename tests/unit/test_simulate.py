@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_predict import PUBLISHED
@@ -30,6 +30,7 @@ from phalanx.plan.value import Schedule
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2)]
 CLOSE = 1 + 1e-9
+rules = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 10.0))
 RUN: dict[str, Any] = {
     "name": "gpt-22B",
@@ -120,7 +121,7 @@ def seconds_of(stage: StageWork) -> float:
     return sum(work.compute + work.exposed for work in (stage.forward, stage.inputs, stage.weights))
 
 
-@settings(deadline=None)
+@rules
 @given(pipelines())
 def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: Pipeline) -> None:
     found, count = simulate(pipeline), pipeline.schedule.microbatches
@@ -133,7 +134,7 @@ def test_a_step_lies_between_the_busiest_rank_and_everything_in_turn(pipeline: P
     assert found.step_time_s <= (everything + sum(pipeline.optimizer) + pipeline.opening) * CLOSE
 
 
-@settings(deadline=None)
+@rules
 @given(
     pipelines(),
     st.integers(0, 20),
@@ -144,7 +145,7 @@ def test_nothing_that_takes_longer_makes_a_step_shorter(pipeline: Pipeline, at: 
     assert simulate(longer(pipeline, at, name, more)).step_time_s * CLOSE >= simulate(pipeline).step_time_s
 
 
-@settings(deadline=None)
+@rules
 @given(pipelines())
 def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: Pipeline) -> None:
     found = simulate(pipeline)
@@ -162,7 +163,7 @@ def test_a_stream_does_one_thing_at_a_time_and_time_adds_up(pipeline: Pipeline) 
     assert sent / CLOSE - 1e-9 <= travelled <= sent * (1 + pipeline.contention) * CLOSE + 1e-9
 
 
-@settings(deadline=None)
+@rules
 @given(pipelines())
 def test_passes_wait_for_their_inputs(pipeline: Pipeline) -> None:
     last = len(pipeline.stages) - 1
@@ -180,6 +181,7 @@ def test_passes_wait_for_their_inputs(pipeline: Pipeline) -> None:
                 assert end[needed, of, microbatch] <= start * CLOSE
 
 
+@rules
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_activations_are_those_that_the_schedules_promise(ranks: int, count: int) -> None:
     assert simulate(even("1f1b", ranks, count)).peaks == tuple(min(ranks - rank, count) for rank in range(ranks))
@@ -190,6 +192,7 @@ def test_activations_are_those_that_the_schedules_promise(ranks: int, count: int
 
 
 @pytest.mark.parametrize(("kind", "virtual"), KINDS[:4])
+@rules
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_equal_stages_and_free_sends_take_the_closed_form(kind: str, virtual: int, ranks: int, rounds: int) -> None:
     count = ranks * rounds
@@ -198,6 +201,7 @@ def test_equal_stages_and_free_sends_take_the_closed_form(kind: str, virtual: in
     assert found.idle_share == pytest.approx((ranks - 1) / virtual / (count + (ranks - 1) / virtual))
 
 
+@rules
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_zero_bubble_fills_two_thirds_of_the_idle_time(ranks: int, rounds: int) -> None:
     found = simulate(even("zero_bubble", ranks, ranks * rounds))
@@ -206,6 +210,7 @@ def test_zero_bubble_fills_two_thirds_of_the_idle_time(ranks: int, rounds: int) 
     assert found.step_time_s >= 3 * ranks * rounds + ranks - 1
 
 
+@rules
 @given(st.sampled_from(KINDS), st.integers(2, 5), st.integers(1, 5))
 def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ranks: int, rounds: int) -> None:
     few, many = (
@@ -218,7 +223,7 @@ def test_more_micro_batches_of_the_same_work_idle_less(kind: tuple[str, int], ra
 _PASSES = ("forward", "inputs", "weights")
 
 
-@settings(deadline=None)
+@rules
 @given(pipelines(), st.integers(8, 11))
 def test_a_collapsed_steady_state_is_that_of_running_every_micro_batch(pipeline: Pipeline, rounds: int) -> None:
     schedule = pipeline.schedule.model_copy(update={"microbatches": rounds * pipeline.ranks})

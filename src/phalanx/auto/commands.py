@@ -112,10 +112,14 @@ def plan_command(
         raise ConfigError(f"{file.name}: a run is a JSON object, found {type(described).__name__}.")
     found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
     reasons = [found.why_not(one) for one in alternative]
-    draw(found.best.run, trace, timeline)
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"why_not": reasons}))
-        return
+    else:
+        _print(found, reasons)
+    draw(found.best.run, trace, timeline)
+
+
+def _print(found: Found, reasons: Sequence[str]) -> None:
     console = Console()
     console.print(_choices(found))
     spaces = (f"{name} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
