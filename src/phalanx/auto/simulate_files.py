@@ -14,6 +14,7 @@ from phalanx.auto.predict import predict
 from phalanx.auto.simulate_picture import in_words, picture_of
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.auto.simulate_trace import trace_of
+from phalanx.cluster.devices import GIB
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
@@ -42,6 +43,7 @@ def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
     said = {
         "step": in_words(simulated.simulation.step_time_s),
         "idle": f"{simulated.simulation.idle_share:.1%}",
+        "memory": f"{max(simulated.simulation.peaks) / GIB:.1f} GiB",
         "tokens": f"{simulated.tokens_per_s:,.0f}",
         "price": price,
         "predicted": in_words(predict(run).step_time_s),

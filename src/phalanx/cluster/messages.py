@@ -136,8 +136,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "timeline stage": ("stage {stages}", "阶段 {stages}"),
     "timeline peak": ("peak memory", "内存峰值"),
     "timeline written": (
-        "{path}: {step} a step, idle {idle}, {tokens} tokens/s{price}; predicted {predicted}",
-        "{path}：每步 {step}，空闲 {idle}，{tokens} tokens/s{price}；公式预测 {predicted}",
+        "{path}: {step} a step (predicted {predicted}), idle {idle}, fullest rank {memory}, {tokens} tokens/s{price}",
+        "{path}：每步 {step}（公式预测 {predicted}），空闲 {idle}，内存最多的进程 {memory}，{tokens} tokens/s{price}",
     ),
 }
 """English and Chinese by key; fields in braces."""
