@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -319,6 +320,28 @@ def test_one_number_a_row_meets_its_own_row(loss_fn: Any) -> None:
     expected = float(loss_fn(made.net(x).detach().squeeze(1), y))
     for target in (y, y[:, None]):
         assert made.eval((x, target), batch_size=ROWS)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_momentum_and_l2_decay_are_those_of_the_formula_and_frozen_parameters_stay() -> None:
+    torch.manual_seed(0)
+    x, y = data(40)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, CLASSES)).double()
+    net[0].requires_grad_(False)
+    frozen, w, b = (p.detach().numpy().copy() for p in (net[0].weight, net[1].weight, net[1].bias))
+    inputs, velocity = net[0](x.double()).detach().numpy(), [np.zeros_like(w), np.zeros_like(b)]
+    trained = filter(lambda p: p.requires_grad, net.parameters())
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=1e-4)
+    px.Model(net, F.cross_entropy, optimizer).train(10, (x.double(), y), batch_size=20, shuffle=False)
+    for step in range(20):
+        rows = slice(20 * (step % 2), 20 * (step % 2) + 20)
+        scores = np.exp(inputs[rows] @ w.T + b)
+        error = (scores / scores.sum(1, keepdims=True) - np.eye(CLASSES)[y[rows]]) / 20
+        gradients = (error.T @ inputs[rows] + 1e-4 * w, error.sum(0) + 1e-4 * b)
+        velocity = [0.9 * v + gradient for v, gradient in zip(velocity, gradients, strict=True)]
+        w, b = w - 0.1 * velocity[0], b - 0.1 * velocity[1]
+    np.testing.assert_allclose(net[1].weight.detach(), w, atol=1e-6)
+    np.testing.assert_allclose(net[1].bias.detach(), b, atol=1e-6)
+    np.testing.assert_array_equal(net[0].weight.detach(), frozen)
 
 
 def test_an_epoch_of_a_stream_in_one_sink_has_one_line(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
