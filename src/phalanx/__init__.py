@@ -12,6 +12,7 @@ from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
+    from phalanx.auto.auto_parallel import auto_parallel
     from phalanx.auto.predict import predict
     from phalanx.checkpoint.checkpointer import Checkpointer
     from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
@@ -92,6 +93,7 @@ _HOMES = {
     "clip_grad_norm_": "phalanx.parallel.recipe.clip",
     "current": "phalanx.comm.context",
     "distribute": "phalanx.parallel.distribute",
+    "auto_parallel": "phalanx.auto.auto_parallel",
     "correct_at": "phalanx.train.metrics",
     "ema_of": "phalanx.parallel.recipe.ema",
     "evaluate": "phalanx.train.evaluate",

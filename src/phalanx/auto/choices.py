@@ -22,6 +22,9 @@ class Option:
     label: str
     forward_s: float = 0.0
     backward_s: float = 0.0
+    sent_s: float = 0.0
+    """Of both passes, collectives that they wait for."""
+
     exchange_s: float = 0.0
     """Exchange of its gradients, beside the backward passes of the nodes before it."""
 
@@ -65,6 +68,12 @@ class Choices:
 
     nodes: tuple[Node, ...]
     links: tuple[Link, ...] = ()
+    forbidden: tuple[frozenset[tuple[str, int]], ...] = ()
+    """Sets of options, by decision and place, not all of which may be picked."""
+
+    needed: frozenset[tuple[str, int]] = frozenset()
+    """Options, by decision and place, of which at least one is to be picked; any pick will do when empty."""
+
     room: float = math.inf
     """Bytes that a device has."""
 
@@ -87,7 +96,11 @@ class Choices:
         return [node.options[pick[node.decision]] for node in self.nodes]
 
     def seconds(self, pick: Mapping[str, int]) -> float:
-        """Return the seconds of a step; infinity if a link forbids the pick."""
+        """Return the seconds of a step; infinity if the pick is forbidden."""
+        if self.needed and self.needed.isdisjoint(pick.items()):
+            return math.inf
+        if any(one <= pick.items() for one in self.forbidden):
+            return math.inf
         options = self.picked(pick)
         linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in self.links)
         together = max(ends(options), default=0.0)

@@ -112,6 +112,10 @@ class _Program:
         """Seconds of one unit of the objective."""
         for name, count in choices.decisions.items():
             self._rows.add(((self._start[name] + o, 1.0) for o in range(count)), 1.0, 1.0)
+        if choices.needed:
+            self._rows.add(((self._start[name] + o, 1.0) for name, o in choices.needed), 1.0, math.inf)
+        for one in choices.forbidden:
+            self.forbid(dict(one))
         self._add_links()
         self._add_times()
         self._add_memory()

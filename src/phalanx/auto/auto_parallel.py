@@ -1,0 +1,210 @@
+"""`px.auto_parallel`: capture a model, find its fastest Plan on a cluster, and say how good that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.capture import LossFunction, capture
+from phalanx.auto.graph import Captured
+from phalanx.auto.job import KNOBS, Limit, read_limit
+from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
+from phalanx.auto.planned import Planned
+from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
+from phalanx.auto.predict import USABLE
+from phalanx.auto.rates import STATES, Speed, speed_of_devices, speed_of_machine
+from phalanx.auto.segments import Segment, segments
+from phalanx.auto.trial import cannot_run_cut
+from phalanx.auto.written_plan import check_base
+from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.plan.value import matches
+from phalanx.strategy import DistributedStrategy
+
+STYLES = ("whole", "column", "row", "vocab")
+
+
+def auto_parallel(
+    model: nn.Module,
+    sample: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    cluster: str | Cluster | None = None,
+    optimizer: Optimizer | str = "adam",
+    limits: Iterable[str] = (),
+    memory: float | None = None,
+    strategy: DistributedStrategy | None = None,
+    top_k: int = 5,
+    time_limit: float | None = None,
+) -> Planned:
+    """Return the fastest Plan to train a model on a cluster, with a proof of how good it is.
+
+    Not collective, and needs no device of the cluster: the model is captured under fake tensors, where it is.
+
+    Args:
+        model: A plain module.
+        sample: One global batch, as `phalanx.auto.capture` takes it: with a loss, its last column is the target. Only
+            shapes and dtypes count.
+        loss_fn: Takes the model's output and the target.
+        cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; this host, as measured by
+            `phalanx calibrate`, when None.
+        optimizer: The optimizer that trains the model, or one of `sgd`, `momentum` and `adam`.
+        limits: What is fixed: of the arrangement, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
+            `classifier.*=whole`, or `column`, `row`, `vocab`. Repeated blocks are cut alike: a limit on one is on all.
+        memory: Bytes that a rank may use; what the cluster's devices have when None.
+        strategy: Settings of everything that the planner does not decide, such as `amp`.
+        top_k: Arrangements of which the fastest Plan is proved.
+        time_limit: Seconds after which the best so far is returned with its gap.
+
+    Raises:
+        ConfigError: If the model cannot be captured, or something asked for is not known.
+        PlanError: If no Plan fits; says how many bytes every one needs.
+    """
+    base = strategy or DistributedStrategy()
+    check_base(base)
+    found = read_cluster("here" if cluster is None else cluster).weakest()
+    room = USABLE * found.nodes[0].device.memory if memory is None else memory
+    captured = capture(model, sample, loss_fn)
+    layers = Layers(
+        captured=captured,
+        segments=segments(captured),
+        optimizer=_kind_of(optimizer),
+        blocks=_outermost(captured.blocks),
+    )
+    speed = speed_of(found, _precision(captured, base))
+    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers)
+    said = tuple(limits)
+    return Planned(
+        searched=search(said),
+        layers=search.layers,
+        speed=speed,
+        room=room,
+        where=str(found),
+        base=base,
+        search_again=lambda more: search((*said, *more)),
+    )
+
+
+def speed_of(cluster: Cluster, precision: str) -> Speed:
+    """Return the speed of a cluster: as measured where it was, else by its devices' data sheets."""
+    if cluster.measured is not None:
+        return speed_of_machine(cluster.measured.at(cluster.devices))
+    return speed_of_devices(cluster, precision)
+
+
+def _precision(captured: Captured, strategy: DistributedStrategy) -> str:
+    """Return what products are computed in."""
+    dtype = strategy.amp_dtype if strategy.amp else next((p.dtype for p in captured.parameters), "float32")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
+
+
+@dataclass
+class _Search:
+    """A search of one model, which learns over several what of it does not run on cut activations."""
+
+    model: nn.Module
+    sample: Any
+    loss_fn: LossFunction | None
+    cluster: Cluster
+    speed: Speed
+    room: float
+    top_k: int
+    time_limit: float | None
+    layers: Layers
+    runs: dict[Region, bool] = field(default_factory=dict)
+
+    def __call__(self, limits: tuple[str, ...]) -> Searched:
+        """Search, and search again without the ways that do not run, until all that was found does."""
+        shape, unwanted = _read_limits(limits, self.layers.segments)
+        arrangements = [at for at in self._arrangements() if all(one.allows(_knobs(at)) for one in shape)]
+        while True:
+            layers = replace(self.layers, unwanted=unwanted)
+            searched = search_plans(
+                layers, arrangements, self.speed, room=self.room, top_k=self.top_k, time_limit=self.time_limit
+            )
+            failing = {region for one in searched.candidates for region in self._failing(one)}
+            if not failing:
+                return searched
+            self.layers = replace(self.layers, failing=self.layers.failing | failing)
+
+    def _arrangements(self) -> Iterator[Arrangement]:
+        node = self.cluster.nodes[0].devices
+        return arrangements_of(self.cluster.devices, has_blocks=bool(self.layers.blocks), per_node=node)
+
+    def _failing(self, candidate: Candidate) -> Iterator[Region]:
+        """Yield regions of a candidate in which the model's code needs activations whole that are cut."""
+        for places in _regions(self.layers.segments, candidate.picked):
+            ways = {segment.path: way for segment, way in places if way.style is not None}
+            parts = candidate.arrangement.model
+            region = Region(parts, frozenset((segment.like, way) for segment, way in places))
+            if region not in self.runs:
+                self.runs[region] = cannot_run_cut(self.model, self.sample, self.loss_fn, ways, parts) is None
+            if not self.runs[region]:
+                yield region
+
+
+def _regions(found: tuple[Segment, ...], picked: tuple[Way, ...]) -> list[list[tuple[Segment, Way]]]:
+    """Return runs of segments that hand activations to each other cut."""
+    region: dict[int, int] = {}
+    for place, (segment, way) in enumerate(zip(found, picked, strict=True)):
+        if not (way.takes_cut or way.gives_cut):
+            continue
+        region[place] = place
+        for source in segment.inputs if way.takes_cut else ():
+            if source.follows or way.style is not None:
+                assert isinstance(source.source, int)
+                joined = region[source.source]
+                region = {one: region[place] if root == joined else root for one, root in region.items()}
+    roots = dict.fromkeys(region.values())
+    return [[(found[one], picked[one]) for one, root in region.items() if root == chosen] for chosen in roots]
+
+
+def _knobs(at: Arrangement) -> dict[str, int | str]:
+    return {"dp": at.data, "tp": at.model, "pp": 1, "vpp": 1, "zero": at.zero, "micro": 1, "recompute": at.recompute}
+
+
+def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[list[Limit], frozenset[tuple[int, Way]]]:
+    """Return limits of the arrangement, and the ways that limits of layers leave out."""
+    shape: list[Limit] = []
+    unwanted: set[tuple[int, Way]] = set()
+    paths = {segment.path: segment.like for segment in found if not segment.is_glue}
+    for said in limits:
+        name, _, style = (word.strip() for word in said.partition("="))
+        if re.split(r"[<>=\s]", said.strip())[0] in KNOBS:
+            shape.append(read_limit(said))
+            continue
+        matching = {like for path, like in paths.items() if matches(name, path)}
+        if not matching or style not in STYLES:
+            hint = did_you_mean(name, {*paths, *KNOBS})
+            raise ConfigError(
+                f"Asked for the limit {said!r}. Write a knob ({', '.join(KNOBS)}) and a value, such as tp<=2, or a "
+                f"layer and one of {', '.join(STYLES)}, such as classifier.*=whole.{hint}"
+            )
+        unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
+    return shape, frozenset(unwanted)
+
+
+def _kind_of(optimizer: Optimizer | str) -> str:
+    if isinstance(optimizer, str):
+        if optimizer not in STATES:
+            raise ConfigError(f"Asked for the optimizer {optimizer!r}. Give {', '.join(STATES)}, or a torch optimizer.")
+        return optimizer
+    group: Mapping[str, Any] = optimizer.param_groups[0]
+    if "betas" in group:
+        return "adam"
+    return "momentum" if group.get("momentum") else "sgd"
+
+
+def _outermost(blocks: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    paths = sorted({path for group in blocks for path in group}, key=len)
+    kept: list[str] = []
+    for path in paths:
+        if not any(path.startswith(f"{outer}.") for outer in kept):
+            kept.append(path)
+    return tuple(kept)

@@ -1,0 +1,104 @@
+"""Seconds of captured operators, forward and backward, whole or a part of them (pure).
+
+The backward pass is told from the forward operators: a product has two, of the gradient with each operand, and what is
+bound by memory reads one tensor more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phalanx.auto.graph import Operator
+from phalanx.auto.rates import Operators
+
+_BOUND_BY_MEMORY = {
+    "gelu": "gelu",
+    "dropout": "dropout",
+    "bernoulli": "dropout",
+    "layer_norm": "layer_norm",
+    "batch_norm": "batch_norm",
+    "softmax": "softmax",
+    "max_pool2d": "max_pool2d",
+    "nll_loss": "cross_entropy",
+}
+"""Parts of operators' names, and what they are measured as; others are measured as element-wise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What part of an operator a rank computes, along each of its extents."""
+
+    rows: float = 1.0
+    """Of the rows of the batch."""
+
+    outer: float = 1.0
+    """Of the output features of products with parameters; of heads in attention; of the last dim elsewhere."""
+
+    inner: float = 1.0
+    """Of the input features of products with parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of both passes."""
+
+    forward: float
+    backward: float
+
+
+def times_of(operators: Iterable[Operator], speed: Operators, share: Share, *, is_first: bool) -> Times:
+    """Return the seconds of forward operators and of their backward passes.
+
+    Args:
+        operators: What runs one after another; views are free.
+        speed: Of the rank.
+        share: The part it computes.
+        is_first: Whether nobody needs the gradient of their inputs.
+    """
+    found = [_times(op, speed, share, is_first) for op in operators if op.written_bytes]
+    return Times(sum(one.forward for one in found), sum(one.backward for one in found))
+
+
+def _times(op: Operator, speed: Operators, share: Share, is_first: bool) -> Times:
+    shapes = [read.value.shape for read in op.reads()]
+    if "attention" in op.name and shapes and len(shapes[0]) == 4:
+        rows, heads, seq, dim = shapes[0]
+        extent = (rows * heads * share.rows * share.outer, seq, dim)
+        return Times(speed.attention_s(*extent), speed.attention_s(*extent, backward=True))
+    if op.name.startswith("aten.convolution"):
+        return _convolution(op, shapes, speed, share, is_first)
+    product = _product(op, shapes, share)
+    if product is not None:
+        batch, m, n, k = product
+        forward = batch * speed.matmul_s(m, n, k)
+        to_weight, to_input = batch * speed.matmul_s(n, k, m), batch * speed.matmul_s(m, k, n)
+        return Times(forward, to_weight + (0.0 if is_first else to_input))
+    name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
+    size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
+    return Times(speed.operator_s(name, size), 0.0 if is_first else speed.operator_s(name, size, backward=True))
+
+
+def _convolution(op: Operator, shapes: list[tuple[int, ...]], speed: Operators, share: Share, is_first: bool) -> Times:
+    image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
+    groups: int = max(1, image[1] // weight[1])
+    m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
+    backward = speed.conv_s(m, weight[0] // groups, k, groups, backward=True)
+    return Times(speed.conv_s(m, weight[0] // groups, k, groups), backward / 2 if is_first else backward)
+
+
+def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:
+    """Return (products, m, n, k) of a matrix product, of the rank's part; None if the operator is none."""
+    if op.name.startswith(("aten.addmm", "aten.mm")):
+        left, right = shapes[-2:]
+        if op.parameters:
+            return 1, left[0] * share.rows, right[1] * share.outer, left[1] * share.inner
+        return 1, left[0] * share.rows, right[1], left[1]
+    if op.name.startswith(("aten.bmm", "aten.baddbmm")):
+        left, right = shapes[-2:]
+        return left[0] * share.rows * share.outer, left[1], right[2], left[2]
+    if op.flops:
+        edge = (op.flops * share.rows * share.outer * share.inner / 2) ** (1 / 3)
+        return 1, edge, edge, edge
+    return None

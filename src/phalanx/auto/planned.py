@@ -1,0 +1,200 @@
+"""What a planner answers: the Plan, how good it is, what else there is, and why not that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.auto.layers import Layers
+from phalanx.auto.planner import Candidate, Searched
+from phalanx.auto.rates import Speed
+from phalanx.auto.ways import ways_of
+from phalanx.auto.written_plan import written
+from phalanx.errors import ConfigError, PlanError, did_you_mean
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy
+
+MIB = 2**20
+_WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A planner's answer; `print` shows it, `to_json()` gives it to programs."""
+
+    searched: Searched
+    layers: Layers
+    speed: Speed
+    room: float
+    """Bytes that each rank has."""
+
+    where: str
+    """The cluster, in words."""
+
+    base: DistributedStrategy
+    search_again: Callable[..., Searched]
+    """The same search with further limits."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The fastest Plan."""
+        return self._written(self.searched.best)
+
+    @property
+    def top_k(self) -> tuple[Plan, ...]:
+        """The fastest Plan of each arrangement that came near, best first."""
+        return tuple(self._written(one) for one in self.searched.candidates)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.searched.best.seconds
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no Plan of the space beats, in the planner's model of costs."""
+        return self.searched.bound
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the Plan may be, in %."""
+        return self.searched.gap
+
+    @property
+    def limited_by(self) -> str:
+        """What takes most of a step: `compute`, `collectives of layers`, `exchange of gradients` or `optimizer`."""
+        parts = self.searched.best.parts
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank at the peak."""
+        return self.searched.best.peak
+
+    def explain(self, layer: str) -> str:
+        """Return the ways in which a layer can be computed under the Plan's arrangement, and what each costs.
+
+        Args:
+            layer: Its path, as `named_modules` says.
+
+        Raises:
+            ConfigError: If the model calls no such layer.
+        """
+        places = [i for i, segment in enumerate(self.layers.segments) if segment.path == layer]
+        if not places:
+            known = [segment.path for segment in self.layers.segments]
+            raise ConfigError(
+                f"explain was asked for {layer!r}, which this model does not call.{did_you_mean(layer, known)}"
+            )
+        best = self.searched.best
+        found = ways_of(self.layers, best.arrangement, self.speed, self.room)
+        grid = Table(title=f"{layer} under {best.arrangement}", title_justify="left")
+        for name in ("way", "forward ms", "backward ms", "of these sent ms", "exchange ms", "update ms", "MiB"):
+            grid.add_column(name, justify="left" if name == "way" else "right")
+        picked = str(best.ways.get(layer, "whole"))
+        for option in found.choices.nodes[places[0]].options:
+            times = (option.forward_s, option.backward_s, option.sent_s, option.exchange_s, option.update_s)
+            mark = "> " if option.label == picked else "  "
+            cells = [f"{seconds * 1e3:.3f}" for seconds in times]
+            grid.add_row(mark + option.label, *cells, f"{(option.held + option.kept) / MIB:.2f}")
+        return _printed(grid)
+
+    def why_not(self, *limits: str) -> str:
+        """Return what it would cost to keep to further limits, such as `tp=1` or `classifier.4=column`.
+
+        Args:
+            *limits: As `px.auto_parallel` takes them.
+        """
+        said = ", ".join(limits)
+        try:
+            other = self.search_again(limits).best
+        except PlanError as error:
+            return f"With {said}: {error}"
+        mine = self.searched.best
+        changes = {name: other.parts[name] - mine.parts[name] for name in mine.parts}
+        cause = max(changes, key=lambda name: changes[name])
+        return (
+            f"With {said} the best is {other.arrangement}, layers cut: {self._cut(other)}; "
+            f"{other.seconds * 1e3:.4g} ms a step, {other.seconds / mine.seconds - 1:+.1%}, "
+            f"{(other.peak - mine.peak) / MIB:+.1f} MiB; most of it {cause} ({changes[cause] * 1e3:+.3g} ms)."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer in plain values."""
+        found = self.searched
+        return {
+            "where": self.where,
+            "step_time_s": found.best.seconds,
+            "bound_s": found.bound,
+            "gap_percent": found.gap,
+            "limited_by": self.limited_by,
+            "memory_bytes": found.best.peak,
+            "room_bytes": self.room,
+            "captured": self.layers.captured.level,
+            "space": {name: list(values) for name, values in self.space.items()},
+            "plans": found.plans,
+            "top_k": [_told(one) for one in found.candidates],
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+    @property
+    def space(self) -> dict[str, tuple[Any, ...]]:
+        """The dimensions that were searched, and their values."""
+        names = ("data", "model", "zero", "recompute", "model_inside")
+        found = {name: tuple(dict.fromkeys(getattr(at, name) for at in self.searched.arrangements)) for name in names}
+        return {**found, "layers": (f"{len({one.like for one in self.layers.segments})} decisions",)}
+
+    def __str__(self) -> str:
+        return _printed(self)
+
+    def __rich__(self) -> RenderableType:
+        found = self.searched
+        head = (
+            f"{self.where}: {found.best.seconds * 1e3:.4g} ms a step, at most {found.gap:.2g} % over the best of "
+            f"{found.plans:.3g} Plans; {found.best.peak / MIB:.4g} MiB a rank; mostly {self.limited_by}"
+        )
+        grid = Table(title="Fastest of each arrangement", title_justify="left")
+        for name in ("arrangement", "layers cut", "ms", "compute", "layers", "exchange", "update", "MiB"):
+            grid.add_column(name, justify="left" if name in ("arrangement", "layers cut") else "right")
+        for one in found.candidates:
+            cells = [f"{seconds * 1e3:.3f}" for seconds in (one.seconds, *one.parts.values())]
+            grid.add_row(str(one.arrangement), self._cut(one), *cells, f"{one.peak / MIB:.1f}")
+        space = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in self.space.items())
+        return Group(Text(head), grid, Text(f"searched: {space}"))
+
+    def _cut(self, candidate: Candidate) -> str:
+        """Return the layers that are cut, each repeated one once."""
+        shown = []
+        for place in dict.fromkeys(segment.like for segment in self.layers.segments):
+            segment = self.layers.segments[place]
+            way = candidate.cut.get(segment.path)
+            if way is not None and not segment.is_glue:
+                count = len({one.path for one in self.layers.segments if one.like == segment.like})
+                shown.append(f"{segment.path} {way}" + (f" x {count}" if count > 1 else ""))
+        return ", ".join(shown) or "none"
+
+    def _written(self, candidate: Candidate) -> Plan:
+        return written(candidate, self.layers, self.base)
+
+
+def _told(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "arrangement": str(candidate.arrangement),
+        "layers": {path: str(way) for path, way in candidate.cut.items()},
+        "step_time_s": candidate.seconds,
+        "memory_bytes": candidate.peak,
+        **{f"{name.replace(' ', '_')}_s": seconds for name, seconds in candidate.parts.items()},
+    }
+
+
+def _printed(shown: RenderableType) -> str:
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as said:
+        console.print(shown)
+    return said.get().rstrip()

@@ -1,0 +1,115 @@
+"""Seconds of a step's operators and collectives: on a machine as measured, or on devices as their makers say (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.auto.collective_cost import Layout, Links
+from phalanx.auto.constants import DEFAULT, Constants
+from phalanx.auto.kernels import Kernels
+from phalanx.cluster.description import Cluster
+from phalanx.cluster.measured import Kind, Precision, Rates
+
+STATES = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Values that an optimizer keeps for each parameter."""
+
+Collectives = Callable[[Kind, float, Layout], float]
+"""Seconds of a collective of so many bytes (`phalanx.cluster.measured` says which), by where its ranks lie."""
+
+
+class Operators(Protocol):
+    """What one rank gets while all ranks work, in seconds; every operator counts with the time to start it."""
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
+        """Return the seconds of a product of (m, k) by (k, n)."""
+
+    def conv_s(
+        self, m: float, n: float, k: float, groups: float = 1, *, backward: bool = False, dtype: Precision = "fp32"
+    ) -> float:
+        """Return the seconds of a convolution: m places of output, n channels from k values, in each group."""
+
+    def attention_s(self, batch_heads: float, seq: float, head_dim: float, *, backward: bool = False) -> float:
+        """Return the seconds of fused attention."""
+
+    def operator_s(self, name: str, size: float, *, backward: bool = False) -> float:
+        """Return the seconds of an operator bound by memory, with an input of `size` bytes."""
+
+    def optimizer_s(self, kind: str, elements: float, tensors: float) -> float:
+        """Return the seconds of a step of an optimizer, `sgd`, `momentum` or `adam`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast ranks compute and communicate."""
+
+    operators: Operators
+    collective_s: Collectives
+    contention: float
+    """Extra seconds for each second that collectives and computation share; 1 gains nothing."""
+
+
+def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
+    """Return the speed of a measured machine, for the number of ranks that the rates are of."""
+
+    def collective_s(kind: Kind, size: float, layout: Layout) -> float:
+        return rates.collective_s(kind, size, layout.ranks, backend)
+
+    return Speed(rates, collective_s, min(1.0, rates.contention(backend)))
+
+
+def speed_of_devices(cluster: Cluster, precision: str = "bf16", constants: Constants = DEFAULT) -> Speed:
+    """Return the speed of equal devices, by their data sheets and what `auto/constants` says of all of them."""
+    node = cluster.nodes[0]
+    links = Links(node.device, node.gbps, constants)
+
+    def collective_s(kind: Kind, size: float, layout: Layout) -> float:
+        if kind == "all_reduce":
+            return links.all_reduce(size, layout)
+        if kind == "all_to_all":
+            return links.all_to_all(size, layout)
+        if kind == "send":
+            return links.send(size, across=layout.in_node == 1, sharing=layout.sharing)
+        return links.all_gather(size, layout)
+
+    return Speed(_OnDevice(Kernels(node.device, constants, precision)), collective_s, constants.contention)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """Operators of eager code: as fast as their kernels, and no faster than the host starts them."""
+
+    kernels: Kernels
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
+        # In the precision of the job, whatever a model's parameters have before it is distributed.
+        return self._started(self.kernels.matmul(m, n, k))
+
+    def conv_s(
+        self,
+        m: float,
+        n: float,
+        k: float,
+        groups: float = 1,
+        *,
+        backward: bool = False,
+        dtype: Precision = "fp32",
+    ) -> float:
+        shapes = ((m, k, n), (n, k, m)) if backward else ((m, n, k),)
+        return sum(self._started(self.kernels.matmul(*s, batch=groups, backward=backward)) for s in shapes)
+
+    def attention_s(self, batch_heads: float, seq: float, head_dim: float, *, backward: bool = False) -> float:
+        masked = 2 * batch_heads * seq * seq * head_dim
+        return self._started(self.kernels.attention(masked, backward=backward))
+
+    def operator_s(self, name: str, size: float, *, backward: bool = False) -> float:
+        return self._started(self.kernels.streamed((3 if backward else 2) * size))
+
+    def optimizer_s(self, kind: str, elements: float, tensors: float) -> float:
+        # One fused kernel reads gradient, parameter and state in fp32, and writes the last two.
+        moved = 4 * elements * (3 + 2 * STATES[kind])
+        return self.kernels.streamed(moved) + self.kernels.constants.kernel_gap_s * tensors
+
+    def _started(self, seconds: float) -> float:
+        return max(seconds, self.kernels.constants.launch_s)

@@ -1,0 +1,56 @@
+"""Whether the code between cut layers runs on cut activations: tried on shapes, as nothing else can tell.
+
+`auto/segments` knows which operators let a cut pass. A model may still name a size, such as the number of heads, that
+is another on a rank; then its code fails on the narrow tensors, and the layers cannot be cut that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.auto.capture import LossFunction, capture
+from phalanx.auto.capture_copy import copied
+from phalanx.auto.layers import Way
+from phalanx.errors import ConfigError
+
+
+def cannot_run_cut(
+    model: nn.Module, sample: Any, loss_fn: LossFunction | None, cut: Mapping[str, Way], ranks: int
+) -> str | None:
+    """Return why a model fails if layers leave or take activations cut; None if it runs.
+
+    Args:
+        model: The whole model; not changed.
+        sample: As `capture` takes it.
+        loss_fn: As `capture` takes it.
+        cut: Linear layers, by path, and how they are computed.
+        ranks: Parts.
+    """
+    narrow, batch, loss = copied((model, sample, loss_fn), _on_meta)
+    for path, way in cut.items():
+        layer = narrow.get_submodule(path)
+        if way.gives_cut:
+            layer.weight = _first_part(layer.weight, 0, ranks)
+            layer.bias = None if layer.bias is None else _first_part(layer.bias, 0, ranks)
+        elif way.takes_cut:
+            layer.weight = _first_part(layer.weight, 1, ranks)
+    try:
+        capture(narrow, batch, loss)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    made = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _first_part(param: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    size = -(-param.shape[dim] // ranks)
+    return nn.Parameter(param.detach().narrow(dim, 0, size), requires_grad=param.requires_grad)

@@ -1,0 +1,170 @@
+"""What it costs to compute a part of a model in one way: time of both passes, exchange of gradients, memory (pure).
+
+What travels is what the layers of `parallel/tensor` send, the buckets of data parallel, and the gathers and
+reduce-scatters of sharding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.capture_blocks import is_inside
+from phalanx.auto.choices import Option
+from phalanx.auto.graph import Operator, TensorShape
+from phalanx.auto.layers import WHOLE, Layers, Way
+from phalanx.auto.operator_cost import Share, Times, times_of
+from phalanx.auto.rates import STATES, Speed
+from phalanx.auto.segments import Segment
+from phalanx.cluster.measured import Kind
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients travel together until they fill this many bytes, as `plan.value.AllReduce` says."""
+
+_TOLD_BYTES = 64
+"""Bytes that ranks tell each other of their rows before a layer gathers them."""
+
+
+class WayCost:
+    """Prices ways under one arrangement, segment after segment: a parameter counts where it is met first."""
+
+    def __init__(self, layers: Layers, arrangement: Arrangement, speed: Speed) -> None:
+        self._layers, self._at, self._speed = layers, arrangement, speed
+        whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
+        self._bucket = min(whole, BUCKET_BYTES) or 1
+        self._seen: set[str] = set()
+        self._inside = {
+            path: [segment for segment in layers.segments if is_inside(segment.path, (path,))] for path in layers.blocks
+        }
+
+    def options(self, segment: Segment, ways: Iterable[Way]) -> tuple[Option, ...]:
+        """Return what the ways of the next segment cost."""
+        found = tuple(self._option(segment, way) for way in ways)
+        self._seen |= {param.name for param in segment.parameters}
+        return found
+
+    def _option(self, segment: Segment, way: Way) -> Option:
+        at = self._at
+        ranks = 1 if way == WHOLE else at.model if at.model > 1 else at.data
+        own_rows = way.style is not None and at.model == 1
+        share = replace(
+            Share(rows=1.0 if own_rows else 1 / at.data),
+            outer=1 / ranks if way.style in ("column", None) else 1.0,
+            inner=1 / ranks if way.style == "row" else 1.0,
+        )
+        is_first = all(isinstance(source.source, str) for source in segment.inputs)
+        operators = [self._layers.captured.operators[i] for i in segment.operators]
+        times = times_of(operators, self._speed.operators, share, is_first=is_first)
+        sent = self._sent_by_rows(segment, way, is_first) if own_rows else self._sent(segment, way, is_first)
+        held = self._held(segment, ranks if way.style is not None else 1)
+        kept = segment.kept_bytes / at.data / (ranks if way.gives_cut or way.style == "row" else 1)
+        kept += _bytes(source.value for source in segment.inputs) if own_rows else 0.0
+        again = 0.0
+        if at.recompute != "none" and self._block(segment) is not None:
+            again = sent.forward + self._again_s(operators, share)
+            kept = self._kept_of_products(operators, share)
+        output = _bytes(segment.outputs) / at.data / (ranks if way.gives_cut else 1)
+        return Option(
+            label=str(way),
+            forward_s=times.forward + sent.forward + held.gather_s,
+            backward_s=times.backward + sent.backward + again + (held.gather_s if at.zero == 3 else 0.0),
+            sent_s=sent.forward + sent.backward + held.gather_s * (2 if at.zero == 3 else 1),
+            exchange_s=held.exchange_s,
+            update_s=held.update_s,
+            held=held.bytes,
+            kept=kept + self._kept_at_entry(segment),
+            working=output + self._kept_inside(segment),
+        )
+
+    def _sent_by_rows(self, segment: Segment, way: Way, is_first: bool) -> Times:
+        """Return the collectives of a layer that gathers the rows of all ranks."""
+        ranks, where = self._at.data, self._at.over_data
+        said = self._speed.collective_s
+        taken, given = _bytes(source.value for source in segment.inputs), _bytes(segment.outputs)
+        told = said("all_gather", _TOLD_BYTES * ranks, where)
+        if way.style == "column":
+            exchanged = said("all_to_all", given / ranks, where)
+            forward = told + said("all_gather", taken, where) + exchanged
+            return Times(forward, exchanged + (0.0 if is_first else said("reduce_scatter", taken, where)))
+        exchanged = said("all_to_all", taken / ranks, where)
+        forward = told + exchanged + said("reduce_scatter", given, where)
+        return Times(forward, said("all_gather", given, where) + (0.0 if is_first else exchanged))
+
+    def _sent(self, segment: Segment, way: Way, is_first: bool) -> Times:
+        """Return the collectives of a layer whose ranks read the same rows."""
+        if way.style is None:
+            return Times(0.0, 0.0)
+        where, said = self._at.over_model, self._speed.collective_s
+        taken = _bytes(source.value for source in segment.inputs) / self._at.data
+        given = _bytes(segment.outputs) / self._at.data
+        if way.style == "column":
+            forward = 0.0 if way.gives_cut else said("all_gather", given, where)
+            return Times(forward, 0.0 if is_first else said("all_reduce", taken, where))
+        forward = said("all_reduce", given, where)
+        whole_taken = way.style == "row" and not way.takes_cut and not is_first
+        return Times(forward, said("all_gather", taken, where) if whole_taken else 0.0)
+
+    # -- what is computed again ----------------------------------------------------------------------------------------
+
+    def _block(self, segment: Segment) -> str | None:
+        """Return the repeated block that a segment is in."""
+        return next((path for path in self._layers.blocks if is_inside(segment.path, (path,))), None)
+
+    def _again_s(self, operators: list[Operator], share: Share) -> float:
+        is_again = (op for op in operators if self._at.recompute == "full" or not op.flops)
+        return times_of(is_again, self._speed.operators, share, is_first=True).forward
+
+    def _kept_of_products(self, operators: list[Operator], share: Share) -> float:
+        if self._at.recompute == "full":
+            return 0.0
+        return sum(op.written_bytes for op in operators if op.flops) * share.rows * share.outer
+
+    def _kept_at_entry(self, segment: Segment) -> float:
+        """Return the bytes of its block's inputs, if a segment is the first of a block that is computed again."""
+        block = self._block(segment)
+        if self._at.recompute == "none" or block is None or self._inside[block][0] is not segment:
+            return 0.0
+        return _bytes(source.value for source in segment.inputs) / self._at.data
+
+    def _kept_inside(self, segment: Segment) -> float:
+        """Return what a block keeps while it is computed again, all on its last segment; as if nothing were cut."""
+        block = self._block(segment)
+        if self._at.recompute == "none" or block is None or self._inside[block][-1] is not segment:
+            return 0.0
+        return sum(one.kept_bytes for one in self._inside[block]) / self._at.data
+
+    def _held(self, segment: Segment, parts: int) -> _Held:
+        """Return what parameters cost that are cut into so many parts."""
+        at, said = self._at, self._speed.collective_s
+        own = [param for param in segment.parameters if param.name not in self._seen]
+        trained = [param for param in own if param.trainable]
+        size, count = sum(param.bytes for param in trained) / parts, sum(param.count for param in trained) / parts
+        frozen = sum(param.bytes for param in own if not param.trainable)
+        copies = at.data if at.model > 1 or parts == 1 else 1
+        exchange = gather = 0.0
+        if copies > 1 and size:
+            kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
+            bucket = self._bucket / parts
+            exchange = said(kind, bucket, at.over_data) * size / bucket
+            gather = said("all_gather", bucket, at.over_data) * size / bucket if at.zero else 0.0
+        slices = at.data if at.zero else 1
+        state = STATES[self._layers.optimizer] * size / slices
+        gradients, values = size / (slices if at.zero >= 2 else 1), size / (slices if at.zero == 3 else 1)
+        update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
+        return _Held(values + gradients + state + frozen, exchange, gather, update if trained else 0.0)
+
+
+class _Held(NamedTuple):
+    bytes: float
+    exchange_s: float
+    gather_s: float
+    update_s: float
+
+
+def _bytes(tensors: Iterable[TensorShape]) -> float:
+    return float(sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in tensors))

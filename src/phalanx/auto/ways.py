@@ -1,0 +1,151 @@
+"""The ways to compute each part of a captured model under one arrangement of the ranks, as choices (pure).
+
+A way is a style of `px.shard`, or none. Between layers whose ranks read the same rows, activations are whole or cut
+along their last dim; a way says how it takes and gives them, and neighbours must agree. Layers that are cut over ranks
+that read other rows take and give a rank's own rows whole, so these ways know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.choices import Choices, Link, Node
+from phalanx.auto.layers import WHOLE, Layers, Way
+from phalanx.auto.rates import Speed
+from phalanx.auto.segments import Segment
+from phalanx.auto.way_cost import WayCost
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The choices of an arrangement, and what each stands for."""
+
+    choices: Choices
+    ways: Mapping[str, tuple[Way, ...]]
+    """By decision, in the order of the options."""
+
+
+def ways_of(layers: Layers, arrangement: Arrangement, speed: Speed, room: float = math.inf) -> Ways:
+    """Return all ways to compute a model under one arrangement.
+
+    Args:
+        layers: The model.
+        arrangement: Of the ranks.
+        speed: How fast they are.
+        room: Bytes that each has.
+    """
+    cost, listed = WayCost(layers, arrangement, speed), _Listed(layers, arrangement)
+    nodes: list[Node] = []
+    ways: dict[str, tuple[Way, ...]] = {}
+    for place, segment in enumerate(layers.segments):
+        decision = str(segment.like)
+        if decision not in ways:
+            ways[decision] = listed.ways(segment)
+        name = f"{place}:{segment.path or segment.kind}"
+        nodes.append(Node(name=name, decision=decision, options=cost.options(segment, ways[decision])))
+    choices = Choices(
+        nodes=tuple(nodes),
+        links=tuple(listed.links(ways)),
+        forbidden=tuple(listed.forbidden(ways)),
+        # Ranks that read the same rows and cut no layer would all do the same.
+        needed=frozenset(_cuts(ways)) if arrangement.model > 1 else frozenset(),
+        room=room,
+        contention=speed.contention,
+    )
+    return Ways(choices, ways)
+
+
+def _cuts(ways: Mapping[str, tuple[Way, ...]]) -> Iterable[tuple[str, int]]:
+    for decision, found in ways.items():
+        yield from ((decision, place) for place, way in enumerate(found) if way.style is not None)
+
+
+class _Listed:
+    """The ways of the segments, and which of them do not go together."""
+
+    def __init__(self, layers: Layers, arrangement: Arrangement) -> None:
+        self._layers, self._at = layers, arrangement
+        users: dict[str, set[str]] = {}
+        calls: dict[str, int] = {}
+        for segment in layers.segments:
+            calls[segment.path] = calls.get(segment.path, 0) + 1
+            for param in segment.parameters:
+                users.setdefault(param.name, set()).add(segment.path)
+        self._once = {path for path, count in calls.items() if count == 1}
+        self._shared = {name for name, paths in users.items() if len(paths) > 1}
+
+    def ways(self, segment: Segment) -> tuple[Way, ...]:
+        """Return the ways of a segment and of all that are like it, the whole first."""
+        alike = [one for one in self._layers.segments if one.like == segment.like]
+        found = [WHOLE]
+        if self._at.model > 1:
+            if self._passes_cut(alike):
+                found.append(Way(None, takes_cut=True, gives_cut=True))
+            found += self._layer_ways(alike, self._at.model, same_rows=True)
+        elif self._at.cuts_by_rows:
+            found += self._layer_ways(alike, self._at.data, same_rows=False)
+        return tuple(way for way in found if (segment.like, way) not in self._layers.unwanted)
+
+    def forbidden(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
+        """Yield options that do not run together."""
+        for region in self._layers.failing:
+            known = all(way in ways[str(like)] for like, way in region.ways)
+            if region.parts == self._at.model and known:
+                yield frozenset((str(like), ways[str(like)].index(way)) for like, way in region.ways)
+
+    def _layer_ways(self, alike: list[Segment], ranks: int, *, same_rows: bool) -> Iterable[Way]:
+        first = alike[0]
+        weight = next((param for param in first.parameters if len(param.shape) == 2), None)
+        if weight is None or not all(self._can_be_cut(one) for one in alike):
+            return
+        if first.kind == "Embedding" and same_rows and weight.shape[0] >= ranks:
+            yield Way("vocab")
+        if first.kind != "Linear":
+            return
+        if weight.shape[0] >= ranks:
+            yield Way("column")
+            if same_rows:
+                yield Way("column", gives_cut=True)
+        if weight.shape[1] >= ranks:
+            yield Way("row")
+            if same_rows and all(not isinstance(source.source, str) for one in alike for source in one.inputs):
+                yield Way("row", takes_cut=True)
+
+    def _passes_cut(self, alike: list[Segment]) -> bool:
+        """Return whether a cut goes through segments, none of whose cut inputs comes from outside all segments."""
+        return all(
+            one.last_dim_parts
+            and one.last_dim_parts % self._at.model == 0
+            and not any(source.follows and isinstance(source.source, str) for source in one.inputs)
+            for one in alike
+        )
+
+    def _can_be_cut(self, segment: Segment) -> bool:
+        """Return whether a layer is called once, and holds its parameters alone."""
+        return segment.path in self._once and not any(param.name in self._shared for param in segment.parameters)
+
+    def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
+        """Yield which ways of neighbours leave an activation cut where it is taken whole, or the reverse."""
+        if self._at.model == 1:
+            return
+        segments = self._layers.segments
+        met: set[tuple[str, str, bool]] = set()
+        for segment in segments:
+            for source in segment.inputs:
+                if isinstance(source.source, str):
+                    continue  # what is no segment's is whole, and only arrives at ways that take it so
+                pair = str(segments[source.source].like), str(segment.like)
+                if (*pair, source.follows) in met:
+                    continue
+                met.add((*pair, source.follows))
+                apart = {
+                    (i, j): math.inf
+                    for i, one in enumerate(ways[pair[0]])
+                    for j, two in enumerate(ways[pair[1]])
+                    if one.gives_cut != (two.takes_cut and (source.follows or two.style is not None))
+                }
+                if apart:
+                    yield Link(first=pair[0], second=pair[1], seconds=apart)

@@ -1,0 +1,96 @@
+"""A candidate of the planner written as a Plan, by way of the strategy and the `px.shard` styles that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.auto.layers import Layers, Way
+from phalanx.auto.planner import Candidate
+from phalanx.errors import PlanError
+from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
+from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.shape import ModelShape
+from phalanx.plan.tensor_rules import Styled, with_cut_layers
+from phalanx.plan.value import Plan, Reason
+from phalanx.strategy import DistributedStrategy
+
+PLANNED = ("sharding", "pipeline", "tensor_parallel", "recompute")
+"""Techniques that the planner decides on."""
+
+
+def written(candidate: Candidate, layers: Layers, base: DistributedStrategy | None = None) -> Plan:
+    """Return the Plan of a candidate.
+
+    Args:
+        candidate: What the planner chose.
+        layers: The model it chose for.
+        base: Settings of everything that the planner does not decide; the defaults when None.
+
+    Raises:
+        PlanError: If the settings decide what the planner decides.
+    """
+    strategy = _strategy(candidate, layers, base or DistributedStrategy())
+    plan = plan_from_strategy(strategy, ModelShape(layers.captured.parameters), candidate.arrangement.ranks)
+    styled = tuple(_styled(candidate, layers))
+    if styled:
+        axis = MODEL_AXIS if candidate.arrangement.model > 1 else DATA_AXIS
+        plan = with_cut_layers(plan, styled, axis)
+    said = Reason(
+        setting=f"planner: {candidate.arrangement}",
+        effect=f"predicted {candidate.seconds * 1e3:.4g} ms a step, {candidate.peak / 2**20:.4g} MiB a rank",
+    )
+    return plan.model_copy(update={"because": (*plan.because, said)})
+
+
+def check_base(base: DistributedStrategy) -> None:
+    """Raise if settings decide what the planner decides.
+
+    Raises:
+        PlanError: Names the setting.
+    """
+    on = [name for name in PLANNED if getattr(base, name)] + (["hybrid_configs"] if base.hybrid_configs else [])
+    if on:
+        raise PlanError(
+            f"strategy.{on[0]} says how to cut the model, and a planner is asked to find out. Leave it out, or say it "
+            "as a limit, such as tp=2."
+        )
+
+
+def _strategy(candidate: Candidate, layers: Layers, base: DistributedStrategy) -> DistributedStrategy:
+    check_base(base)
+    at = candidate.arrangement
+    strategy = base.model_copy(deep=True)
+    degrees = {"sharding_degree" if at.zero else "dp_degree": at.data, "mp_degree": at.model}
+    strategy.hybrid_configs = {name: size for name, size in degrees.items() if size > 1}  # type: ignore[assignment]
+    if not at.model_inside:
+        strategy.hybrid_configs["order"] = ["mp", "sharding", "dp", "pp"]
+    if at.zero:
+        strategy.sharding = True
+        strategy.sharding_configs = {"stage": at.zero}
+    if at.recompute != "none":
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": list(layers.blocks), "selective": at.recompute == "selective"}
+    return strategy
+
+
+def _styled(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
+    kinds = {segment.path: segment.kind for segment in layers.segments if not segment.is_glue}
+    names = {param.name for param in layers.captured.parameters}
+    for path, way in candidate.ways.items():
+        if way.style is not None:
+            yield _layer(path, way, names)
+        elif kinds.get(path) == "Dropout":  # it draws the mask of the whole and uses its part
+            yield Styled(module=path, style="column", inputs=-1)
+
+
+def _layer(path: str, way: Way, names: set[str]) -> Styled:
+    assert way.style is not None
+    bias = f"{path}.bias"
+    return Styled(
+        module=path,
+        style=way.style,
+        weight=f"{path}.weight",
+        bias=bias if bias in names else None,
+        inputs=-1 if way.takes_cut else None,
+        outputs=-1 if way.gives_cut else None,
+    )

@@ -1,0 +1,222 @@
+"""The planner of modules finds the best Plan of its space, and its Plans can be applied."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.auto.planned import Planned
+from phalanx.auto.planner import arrangements_of
+from phalanx.auto.ways import ways_of
+from phalanx.cluster.description import read_cluster
+from phalanx.errors import ConfigError, PlanError
+from phalanx.plan.files import load_plan, save_plan
+from tensor_models import Transformer
+
+
+class Hybrid(nn.Module):
+    """Convolutions that compute much, and linear layers that hold much: AlexNet, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten())
+        self.classifier = nn.Sequential(
+            nn.Linear(3600, 4096), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.features(images))
+
+
+class FixedHeads(nn.Module):
+    """Attention that names its number of heads, so that no rank can compute some of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(*x.shape[:2], 4, 16).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mean((1, 2))
+
+
+IMAGES = torch.zeros(32, 3, 64, 64), torch.zeros(32, dtype=torch.long)
+TOKENS = torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
+
+
+def of_tokens(scores: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+SLOW = "a100x1,nodes=2,gbps=1"
+"""Cards between which little travels: what a layer exchanges decides."""
+
+SLOW_CARDS = {
+    "nodes": [{"device": "slow", "devices": 2}],
+    "devices": [{"name": "slow", "like": "A100-80GB-SXM", "tflops": {"fp32": 0.02}, "link_gb_s": 2}],
+}
+
+
+@cache
+def planned(name: str, cluster: str, *limits: str, memory: float | None = None, optimizer: str = "sgd") -> Planned:
+    torch.manual_seed(0)
+    model, sample, loss = {
+        "hybrid": (Hybrid(), IMAGES, F.cross_entropy),
+        "transformer": (Transformer(), TOKENS, of_tokens),
+        "heads": (FixedHeads(), (torch.zeros(8, 16, 64), torch.zeros(8)), F.mse_loss),
+    }[name]
+    where = read_cluster(SLOW_CARDS) if cluster == "slow" else cluster
+    return px.auto_parallel(model, sample, loss, cluster=where, limits=limits, memory=memory, optimizer=optimizer)
+
+
+def every_plan(answer: Planned, ranks: int, per_node: int) -> list[tuple[float, float]]:
+    """Return seconds and peak of every pick of every arrangement."""
+    found = []
+    for at in arrangements_of(ranks, has_blocks=bool(answer.layers.blocks), per_node=per_node):
+        choices = ways_of(answer.layers, at, answer.speed, answer.room).choices
+        if at.model > 1 and not choices.needed:
+            continue
+        for places in itertools.product(*(range(count) for count in choices.decisions.values())):
+            pick = dict(zip(choices.decisions, places, strict=True))
+            found.append((choices.seconds(pick), choices.peak(pick)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "ranks", "per_node"),
+    [
+        ("hybrid", SLOW, 2, 1),
+        ("hybrid", "a100x1,nodes=4,gbps=1", 4, 1),
+        ("heads", "a100x2", 2, 2),
+    ],
+)
+def test_the_search_finds_what_trying_every_plan_finds(name, cluster, ranks, per_node):
+    answer = planned(name, cluster)
+    tried = every_plan(answer, ranks, per_node)
+    assert len(tried) > 20
+    assert answer.seconds == pytest.approx(min(seconds for seconds, peak in tried if peak <= answer.room), rel=1e-7)
+    assert answer.bound <= answer.seconds
+    assert answer.gap == 0
+    # With room for less than the fastest needs, another one is the best.
+    tight = planned(name, cluster, memory=answer.memory * 0.8)
+    fitting = [seconds for seconds, peak in every_plan(tight, ranks, per_node) if peak <= tight.room]
+    assert tight.seconds == pytest.approx(min(fitting), rel=1e-7)
+    assert tight.memory <= tight.room * (1 + 1e-9)
+
+
+def test_linear_layers_are_cut_and_convolutions_are_not_where_both_cost():
+    """Krizhevsky's hybrid (arXiv:1404.5997) is the best of all Plans where copies exchange too much and others idle."""
+    answer = planned("hybrid", "slow")
+    assert answer.seconds == pytest.approx(min(seconds for seconds, _ in every_plan(answer, 2, 2)), rel=1e-7)
+    assert answer.searched.best.arrangement.cuts_by_rows
+    assert {path for path in answer.searched.best.cut} >= {"classifier.0", "classifier.3"}
+    assert answer.plan.step.batch_axes == ("data",)
+    assert answer.plan.rule_for("features.0.weight").managed == "phalanx"
+    assert answer.plan.rule_for("classifier.3.weight").managed == "module"
+
+
+def test_copies_are_best_where_there_is_little_to_exchange():
+    small = px.auto_parallel(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(28800, 2)),
+        IMAGES,
+        F.cross_entropy,
+        cluster="cpux2",
+        optimizer="sgd",
+        limits=["*=whole"],
+    )
+    assert small.searched.best.arrangement.data == 2
+    assert not small.searched.best.cut
+
+
+def test_attention_and_mlp_are_cut_over_columns_then_rows():
+    answer = planned("transformer", "a100x2", "tp=2")
+    ways = {path: str(way) for path, way in answer.searched.best.cut.items()}
+    if ways.get("block.mlp.0", "").endswith("to cut"):
+        assert ways["block.mlp.3"] == "row from cut"
+    for column, row in (("block.q", "block.o"), ("block.mlp.0", "block.mlp.3")):
+        forced = planned(
+            "transformer", "a100x2", "tp=2", f"{column}=column", f"{row}=row", "block.k=column", "block.v=column"
+        )
+        cut = {path: str(way) for path, way in forced.searched.best.cut.items()}
+        assert cut[column] == "column to cut"
+        assert cut[row] == "row from cut"
+
+
+def test_code_that_names_its_heads_is_not_left_with_some():
+    answer = planned("heads", "a100x2", "tp=2", "q=column", "o=row")
+    ways = {path: str(way) for path, way in answer.searched.best.cut.items()}
+    assert ways["q"] == "column"
+    assert ways["o"] == "row"
+
+
+def test_more_memory_is_never_slower_and_too_little_says_how_much():
+    best = planned("hybrid", SLOW)
+    times = [planned("hybrid", SLOW, memory=best.memory * share).seconds for share in (0.7, 0.8, 1.0, 2.0)]
+    assert times == sorted(times, reverse=True)
+    with pytest.raises(PlanError, match=r"every one needs 0\.\d+ GiB a rank or more .*, most of it parameters"):
+        planned("hybrid", SLOW, memory=2**20)
+
+
+def test_faster_links_are_never_slower():
+    seconds = [planned("hybrid", f"a100x1,nodes=4,gbps={gbps}").seconds for gbps in (1, 10, 100, 1000)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_adam_and_its_state_are_counted():
+    sgd, adam = planned("hybrid", SLOW), planned("hybrid", SLOW, optimizer="adam")
+    assert adam.memory > sgd.memory
+
+
+def test_an_answer_says_what_was_searched_and_why():
+    answer = planned("hybrid", SLOW)
+    told = answer.to_json()
+    assert told["gap_percent"] == 0
+    assert told["captured"] == "graph"
+    assert told["space"]["zero"] == [0, 1, 2, 3]
+    assert [one["step_time_s"] for one in told["top_k"]] == sorted(one["step_time_s"] for one in told["top_k"])
+    assert "Fastest of each arrangement" in str(answer)
+    assert "> " in answer.explain("classifier.3")
+    assert "ms a step, +" in answer.why_not("*=whole")
+    with pytest.raises(ConfigError, match=r"does not call.*classifier.3"):
+        answer.explain("classifier.33")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (["tpp=2"], "Write a knob .* or a layer and one of whole, column, row, vocab"),
+        (["clasifier.*=row"], "Write a knob"),
+        (["classifier.0=diagonal"], "one of whole, column, row, vocab"),
+        (["tp=3"], "No way to arrange the ranks keeps to the limits"),
+        (["features.0=column"], "No way to arrange the ranks keeps to the limits"),
+    ],
+)
+def test_limits_that_cannot_be_are_named(limits, message):
+    with pytest.raises((ConfigError, PlanError), match=message):
+        planned("hybrid", SLOW, *limits)
+
+
+def test_settings_that_the_planner_decides_are_refused():
+    strategy = px.DistributedStrategy()
+    strategy.sharding = True
+    with pytest.raises(PlanError, match=r"strategy.sharding says how to cut the model"):
+        px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster="cpux2", strategy=strategy)
+
+
+def test_a_plan_is_kept_in_a_small_file(tmp_path):
+    for number, plan in enumerate(planned("hybrid", SLOW).top_k):
+        path = tmp_path / f"{number}.json"
+        save_plan(plan, path)
+        assert load_plan(path).digest() == plan.digest()
+        assert path.stat().st_size < 10_000
+
+
+def test_two_searches_find_the_same():
+    found = [px.auto_parallel(Transformer(), TOKENS, of_tokens, cluster="a100x2").plan.digest() for _ in range(2)]
+    assert found[0] == found[1]
