@@ -322,6 +322,21 @@ def test_one_number_a_row_meets_its_own_row(loss_fn: Any) -> None:
         assert made.eval((x, target), batch_size=ROWS)["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "valid", "message"),
+    [
+        (["accuracy"], data(), "the metric 'accuracy'"),
+        (["acc1"], "digits", "Asked to load from a str"),
+        (["acc1"], ShardedLoader(data(), batch_size=8), "evaluate on a ShardedLoader that trains"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_before_training(metrics: Any, valid: Any, message: str) -> None:
+    seen = Losses()
+    with pytest.raises(ConfigError, match=message):
+        model(metrics=metrics).train(1, data(), seen, batch_size=8, valid_dataset=valid)
+    assert seen.losses == []
+
+
 def test_momentum_and_l2_decay_are_those_of_the_formula_and_frozen_parameters_stay() -> None:
     torch.manual_seed(0)
     x, y = data(40)

@@ -68,7 +68,7 @@ def evaluate(
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
     chosen = read_metrics(metrics, loss_fn)
-    loader = _loader(data, batch_size)
+    loader = evaluation_loader(data, batch_size)
     _meet(chosen, loader)
     cut = cut_of_logits(model)
     rows = 0
@@ -117,7 +117,12 @@ def forward_tuple(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
     return model(*batch[:-1]), batch[-1]
 
 
-def _loader(data: Any, batch_size: int | None) -> ShardedLoader:
+def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
+    """Return a loader of all rows of some data, once; see `evaluate`.
+
+    Raises:
+        ConfigError: If it cannot be loaded, or is a loader that trains or drops rows.
+    """
     if isinstance(data, ShardedLoader):
         if data.training or data.drops_last:
             raise ConfigError(

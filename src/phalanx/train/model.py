@@ -36,9 +36,9 @@ from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
 from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
-from phalanx.train.evaluate import evaluate, evaluation_mode, whole_output
+from phalanx.train.evaluate import evaluate, evaluation_loader, evaluation_mode, whole_output
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
-from phalanx.train.metrics_named import Metric
+from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
 from phalanx.train.predict import outputs_in_order, rows_in_order
@@ -148,6 +148,8 @@ class Model:
         acting = read_callbacks(callbacks)
         if valid_dataset is None:
             check_evaluated(acting)
+        else:
+            self._check_evaluation(valid_dataset)
         self._join("Model.train")
         loader = training_loader(train_dataset, loader_options, words=inspect.signature(self.train).parameters)
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
@@ -200,12 +202,9 @@ class Model:
         Raises:
             ConfigError: If there is nothing to compute, or the data does not fit.
         """
-        chosen = metrics if metrics is not None else (self.metrics if self.metrics is not None else ())
-        if self.loss_fn is None and not chosen:
-            raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
+        chosen, loss = self._evaluated(metrics)
         self._join("Model.eval")
         self._distribute()
-        loss = None if self.loss_fn is None else self._loss
         return evaluate(
             self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size, forward=self._output_and_target
         )
@@ -235,6 +234,18 @@ class Model:
             return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch, self.net)))
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _evaluated(self, metrics: Metrics | None) -> tuple[Metrics, LossFunction | None]:
+        """Return the metrics and the loss of an evaluation."""
+        chosen = metrics if metrics is not None else (self.metrics if self.metrics is not None else ())
+        if self.loss_fn is None and not chosen:
+            raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
+        return chosen, None if self.loss_fn is None else self._loss
+
+    def _check_evaluation(self, dataset: Any) -> None:
+        """Raise before training what an evaluation after the first epoch would."""
+        read_metrics(*self._evaluated(None))
+        evaluation_loader(one_pass(dataset), None)
 
     def _join(self, verb: str) -> context.Context:
         here = join(verb)
