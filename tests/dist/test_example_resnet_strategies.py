@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import phalanx as px
+from phalanx.parallel.watch import assembly
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -42,6 +45,11 @@ CLOSE = {"fp16_allreduce": 2e-3, "amp": 0.05, "amp_float16": 0.05}
 COMPILED = {"graph"}  # held by test_example_resnet.py, which has the time to compile
 RATES = {"lamb": "0.01", "lars": "1.0"}
 
+TRAINED = sorted(set(FILES) - COMPILED)
+PLAIN = ""
+GROUPS = [tuple([PLAIN, *TRAINED][start::3]) for start in range(3)]
+"""The files that share the start of two ranks."""
+
 
 def test_every_file_says_what_it_is_for_and_is_listed():
     guide = (FOLDER.parents[1] / "docs" / "guide.md").read_text()
@@ -51,21 +59,26 @@ def test_every_file_says_what_it_is_for_and_is_listed():
     assert set(CLOSE) | EXACT | COMPILED | set(RATES) <= set(FILES)
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[float]:
-    return train()
-
-
-def train(name: str = "") -> list[float]:
+def losses_under(name: str) -> list[float]:
     """Return the losses of a run under one of the files, which both ranks report alike."""
-    first, second = run_ranks(_losses, 2, *_arguments(name))
+    return _trained(next(group for group in GROUPS if name in group))[name]
+
+
+@functools.cache
+def _trained(names: tuple[str, ...]) -> dict[str, list[float]]:
+    first, second = run_ranks(_losses_of, 2, names, timeout_s=110)
     assert first == second
     return first
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - COMPILED))
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return losses_under(PLAIN)
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_strategy_trains_on_two_ranks(name: str, plain: list[float]):
-    losses = train(name)
+    losses = losses_under(name)
     assert losses[0] == pytest.approx(plain[0], abs=0.02)  # the same model and rows
     assert min(losses) < 0.95 * losses[0]
     if name in EXACT:
@@ -81,16 +94,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, plain: list[float]):
     assert first + second == pytest.approx(plain, abs=1e-5)
 
 
-def _arguments(name: str) -> list[str]:
-    rate = ["--lr", RATES[name]] if name in RATES else []
-    return [*rate, *(["--strategy", str(FILES[name])] if name in FILES else [])]
-
-
-def _train_in_halves(folder: str) -> tuple[list[float], list[float]]:
-    plain = _losses()
-    kept = ["--checkpoint", f"{folder}/kept", "--save-every", "5"]
-    first = _losses("--steps", "5", *kept)
-    return plain, first + _losses(*kept)
+def _losses_of(names: tuple[str, ...]) -> dict[str, list[float]]:
+    found = {}
+    for name in names:
+        rate = ["--lr", RATES[name]] if name in RATES else []
+        found[name] = _losses(*rate, *(["--strategy", str(FILES[name])] if name else []))
+        assembly.__init__()  # type: ignore[misc]
+        gc.collect()  # the next trains under another strategy
+    return found
 
 
 def _losses(*arguments: str) -> list[float]:
