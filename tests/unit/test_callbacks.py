@@ -325,6 +325,7 @@ class EveryStep(px.Callback):
     [
         ([px.LossMonitor], 1, r"has the class LossMonitor\. Make one: LossMonitor\(\)"),
         ([print], 1, r"takes phalanx\.Callback objects, found builtin_function_or_method"),
+        ([px.ModelCheckpoint(__file__)], 1, r"saves to a folder, and .*test_callbacks\.py is a file"),
         (print, 1, r"takes phalanx\.Callback objects, found builtin_function_or_method"),
         ("LossMonitor", 1, r"takes phalanx\.Callback objects, found str"),
         ([EveryStep()], 4, r"EveryStep must act after every step, and sinks of 4 steps were asked for"),
@@ -353,6 +354,7 @@ def test_an_object_given_twice_is_refused() -> None:
         (lambda: px.EarlyStopping(mode="up"), "'min' or 'max', found 'up'"),
         (lambda: px.ModelCheckpoint("x", mode="max"), "without best="),
         (lambda: px.ModelCheckpoint("x", every_epochs=-1), "found -1"),
+        (lambda: px.ModelCheckpoint("x", keep=0), "keep is a number of checkpoints, found 0"),
         (lambda: px.LearningRateSchedule(print, every="batch"), "'update' or 'epoch', found 'batch'"),
         (lambda: px.EMACallback().ema, "no average before training began"),
     ],

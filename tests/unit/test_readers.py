@@ -444,3 +444,10 @@ def test_photographs_of_many_sizes_go_through_a_pipeline(flowers: Path) -> None:
     ((image, label),) = ShardedLoader(FlowersDataset(flowers).map(sizes, "image").batch(2), shuffle=False)
     assert (image.shape, image.dtype, label.tolist()) == ((2, 3, 24, 24), torch.float32, [101, 76])
     assert abs(image.mean() - 128 / 255) < 0.01
+
+
+def test_digits_begin_a_pipeline() -> None:
+    digits = DigitsDataset(train=False)
+    images, labels = next(iter(ShardedLoader(digits.map(lambda label: label + 1, "label").batch(5), shuffle=False)))
+    assert torch.equal(images, digits.images[:5])
+    assert torch.equal(labels, digits.labels[:5] + 1)

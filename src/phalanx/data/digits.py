@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from phalanx.data.columns import Columns
+from phalanx.data.pipeline import Verbs
 from phalanx.data.shuffle import shuffled
 from phalanx.errors import ConfigError
 
@@ -17,8 +21,8 @@ MEAN, STD = 4.884, 6.017
 _SPLIT_SEED = 8
 
 
-class DigitsDataset(Dataset[tuple[Tensor, int]]):
-    """Digits as normalised float32 images of shape (channels, size, size) with an int label.
+class DigitsDataset(Verbs, Dataset[tuple[Tensor, int]]):
+    """Digits as normalised float32 images of shape (channels, size, size) with an int label, in a pipeline too.
 
     Args:
         train: The 1,437 training images, or the 360 test images; the split never changes.
@@ -30,6 +34,7 @@ class DigitsDataset(Dataset[tuple[Tensor, int]]):
     """
 
     class_dim = 10
+    column_names = ("image", "label")
 
     def __init__(self, train: bool = True, *, image_size: int = 8, channels: int = 1) -> None:
         try:
@@ -47,6 +52,11 @@ class DigitsDataset(Dataset[tuple[Tensor, int]]):
             images = F.interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
         self.images = images[chosen].expand(-1, channels, -1, -1)
         self.labels = labels[chosen]
+
+    def read_columns(self, rows: NDArray[np.int64]) -> Columns:
+        """Return the columns of `rows`; see `phalanx.data.columns.Columnar`."""
+        index = torch.from_numpy(rows)
+        return {"image": self.images[index], "label": self.labels[index]}
 
     def __len__(self) -> int:
         return len(self.labels)

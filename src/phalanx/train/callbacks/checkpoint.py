@@ -55,6 +55,8 @@ class ModelCheckpoint(Callback):
             raise ConfigError(f"every_epochs is a number of epochs, found {every_epochs}. Give 0 for none, or more.")
         if mode is not None and best is None:
             raise ConfigError(f"mode={mode!r} was given without best=. Name the metric.")
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep is a number of checkpoints, found {keep}. Give at least 1, or None for all.")
         self.folder = Path(folder)
         self._pace = Pace(every_steps, "every_steps")
         self._every_epochs = (1 if every_steps is None else 0) if every_epochs is None else every_epochs
@@ -67,6 +69,11 @@ class ModelCheckpoint(Callback):
     def best(self) -> float | None:
         """The best value of the metric so far."""
         return None if self._best is None else self._best.value
+
+    def setup(self, run: Run) -> None:
+        """Find out now, not after hours, that the folder is none."""
+        if self.folder.is_file():
+            raise ConfigError(f"ModelCheckpoint saves to a folder, and {self.folder} is a file. Name another.")
 
     def on_train_begin(self, run: Run) -> None:
         """Take SIGTERM as a request to save and end."""
