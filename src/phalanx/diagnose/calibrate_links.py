@@ -41,15 +41,15 @@ def groups() -> Groups:
 def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
     """Time a collective by its size, while the other groups have theirs; collective over all ranks."""
     sizes = (2**6, 2**16, 2**20) if quick else (2**6, 2**12, 2**16, 2**20, 2**23, 2**26)
-    return grid((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind) for size in sizes])
+    return grid((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind, quick) for size in sizes])
 
 
-def _seconds(run: Run, size: int, kind: Kind) -> float:
+def _seconds(run: Run, size: int, kind: Kind, quick: bool) -> float:
     # As many runs on every rank: how many may not depend on a clock.
-    times = max(1, min(20, 2**20 // size))
+    times = max(1, min(4 if quick else 20, 2**20 // size))
     run()
     taken = []
-    for _ in range(_SAMPLES if size < 2**26 else 3):
+    for _ in range(3 if quick or size == 2**26 else _SAMPLES):
         dist.barrier()
         started = time.perf_counter()
         for _ in range(times):

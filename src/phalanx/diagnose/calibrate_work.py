@@ -68,7 +68,7 @@ def _timed(run: Run, times: int) -> float:
 
 def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Grid:
     """Time linear layers over a grid of shapes."""
-    axes = ((1, 64, 512), (64, 512), (64, 512)) if quick else ((1, 8, 64, 512, 2048), *[(16, 64, 256, 1024, 2048)] * 2)
+    axes = ((1, 512), (64, 512), (64, 512)) if quick else ((1, 8, 64, 512, 2048), *[(16, 64, 256, 1024, 2048)] * 2)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
     def one(m: int, n: int, k: int) -> float:
@@ -81,7 +81,7 @@ def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Grid:
 
 def attention(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
     """Time fused attention, forward and backward, by heads of all sequences, length and width of a head."""
-    axes = ((4, 16), (16, 64), (16, 32)) if quick else ((4, 64), (16, 64, 256, 512), (16, 64))
+    axes = ((4, 16), (16, 64), (32,)) if quick else ((4, 64), (16, 64, 256, 512), (16, 64))
     forward, backward = [], []
     for heads, seq, width in itertools.product(*axes):
         q, k, v = (torch.randn(1, heads, seq, width, requires_grad=True) for _ in range(3))
@@ -122,7 +122,7 @@ def launch(clock: Clock) -> tuple[float, float]:
 def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Grid, Grid]:
     """Time convolutions of one kernel, forward and both gradients, by places, channels out and values an output."""
     places = (256, 1024) if quick else (256, 2048, 16384)
-    channels = (16, 64) if quick else (16, 64, 256)
+    channels = (16,) if quick else (16, 64, 256)
     inner = channels if kernel == 1 or quick else (3, *channels)
     axes = (places, channels, tuple(kernel**2 * width for width in inner))
     forward, backward = [], []
