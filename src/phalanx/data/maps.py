@@ -122,6 +122,11 @@ def checked_map(
     Raises:
         ConfigError: If an operation cannot be called, a column is not there, or an output already is.
     """
+    if isinstance(operations, str):
+        raise ConfigError(
+            f"Asked to map through {operations!r}, which is text. Operations come first, columns after them: "
+            f"map(operations, {operations!r})."
+        )
     inputs = there[:1] if input_columns is None else _listed(input_columns)
     outputs = inputs if output_columns is None else _listed(output_columns)
     for name in inputs:
