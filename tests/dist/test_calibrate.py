@@ -39,7 +39,7 @@ def check_rates(found: Measured) -> None:
 
 
 def test_a_machine_is_measured_kept_and_used(tmp_path: Path) -> None:
-    cache = {"XDG_CACHE_HOME": str(tmp_path), "LANG": "zh_CN.UTF-8"}
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "PHALANX_LANG": "zh"}
     run = launch(tmp_path, "calibrate", "--quick", timeout_s=110.0, program=(str(BIN / "phalanx"),), environment=cache)
     assert run.code == 0, run.err
     assert "矩阵乘" in run.out
