@@ -199,6 +199,14 @@ def test_a_folder_without_checkpoints_is_a_start(tmp_path: Path) -> None:
     assert model().train(1, data(), batch_size=10, resume=tmp_path / "none").resumed_from is None
 
 
+def test_a_resumed_run_with_nothing_left_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = px.ModelCheckpoint(tmp_path, background=False)
+    model().train(2, data(), saver, batch_size=10)
+    run = model().train(2, data(), batch_size=10, resume=tmp_path)
+    assert run.step == 10
+    assert "has made 2 passes of the 2 asked for: nothing is left to train" in caplog.text
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 

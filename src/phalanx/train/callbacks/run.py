@@ -198,6 +198,13 @@ class Run:
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self._first_epoch = state["step"], state["samples"], state["first_epoch"]
         self.epoch = self.loader.epoch - self._first_epoch
+        if self.epoch >= self.epochs and self.rank == 0:
+            logger.warning(
+                "the checkpoint has made %d passes of the %d asked for: nothing is left to train. A resumed run counts "
+                "passes from the first start",
+                self.epoch,
+                self.epochs,
+            )
         for name, callback in self._named():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
