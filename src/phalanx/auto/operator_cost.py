@@ -84,8 +84,10 @@ def _convolution(op: Operator, shapes: list[tuple[int, ...]], speed: Operators, 
     image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
     groups: int = max(1, image[1] // weight[1])
     m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
-    backward = speed.conv_s(m, weight[0] // groups, k, groups, backward=True)
-    return Times(speed.conv_s(m, weight[0] // groups, k, groups), backward / 2 if is_first else backward)
+    extent = m, weight[0] // groups, k, groups
+    pointwise = math.prod(weight[2:]) == 1
+    backward = speed.conv_s(*extent, backward=True, pointwise=pointwise)
+    return Times(speed.conv_s(*extent, pointwise=pointwise), backward / 2 if is_first else backward)
 
 
 def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:

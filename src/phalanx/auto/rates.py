@@ -26,7 +26,15 @@ class Operators(Protocol):
         """Return the seconds of a product of (m, k) by (k, n)."""
 
     def conv_s(
-        self, m: float, n: float, k: float, groups: float = 1, *, backward: bool = False, dtype: Precision = "fp32"
+        self,
+        m: float,
+        n: float,
+        k: float,
+        groups: float = 1,
+        *,
+        backward: bool = False,
+        dtype: Precision = "fp32",
+        pointwise: bool = False,
     ) -> float:
         """Return the seconds of a convolution: m places of output, n channels from k values, in each group."""
 
@@ -62,7 +70,7 @@ def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
 def speed_of_devices(cluster: Cluster, precision: str = "bf16", constants: Constants = DEFAULT) -> Speed:
     """Return the speed of equal devices, by their data sheets and what `auto/constants` says of all of them."""
     node = cluster.nodes[0]
-    links = Links(node.device, node.gbps, constants)
+    links = Links(node.device, node.gbps, constants, node.strided)
 
     def collective_s(kind: Kind, size: float, layout: Layout) -> float:
         if kind == "all_reduce":
@@ -95,6 +103,7 @@ class _OnDevice:
         *,
         backward: bool = False,
         dtype: Precision = "fp32",
+        pointwise: bool = False,
     ) -> float:
         shapes = ((m, k, n), (n, k, m)) if backward else ((m, n, k),)
         return sum(self._started(self.kernels.matmul(*s, batch=groups, backward=backward)) for s in shapes)

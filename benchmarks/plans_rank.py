@@ -1,0 +1,137 @@
+"""One rank of `bench_plans`: train every Plan of a file for some steps, in several rounds, and print the seconds."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.parallel.watch import assembly
+from phalanx.plan.value import Plan
+
+
+class Block(nn.Module):
+    """Attention and a multi-layer perceptron, each on top of a norm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes out, of the shape of `x`: (rows, places, width)."""
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Scores of the next of 512 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 256)
+        self.blocks = nn.ModuleList(Block(256, 8) for _ in range(3))
+        self.head = nn.Linear(256, 512)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return scores of shape (rows, places, 512)."""
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class AlexNet(nn.Module):
+    """AlexNet (Krizhevsky, arXiv:1404.5997) for images of 64 x 64, half as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 32, 5, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 96, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(
+            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 100)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return scores of shape (rows, 100)."""
+        scores: Tensor = self.classifier(torch.flatten(self.features(images), 1))
+        return scores
+
+
+def of_tokens(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return the cross entropy of all places."""
+    return F.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+Loss = Callable[[Any, Any], Tensor]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Loss]] = {
+    "transformer": (
+        Transformer,
+        lambda: (torch.randint(512, (16, 64)), torch.randint(512, (16, 64))),
+        of_tokens,
+    ),
+    "alexnet": (AlexNet, lambda: (torch.randn(16, 3, 64, 64), torch.randint(100, (16,))), F.cross_entropy),
+}
+"""How to make a model and a global batch, and its loss."""
+
+
+def seconds_of(plan: Plan, name: str, steps: int) -> float:
+    """Train under one Plan; return the median seconds of a step. Collective."""
+    make, batch, loss_fn = MODELS[name]
+    torch.manual_seed(0)
+    model, data = make(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = torch.utils.data.TensorDataset(*data)
+    model, optimizer, loader = px.distribute(model, optimizer, rows, global_batch=len(rows), shuffle=False, plan=plan)
+    inputs, target = next(iter(loader))
+    times = []
+    for _ in range(steps + 2):
+        px.comm.barrier()
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss_fn(model(inputs), target).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - started)
+    del model, optimizer, loader
+    assembly.__init__()  # type: ignore[misc]  # the next Plan is another job
+    gc.collect()
+    return sorted(times[2:])[steps // 2]
+
+
+def main() -> None:
+    """Print the seconds of every Plan, the least of its rounds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plans", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    px.init()
+    plans = [Plan.model_validate(one) for one in json.loads(asked.plans.read_text())]
+    best = [float("inf")] * len(plans)
+    for _ in range(asked.rounds):
+        for place, plan in enumerate(plans):
+            mine = torch.tensor(seconds_of(plan, asked.model, asked.steps))
+            best[place] = min(best[place], px.comm.all_reduce(mine, "max").item())
+    if px.current().rank == 0:
+        print("SECONDS " + json.dumps(best))
+
+
+if __name__ == "__main__":
+    main()
