@@ -29,7 +29,8 @@ from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, arrangements_of
 from phalanx.auto.written_plan import written
-from phalanx.errors import PlanError
+from phalanx.cluster.measured import read_measured
+from phalanx.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).parent.parent
 RANK_SCRIPT = ROOT / "benchmarks" / "plans_rank.py"
@@ -102,6 +103,15 @@ def measured(
     return [float(one) for one in json.loads(line.partition("SECONDS ")[2])]
 
 
+def calibrate(ranks: int, *, quick: bool) -> None:
+    """Measure this machine, unless it was with so many ranks."""
+    try:
+        read_measured().at(ranks)
+    except ConfigError:
+        command = [sys.executable, "-m", "phalanx", "calibrate", "-n", str(ranks), *["--quick"] * quick]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+
+
 def spearman(one: list[float], other: list[float]) -> float:
     """Return the rank correlation (C. Spearman, 1904), without ties."""
     places = [{value: place for place, value in enumerate(sorted(values))} for values in (one, other)]
@@ -111,14 +121,15 @@ def spearman(one: list[float], other: list[float]) -> float:
 def main() -> None:
     """Measure the cases asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["transformer", "alexnet"], choices=[*MODELS, []])
+    parser.add_argument("--cases", default=",".join(MODELS), help="which models, separated by commas")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--most", type=int, default=40, help="Plans of a case to measure")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     asked = parser.parse_args()
+    calibrate(max(asked.ranks), quick=asked.quick)
     told = []
-    for name, ranks in track(list(itertools.product(asked.cases, asked.ranks)), "measuring Plans"):
+    for name, ranks in track(list(itertools.product(asked.cases.split(","), asked.ranks)), "measuring Plans"):
         make, batch, loss_fn = MODELS[name]
         torch.manual_seed(0)
         answer = auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
@@ -127,7 +138,7 @@ def main() -> None:
         seconds = measured(answer, chosen, name, ranks, steps=3 if asked.quick else 9, rounds=1 if asked.quick else 3)
         told.append(_told(name, ranks, len(everything), chosen, seconds))
     if asked.json:
-        print(json.dumps({"benchmark": "bench_plans", "machine": machine(), "rows": told}))
+        print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
     else:
         _show(told)
 
