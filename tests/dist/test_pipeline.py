@@ -17,15 +17,21 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PeerLostError, PlanError
+from phalanx.parallel.kept_state import kept_state
+from phalanx.parallel.pipeline_streams import draw_base, seed_of
 from phalanx.plan.value import Schedule
 from pipeline_models import (
     CLASSES,
+    DATA_BY_STAGE,
     F1B1,
     FOUR,
+    FOUR_STAGES,
     GLUED2,
     GLUED4,
+    INTERLEAVED,
     TWO,
     WIDTH,
+    ZERO_V,
     Case,
     Glued,
     chain,
@@ -340,6 +346,125 @@ def test_a_strategy_makes_the_same_pipeline():
                 torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
         told = ranks[0][name]["told"]
         assert "stage 0 on rank 0 of its axis: 0" in told, told
+
+
+def dropping() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    drops = [nn.Dropout(0.5) for _ in layers]
+    return nn.Sequential(*(part for pair in zip(layers, drops, strict=True) for part in pair), nn.Linear(WIDTH, 3))
+
+
+DROPPING = {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2, "6": 3}
+DROPPED = {
+    name: Case(dropping, DROPPING, schedule, rows=rows, mesh=mesh)
+    for name, schedule, rows, mesh in (
+        ("interleaved", INTERLEAVED, 16, DATA_BY_STAGE),
+        ("zero bubble in a v", ZERO_V, 16, DATA_BY_STAGE),
+        ("one stage each", F1B1, 8, FOUR_STAGES),
+    )
+}
+
+
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output + torch.rand_like(output), target)
+
+
+def dropped() -> dict[str, Any]:
+    """Train with dropout, every rank with a seed of its own; ranks of one pipeline come to share one."""
+    px.init()
+    found = {}
+    for name, case in DROPPED.items():
+        model, optimizer, data = made(case)
+        torch.manual_seed(100 + px.current().rank)
+        model, optimizer, loader = px.distribute(
+            model, optimizer, torch.utils.data.TensorDataset(*data), global_batch=case.rows, shuffle=False,
+            plan=case.plan(),
+        )  # fmt: skip
+        step = px.train_step(model, noisy_loss, optimizer)
+        losses = [px.global_mean(step(inputs, target).loss).item() for inputs, target in loader]
+        held = {name: value for name, value in model.state_dict().items() if not value.is_meta}
+        found[name] = {"losses": losses, "parameters": held, "next": torch.rand(1).item()}
+        del model, optimizer, loader, step
+        gc.collect()
+    return found
+
+
+def dropped_alone(case: Case) -> dict[str, Any]:
+    """Run every copy's micro-batches in turn through stage after stage, each place of a step with its stream."""
+    copies = 1 if case.mesh is FOUR_STAGES else 2
+    model, optimizer, data = made(case)
+    stages = [[model[int(name)] for name, at in DROPPING.items() if at == stage] for stage in range(4)]
+    states = [torch.Generator().manual_seed(100 + 2 * one).get_state() for one in range(copies)]
+    losses = []
+    for inputs, target in zip(*(part.split(case.rows) for part in data), strict=True):
+        optimizer.zero_grad()
+        total = 0.0
+        for one, rows in enumerate(torch.arange(case.rows).chunk(copies)):
+            torch.set_rng_state(states[one])
+            base = draw_base()
+            states[one] = torch.get_rng_state()
+            for number, few in enumerate(rows.chunk(4)):
+                x = inputs[few]
+                for stage, parts in enumerate(stages):
+                    torch.manual_seed(seed_of(base, number * 5 + stage))
+                    for part in parts:
+                        x = part(x)
+                torch.manual_seed(seed_of(base, number * 5 + 4))
+                loss = noisy_loss(x, target[few]) * (len(few) / case.rows)
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        optimizer.step()
+    last = torch.Generator()
+    last.set_state(states[0])
+    return {"losses": losses, "parameters": dict(model.state_dict()), "next": torch.rand(1, generator=last).item()}
+
+
+def test_what_is_dropped_is_that_of_one_process_whatever_the_schedule():
+    ranks = run_ranks(dropped, 4)
+    for name, case in DROPPED.items():
+        with torch.random.fork_rng([]):
+            expected = dropped_alone(case)
+        assert ranks[0][name]["next"] == expected["next"]
+        for found in (rank[name] for rank in ranks):
+            assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+            for key, value in found["parameters"].items():
+                torch.testing.assert_close(value, expected["parameters"][key], rtol=0, atol=1e-12)
+
+
+def in_float16() -> dict[str, Any]:
+    """Train in float16 from a scale that overflows in the first steps."""
+    px.init()
+    model, optimizer, data = made(TWO["gpipe"])
+    strategy = px.DistributedStrategy(
+        amp=True,
+        amp_configs={
+            "dtype": "float16", "init_loss_scaling": 1e30, "decr_ratio": 1e-13, "decr_every_n_nan_or_inf": 1
+        },
+        pipeline=True,
+        pipeline_configs={"accumulate_steps": 2},
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(data[0].float(), data[1])
+    model, _, loader = px.distribute(model.float(), optimizer, data, global_batch=4, shuffle=False, strategy=strategy)
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    losses = [step(inputs, target).loss.item() for inputs, target in loader]
+    scale = kept_state(optimizer)["loss_scale"].keeper
+    return {"losses": losses, "scale": scale.value, "skipped": scale.skipped}
+
+
+def test_stages_in_float16_skip_the_same_steps_and_train_as_float32_does():
+    model, optimizer, data = made(TWO["gpipe"])
+    losses = []
+    for number, (inputs, target) in enumerate(zip(*(part.split(4) for part in data), strict=True)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), target)
+        loss.backward()
+        losses.append(loss.item())
+        if number > 1:
+            optimizer.step()
+    for found in run_ranks(in_float16, 2):
+        assert (found["scale"], found["skipped"]) == (pytest.approx(1e4), 2)
+        assert found["losses"] == pytest.approx(losses, rel=5e-3)
 
 
 STYLES = BLOCK | {"tokens": "vocab", "head": "column"}

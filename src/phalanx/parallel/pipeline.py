@@ -32,12 +32,13 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline_batch import Batch, LossFunction, rows_of, split
 from phalanx.parallel.pipeline_place import check_not_shared, let_go
 from phalanx.parallel.pipeline_schedule import Route, Stage, flow, microbatches_of, schedule_for
+from phalanx.parallel.pipeline_streams import Streams
 from phalanx.parallel.pipeline_trace import Recorded, owner_stages, record
 from phalanx.parallel.pipeline_values import pack, unpack
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import row_weight
-from phalanx.parallel.tensor.same_rows import SameRows
+from phalanx.parallel.tensor.same_rows import SameRows, share_random_stream
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import Plan
 
@@ -56,7 +57,7 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
     """Keep this rank's stages of a model, in place. Collective over all ranks of the job.
 
     Parameters and buffers of other stages go to the meta device: names and keys stay, memory is freed. Optimizers
-    follow (see `rebind`).
+    follow (see `rebind`). The ranks' default random streams become that of the first stage's.
 
     Args:
         plan: Says the stage of each unit, and the schedule.
@@ -81,6 +82,7 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
     replaced.note(before, after)
     for param in after.values():
         note_stages(param, route.group)
+    share_random_stream(route.group, context.device.type)
     pipeline = Pipeline(plan, model, route, stages, recorded, checks, context)
     wrap_forward(model, _run_forward, pipeline)
     return pipeline
@@ -115,6 +117,7 @@ class Pipeline:
         self._recorded = {model.training: recorded}
         self._bodies: dict[bool, list[fx.GraphModule]] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._streams = Streams(route.count, route.device)
         self._batch = _NO_BATCH
         self._has_warned = False
         self._is_broken = False
@@ -169,7 +172,8 @@ class Pipeline:
         schedule, last = self._schedule()
         numbers = torch.arange(count)
         with self._together("a pipeline's step"):
-            schedule.step(*([numbers] if 0 in self.route.mine else []), target=numbers, return_outputs=False)
+            with self._streams.step():
+                schedule.step(*([numbers] if 0 in self.route.mine else []), target=numbers, return_outputs=False)
             if self.sharded is not None:
                 self.sharded.reduce()
             if self.reducer is not None:
@@ -239,7 +243,9 @@ class Pipeline:
 
             def loss(output: Any, number: Tensor) -> Tensor:
                 assert last is not None
-                return self._batch.loss(last.gives, output if isinstance(output, tuple) else (output,), int(number))
+                tensors = output if isinstance(output, tuple) else (output,)
+                with self._streams.of_next(self.route.count):
+                    return self._batch.loss(last.gives, tensors, int(number))
 
             self._schedules[key] = schedule_for(stages, ends, self.route, count, loss), last
         self._schedules.move_to_end(key)
@@ -275,7 +281,7 @@ class Pipeline:
                 if self._plan.step.compiled:
                     body.compile()
         pairs = zip(self._bodies[mode], mine, strict=True)
-        return [Stage(body, stage, self._inputs_of) for body, stage in pairs]
+        return [Stage(body, stage, self._inputs_of, self._streams) for body, stage in pairs]
 
     def _inputs_of(self, number: int) -> tuple[Any, ...]:
         return self._batch.inputs[number]

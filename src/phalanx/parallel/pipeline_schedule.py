@@ -22,6 +22,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
 from phalanx.parallel import pipeline_values
+from phalanx.parallel.pipeline_streams import Streams
 from phalanx.parallel.pipeline_values import Border, Form, pack, unpack
 from phalanx.plan.value import Schedule
 
@@ -61,7 +62,9 @@ class Stage(nn.Module):
     The first stage takes the number of a micro-batch instead.
     """
 
-    def __init__(self, body: fx.GraphModule, index: int, feed: Callable[[int], tuple[Any, ...]]) -> None:
+    def __init__(
+        self, body: fx.GraphModule, index: int, feed: Callable[[int], tuple[Any, ...]], streams: Streams
+    ) -> None:
         super().__init__()
         self.body = body
         self.index = index
@@ -70,6 +73,7 @@ class Stage(nn.Module):
 
         self.gives: Form = None
         self._feed = feed
+        self._streams = streams
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the stage on one micro-batch."""
@@ -78,7 +82,8 @@ class Stage(nn.Module):
         else:
             values = unpack(self.takes, [apply_function(Border, tensor) for tensor in tensors])
         made: list[Tensor] = []
-        self.gives = pack(self.body(*values), made)
+        with self._streams.of_next(self.index):
+            self.gives = pack(self.body(*values), made)
         return tuple(apply_function(Border, tensor) for tensor in made)
 
 

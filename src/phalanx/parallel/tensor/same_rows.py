@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.collectives import all_gather
@@ -93,3 +94,15 @@ class SameRows:
         everyone = all_gather(sums.unsqueeze(0), same_shapes=True, group=self._group)
         differs = (everyone != everyone[0]).any(0).tolist()
         return [name for name, is_apart in zip(whole, differs, strict=True) if is_apart]
+
+
+def share_random_stream(group: Group, device_type: str) -> None:
+    """Give all ranks of a group the random stream of the first of them. Collective."""
+    state = torch.get_rng_state()
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state)
+    if device_type == "cuda":
+        on_card = torch.cuda.get_rng_state()
+        moved = on_card.cuda()
+        dist.broadcast(moved, group=group, group_src=0)
+        torch.cuda.set_rng_state(moved.cpu())

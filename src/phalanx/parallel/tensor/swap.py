@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm.groups import Group
@@ -14,7 +12,7 @@ from phalanx.parallel.tensor.cut import Cut, hold
 from phalanx.parallel.tensor.cut_logits import CutLogits
 from phalanx.parallel.tensor.dropout import CutDropout
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
-from phalanx.parallel.tensor.same_rows import SameRows
+from phalanx.parallel.tensor.same_rows import SameRows, share_random_stream
 from phalanx.parallel.tensor.styles import Planned, kinds_of, planned_modules, sizes_of
 from phalanx.parallel.tensor.vocab import VocabEmbedding
 from phalanx.plan.value import Layout, Plan, Shard
@@ -42,7 +40,7 @@ def cut_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         if one.axis not in plan.step.batch_axes:
             sharing[one.axis] = whole.group
     for axis, group in sharing.items():
-        _share_random_stream(group, mesh.device_type)
+        share_random_stream(group, mesh.device_type)
         model.register_forward_pre_hook(SameRows(axis, group), with_kwargs=True)
 
 
@@ -87,15 +85,3 @@ def _leave_logits_cut(one: Planned, group: Group) -> None:
 def _dim(layout: Layout | None, axis: str) -> int | None:
     placed = (layout or {}).get(axis)
     return placed.dim if isinstance(placed, Shard) else None
-
-
-def _share_random_stream(group: Group, device_type: str) -> None:
-    """Give all ranks of a group the random stream of the first of them."""
-    state = torch.get_rng_state()
-    dist.broadcast(state, group=group, group_src=0)
-    torch.set_rng_state(state)
-    if device_type == "cuda":
-        on_card = torch.cuda.get_rng_state()
-        moved = on_card.cuda()
-        dist.broadcast(moved, group=group, group_src=0)
-        torch.cuda.set_rng_state(moved.cpu())
