@@ -1,0 +1,178 @@
+"""The best of all choices of a step in stages, with a bound: where stages begin is decided with everything else (pure).
+
+A piece's stage is a set of binary columns; stages rise by one at most from piece to piece, and none is empty. What a
+node costs in a stage is the product of its option and its piece's stage: one continuous column for each pair, whose
+sums are those of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from phalanx.auto.choices import Option
+from phalanx.auto.program import Program, Term
+from phalanx.auto.solve import Solved, unit_of
+from phalanx.auto.staged import StagedChoices
+
+
+def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, below: float = math.inf) -> Solved | None:
+    """Return the fastest choice that fits; None if none does, or none is faster than `below`.
+
+    Args:
+        choices: What can be chosen.
+        time_limit: Seconds after which the best so far is returned with a bound; None if there is none so far.
+        below: Seconds that others have reached.
+    """
+    if choices.pieces[-1] + 1 < choices.stages:
+        return None
+    made = _Staged(choices)
+    program = made.program
+    while True:
+        answer = program.solved(time_limit=time_limit, below=below / program.second)
+        if answer is None:
+            return None
+        pick, stages = program.pick(answer.values), made.stages(answer.values)
+        if choices.fits(pick, stages):
+            seconds = choices.seconds(pick, stages)
+            bound = min(answer.bound * program.second, seconds)
+            found = Solved(pick=pick, seconds=seconds, bound=bound, stages=stages)
+            return found if seconds < below else None
+        made.forbid(pick, stages)
+
+
+class _Cell(NamedTuple):
+    """What nodes of one piece and one decision cost together under one option."""
+
+    piece: int
+    decision: str
+    place: int
+    work: float
+    after: float
+    held: float
+    kept: float
+    working: float
+
+
+class _Staged:
+    def __init__(self, choices: StagedChoices) -> None:
+        self._choices = choices
+        self.program = Program(choices, unit_of(choices.nodes))
+        self._count = choices.pieces[-1] + 1
+        self._first = [self.program.whole(choices.stages) for _ in range(self._count)]
+        self._cells = list(self._summed())
+        self._columns = [[self.program.column() for _ in range(choices.stages)] for _ in self._cells]
+        self._add_stages()
+        self._add_products()
+        borders = self._add_borders()
+        self._add_times(borders)
+        if choices.room < math.inf:
+            self._add_memory()
+
+    def stages(self, values: Sequence[float]) -> tuple[int, ...]:
+        """Return the stage of every piece."""
+        return tuple(max(range(self._choices.stages), key=lambda stage: values[first + stage]) for first in self._first)
+
+    def forbid(self, pick: dict[str, int], stages: tuple[int, ...]) -> None:
+        """Take one choice out of the program."""
+        on = [self.program.option(name, o) for name, o in pick.items()]
+        on += [first + stage for first, stage in zip(self._first, stages, strict=True)]
+        self.program.row(((column, 1.0) for column in on), -math.inf, len(on) - 1.0)
+
+    def _summed(self) -> Iterator[_Cell]:
+        sums: dict[tuple[int, str, int], list[Option]] = {}
+        for node, piece in zip(self._choices.nodes, self._choices.pieces, strict=True):
+            for place, option in enumerate(node.options):
+                sums.setdefault((piece, node.decision, place), []).append(option)
+        second = self.program.second
+        for (piece, decision, place), options in sums.items():
+            yield _Cell(
+                piece=piece,
+                decision=decision,
+                place=place,
+                work=sum(one.forward_s + one.backward_s for one in options) / second,
+                after=sum(one.exchange_s + one.update_s for one in options) / second,
+                held=sum(one.held for one in options),
+                kept=sum(one.kept for one in options),
+                working=max(one.working for one in options),
+            )
+
+    def _add_stages(self) -> None:
+        program, stages = self.program, self._choices.stages
+        for first in self._first:
+            program.row(((first + stage, 1.0) for stage in range(stages)), 1.0, 1.0)
+        program.row([(self._first[0], 1.0)], 1.0, 1.0)
+        program.row([(self._first[-1] + stages - 1, 1.0)], 1.0, 1.0)
+        for before, after in zip(self._first, self._first[1:], strict=False):
+            for stage in range(stages):
+                # After a piece of this stage comes one of it or the next.
+                allowed = [(after + stage, 1.0)] + ([(after + stage + 1, 1.0)] if stage + 1 < stages else [])
+                program.row([*allowed, (before + stage, -1.0)], 0.0, math.inf)
+
+    def _add_products(self) -> None:
+        """Tie every column of a cell and a stage to its option and its piece's stage."""
+        program, by_piece = self.program, dict[tuple[int, str], list[int]]()
+        for number, cell in enumerate(self._cells):
+            program.row(
+                [
+                    *((column, 1.0) for column in self._columns[number]),
+                    (program.option(cell.decision, cell.place), -1.0),
+                ],
+                0.0,
+                0.0,
+            )
+            by_piece.setdefault((cell.piece, cell.decision), []).append(number)
+        for (piece, _), numbers in by_piece.items():
+            for stage in range(self._choices.stages):
+                terms = [(self._columns[number][stage], 1.0) for number in numbers]
+                program.row([*terms, (self._first[piece] + stage, -1.0)], 0.0, 0.0)
+
+    def _add_borders(self) -> list[list[int]]:
+        """Add columns that are 1 where a stage ends after a piece; return them by piece and stage."""
+        borders = []
+        for piece in range(self._count - 1):
+            row = []
+            for stage in range(self._choices.stages - 1):
+                border = self.program.column()
+                ends = [(self._first[piece] + stage, -1.0), (self._first[piece + 1] + stage + 1, -1.0)]
+                self.program.row([(border, 1.0), *ends], -1.0, math.inf)
+                row.append(border)
+            borders.append(row)
+        return borders
+
+    def _add_times(self, borders: list[list[int]]) -> None:
+        choices, program = self._choices, self.program
+        rest = 1.0 / choices.virtual
+        most, last = program.column(choices.micro_batches - rest), program.column(1.0)
+        work: list[list[Term]] = [[(most, 1.0)] for _ in range(choices.ranks)]
+        after: list[list[Term]] = [[(last, 1.0)] for _ in range(choices.ranks)]
+        for cell, columns in zip(self._cells, self._columns, strict=True):
+            for stage, column in enumerate(columns):
+                program.add_cost(column, rest * cell.work)
+                work[stage % choices.ranks].append((column, -cell.work))
+                after[stage % choices.ranks].append((column, -cell.after))
+        for piece, row in enumerate(borders):
+            send = choices.sends[piece] / program.second
+            for stage, border in enumerate(row):
+                program.add_cost(border, 2 * rest * send)
+                for end in (stage, stage + 1):
+                    work[end % choices.ranks].append((border, -send))
+        for terms in (*work, *after):
+            program.row(terms, 0.0, math.inf)
+
+    def _add_memory(self) -> None:
+        choices = self._choices
+        for rank in range(choices.ranks):
+            mine = range(rank, choices.stages, choices.ranks)
+            always: list[Term] = [
+                (columns[stage], (cell.held + choices.in_flight(stage) * cell.kept) / choices.room)
+                for cell, columns in zip(self._cells, self._columns, strict=True)
+                for stage in mine
+            ]
+            groups: dict[tuple[int, str], list[Term]] = {}
+            for cell, columns in zip(self._cells, self._columns, strict=True):
+                terms = groups.setdefault((cell.piece, cell.decision), [])
+                terms += [(columns[stage], cell.working / choices.room) for stage in mine]
+            for terms in groups.values():
+                self.program.row([*always, *terms], -math.inf, 1.0)

@@ -1,0 +1,97 @@
+"""A training step through pipeline stages as choices: how to compute each piece, and where stages begin (pure).
+
+A model is a chain of pieces, runs of which are stages. What its options cost is said of one micro-batch. With m
+micro-batches, v stages a rank and w the seconds that a rank works on one, sends among them, a step takes
+
+    m x max w + (sum w - max w) / v + the most of any rank's exchange of gradients and update
+
+which is the time of 1F1B and of its interleaved form (D. Narayanan et al., SC 2021, section 2.2) where all sends are
+waited for. A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.auto.choices import Link, Node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedChoices:
+    """All ways to compute a step in stages."""
+
+    nodes: tuple[Node, ...]
+    pieces: tuple[int, ...]
+    """The piece that each node is in, rising."""
+
+    sends: tuple[float, ...]
+    """Seconds that a stage's border after a piece costs each of its two ranks, one micro-batch there and back."""
+
+    ranks: int
+    """Ranks along the stages."""
+
+    virtual: int = 1
+    """Stages of each."""
+
+    micro_batches: int = 1
+    links: tuple[Link, ...] = ()
+    forbidden: tuple[frozenset[tuple[str, int]], ...] = ()
+    needed: frozenset[tuple[str, int]] = frozenset()
+    room: float = math.inf
+    decisions: dict[str, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decisions", {node.decision: len(node.options) for node in self.nodes})
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.ranks * self.virtual
+
+    def in_flight(self, stage: int) -> int:
+        """Return of how many micro-batches a stage keeps activations at most."""
+        rank = stage % self.ranks
+        if self.virtual == 1:
+            return min(self.ranks - rank, self.micro_batches)
+        begun = 2 * (self.ranks - rank - 1) + (self.virtual - 1) * self.ranks + 1
+        return min(-(-begun // self.virtual), self.micro_batches)
+
+    def seconds(self, pick: Mapping[str, int], stages: Sequence[int]) -> float:
+        """Return the seconds of a step; infinity if the pick is forbidden.
+
+        Args:
+            pick: Place of the option by decision.
+            stages: Stage of each piece.
+        """
+        linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in self.links)
+        if self.needed and self.needed.isdisjoint(pick.items()):
+            return math.inf
+        if linked == math.inf or any(one <= pick.items() for one in self.forbidden):
+            return math.inf
+        work, after = [0.0] * self.ranks, [0.0] * self.ranks
+        for node, piece in zip(self.nodes, self.pieces, strict=True):
+            one, rank = node.options[pick[node.decision]], stages[piece] % self.ranks
+            work[rank] += one.forward_s + one.backward_s
+            after[rank] += one.exchange_s + one.update_s
+        for send, (one_stage, next_stage) in zip(self.sends, itertools.pairwise(stages), strict=True):
+            if one_stage != next_stage:
+                work[one_stage % self.ranks] += send
+                work[next_stage % self.ranks] += send
+        most = max(work)
+        return linked + self.micro_batches * most + (sum(work) - most) / self.virtual + max(after)
+
+    def peaks(self, pick: Mapping[str, int], stages: Sequence[int]) -> list[float]:
+        """Return the most bytes that each rank holds at a time."""
+        always, working = [0.0] * self.ranks, [0.0] * self.ranks
+        for node, piece in zip(self.nodes, self.pieces, strict=True):
+            one, stage = node.options[pick[node.decision]], stages[piece]
+            always[stage % self.ranks] += one.held + self.in_flight(stage) * one.kept
+            working[stage % self.ranks] = max(working[stage % self.ranks], one.working)
+        return [held + more for held, more in zip(always, working, strict=True)]
+
+    def fits(self, pick: Mapping[str, int], stages: Sequence[int]) -> bool:
+        """Return whether all ranks keep to the room."""
+        return max(self.peaks(pick, stages)) <= self.room * (1 + 1e-9)

@@ -1,0 +1,112 @@
+"""The solver of steps in stages finds what trying everything finds, and its times are those of 1F1B."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from random import Random
+
+import pytest
+
+from phalanx.auto.choices import Link, Node, Option
+from phalanx.auto.solve_staged import solve_staged
+from phalanx.auto.staged import StagedChoices
+from phalanx.plan.pipeline_order import Pass, order_of
+from phalanx.plan.value import Schedule
+
+
+def option(random: Random) -> Option:
+    drawn = [random.expovariate(1) for _ in range(7)]
+    return Option(
+        label="", forward_s=drawn[0], backward_s=drawn[1], exchange_s=drawn[2], update_s=drawn[3] / 4,
+        held=drawn[4], kept=drawn[5] / 4, working=drawn[6],
+    )  # fmt: skip
+
+
+def random_choices(random: Random) -> StagedChoices:
+    """A chain of pieces with up to two nodes, of which every second repeats the first."""
+    ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
+    pieces = ranks * virtual + random.randint(0, 2)
+    nodes, places = [], []
+    counts = [random.randint(1, 3), random.randint(1, 2)]
+    for piece in range(pieces):
+        for decision in range(random.randint(1, 2)):
+            options = tuple(option(random) for _ in range(counts[decision]))
+            nodes.append(Node(name=f"{piece}.{decision}", decision=str(decision), options=options))
+            places.append(piece)
+    links = []
+    if any(node.decision == "1" for node in nodes):
+        pairs = itertools.product(range(counts[0]), range(counts[1]))
+        seconds = {pair: random.choice((0.0, random.random(), math.inf)) for pair in pairs}
+        links.append(Link(first="0", second="1", seconds=seconds))
+    return StagedChoices(
+        nodes=tuple(nodes),
+        pieces=tuple(places),
+        sends=tuple(random.random() for _ in range(pieces - 1)),
+        ranks=ranks,
+        virtual=virtual,
+        micro_batches=random.choice((1, 2, 4, 8)),
+        links=tuple(links),
+        room=random.choice((math.inf, random.uniform(2, 12))),
+    )
+
+
+def tried(choices: StagedChoices) -> float:
+    """Return the seconds of the best of all picks and cuts."""
+    count, best = choices.pieces[-1] + 1, math.inf
+    cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
+    for options in itertools.product(*(range(n) for n in choices.decisions.values())):
+        pick = dict(zip(choices.decisions, options, strict=True))
+        for cut in cuts:
+            stages = [sum(piece >= start for start in cut) for piece in range(count)]
+            if choices.fits(pick, stages):
+                best = min(best, choices.seconds(pick, stages))
+    return best
+
+
+def test_the_solver_finds_what_trying_everything_finds():
+    random, none = Random(0), 0
+    for _ in range(250):
+        choices = random_choices(random)
+        best, found = tried(choices), solve_staged(choices)
+        none += found is None
+        assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
+        if found is not None:
+            assert found.bound <= best * (1 + 1e-7)
+            assert choices.fits(found.pick, found.stages)
+            assert solve_staged(choices, below=best) is None
+    assert 5 < none < 200
+
+
+def test_fewer_pieces_than_stages_cannot_be():
+    node = Node(name="a", decision="a", options=(Option(label=""),))
+    assert solve_staged(StagedChoices(nodes=(node,), pieces=(0,), sends=(), ranks=2)) is None
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro"), [(2, 1, 4), (4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 2, 8)])
+def test_as_many_activations_are_kept_as_the_schedule_has_in_flight(ranks, virtual, micro):
+    nodes = tuple(
+        Node(name=str(stage), decision=str(stage), options=(Option(label=""),)) for stage in range(ranks * virtual)
+    )
+    choices = StagedChoices(
+        nodes=nodes,
+        pieces=tuple(range(ranks * virtual)),
+        sends=(0.0,) * (ranks * virtual - 1),
+        ranks=ranks,
+        virtual=virtual,
+        micro_batches=micro,
+    )
+    kind = "interleaved" if virtual > 1 else "1f1b"
+    schedule = Schedule(kind=kind, microbatches=micro, virtual=virtual)
+    for rank, order in enumerate(order_of(schedule, ranks)):
+        most = in_flight(order)
+        mine = sum(choices.in_flight(stage) for stage in range(rank, ranks * virtual, ranks))
+        assert most <= mine <= most + virtual  # rounded up for each stage
+
+
+def in_flight(order) -> int:
+    found, now = 0, 0
+    for work in order:
+        now += 1 if work.kind is Pass.FORWARD else -1
+        found = max(found, now)
+    return found
