@@ -45,9 +45,9 @@ def of_rank() -> tuple[list[tuple[Tensor, Tensor]], list[str], str]:
 
 
 def loss_of_a_part() -> str:
-    model = px.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, CLASSES)), {"1": "vocab"}, axis="model", size=2)
-    px.distribute(model)
-    inputs, target = torch.ones(5, 3), torch.tensor([0, 1, 2, -100, 0])
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, CLASSES)).double()
+    px.distribute(px.shard(model, {"1": "vocab"}, axis="model", size=2))
+    inputs, target = torch.ones(5, 3).double(), torch.tensor([0, 1, 2, -100, 0])
     px.vocab_cross_entropy(model(inputs), target, axis="model").backward()
     F.cross_entropy(px.comm.all_gather(model(inputs), -1, axis="model"), target).backward()
     with pytest.raises(ConfigError) as caught:

@@ -47,8 +47,9 @@ class CutLogits:
         Raises:
             ConfigError: On all ranks of the group.
         """
-        magnitude = torch.linalg.vector_norm(gradient, 1, dim=-1, dtype=torch.float32)
-        sums = gradient.sum(-1, dtype=torch.float32).abs()
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        magnitude = torch.linalg.vector_norm(gradient, 1, dim=-1, dtype=wide)
+        sums = gradient.sum(-1, dtype=wide).abs()
         is_apart = ((sums <= 1e-2 * magnitude).all() & (magnitude > 0).any()).to(torch.int32)
         if transfers.all_reduce(is_apart.reshape(1), "min", self._group).item():
             raise ConfigError(
