@@ -95,11 +95,6 @@ def test_stand_alone_is_for_one_process() -> None:
         check_ranks(px.ParallelMode.STAND_ALONE, TWO)
 
 
-def test_the_planner_is_named_where_it_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"AUTO_PARALLEL needs the planner \(phalanx.auto\)"):
-        check_ranks(px.ParallelMode.AUTO_PARALLEL, Role())
-
-
 def test_data_parallel_sets_cuts_aside() -> None:
     model = px.shard(net(), {"0": "column", "2": "row"})
     asked = px.DistributedStrategy(hybrid_configs={"mp_degree": 2, "dp_degree": 1}, pipeline=True)

@@ -20,11 +20,13 @@ import phalanx.comm.context as context_of
 from phalanx.comm import process_group
 from phalanx.comm.agreement import agree
 from phalanx.comm.store import JobStore
-from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError, PhalanxError
+from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError, PhalanxError, PlanError
 
 logger = logging.getLogger("phalanx.checkpoint")
 
-_KINDS: dict[str, type[PhalanxError]] = {kind.__name__: kind for kind in (ConfigError, DataError, PeerLostError)}
+_KINDS: dict[str, type[PhalanxError]] = {
+    kind.__name__: kind for kind in (ConfigError, DataError, PeerLostError, PlanError)
+}
 _calls = itertools.count(1)
 
 

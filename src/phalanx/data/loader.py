@@ -142,6 +142,20 @@ class ShardedLoader:
         """Make the next iteration that of `epoch`, from its start. Never needed: iterating advances the epoch."""
         self._next_epoch, self._next_position = epoch, 0
 
+    def peek(self) -> tuple[Any, BatchShare]:
+        """Return this rank's first batch of the next epoch, on the CPU, and its share; the iteration has it again.
+
+        Collective as iterating is. A stream is opened anew for it.
+
+        Raises:
+            ConfigError: If the data has no row.
+        """
+        return self._loading.first_batch(self._next_epoch)
+
+    def keep_global_batch(self) -> None:
+        """Keep the rows of a global batch as they are now, also if fewer ranks are to read rows of their own."""
+        self._loading.keep_global_batch()
+
     def __iter__(self) -> Iterator[Any]:
         self._epoch, self._position = self._next_epoch, self._next_position
         self._next_epoch, self._next_position = self._epoch + 1, 0
@@ -154,6 +168,8 @@ class ShardedLoader:
                 self._announce(share)
                 yield to_device(batch)
             self._epoch, self._position = self._epoch + 1, 0
+            if self.training and context.is_initialized():
+                context.current().ended_with = self.share
             self._announce(None)
         finally:
             if not self.training and context.is_initialized():

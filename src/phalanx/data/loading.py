@@ -18,6 +18,7 @@ from phalanx.data.pipeline import Pipeline, Verbs
 from phalanx.data.pipeline_order import Ordering, PipelineOrder, Window
 from phalanx.data.pipeline_stream import PipelineStream
 from phalanx.data.ranks import Shard, place, shard_here
+from phalanx.data.seeding import seeded
 from phalanx.data.shuffle import mixed_seed
 from phalanx.data.sources import Source, batch_sizes, decides_batches, read_source
 from phalanx.data.stream import PortionDataset, agree
@@ -91,6 +92,11 @@ class Loading:
             return count
         return self._global_batch or self._rows_per_rank * count
 
+    def keep_global_batch(self) -> None:
+        """Let a size per rank stand for the rows of a global batch that it means now, whoever reads them later."""
+        if self.source.batch_sampler is None:
+            self._global_batch = self.global_batch_for(self.here().count)
+
     def steps(self, count: int) -> int:
         """Return the batches of a whole epoch for `count` shards.
 
@@ -118,6 +124,24 @@ class Loading:
             self._portions(here, epoch, first) if self.order is None else self._rows_of(self.order, here, epoch, first)
         )
         return counted(self.source.dataset, found, here, is_own=self.is_own)
+
+    def first_batch(self, epoch: int) -> tuple[Any, BatchShare]:
+        """Return the first batch of an epoch and its share, loaded in this process; collective as `batches` is.
+
+        Random numbers are as they were afterwards.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        here = self.here()
+        with seeded(mixed_seed(self.seed, epoch)):
+            if self.order is None:
+                for batch, share, _ in self._portions(here, epoch, 0):
+                    return batch, share
+            else:
+                for batch, work in self._works.load(self.order.works(epoch, here, 0), {"num_workers": 0}):
+                    return batch, work.share
+        raise ConfigError("Asked for the first batch of data that has no row. Give data with rows.")
 
     def rows(self) -> int | None:
         """Return the rows of one pass; None for streams and where a sampler decides."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -97,6 +97,7 @@ def distribute_net(
     strategy: DistributedStrategy | None,
     plan: Plan | None,
     compiled: bool | None,
+    search: Callable[[DistributedStrategy, Context], Plan] | None,
 ) -> None:
     """Distribute a net, unless it is distributed already. Collective.
 
@@ -107,6 +108,7 @@ def distribute_net(
         strategy: The user's.
         plan: The user's, instead of a strategy.
         compiled: Whether it is compiled; as the strategy says when None.
+        search: Finds the Plan in AUTO_PARALLEL; None where nothing is trained.
 
     Raises:
         ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and
@@ -133,6 +135,8 @@ def distribute_net(
             chosen.graph = compiled
         require_cuts(mode, chosen, net, here.world_size)
         use_strategy(chosen)
+        if mode is ParallelMode.AUTO_PARALLEL and search is not None and here.world_size > 1:
+            plan = search(chosen, here)
     elif auto_context.applied_to(DistributedStrategy()) != DistributedStrategy():
         raise ConfigError(
             "set_auto_parallel_context says how gradients or parameters are handled, and so does the Plan. Leave these "

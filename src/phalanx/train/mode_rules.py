@@ -5,7 +5,7 @@ The mode decides what of the strategy and of `px.shard` acts:
     STAND_ALONE       one process
     DATA_PARALLEL     every rank holds the whole model; degrees of model parallel and `px.shard` are set aside
     HYBRID_PARALLEL   they act; SEMI_AUTO_PARALLEL is the same
-    AUTO_PARALLEL     a planner decides
+    AUTO_PARALLEL     a planner decides; `px.shard` is set aside
 """
 
 from __future__ import annotations
@@ -58,12 +58,6 @@ def check_ranks(mode: ParallelMode | None, role: Role) -> None:
             f"parallel_mode STAND_ALONE is for one process, and {role.world_size} ranks were launched, which would "
             "train the same model each by itself. Write DATA_PARALLEL, or launch one process."
         )
-    if mode is ParallelMode.AUTO_PARALLEL:
-        # The planner is called here, once it is there: it makes the Plan of this model for these ranks.
-        raise ConfigError(
-            "parallel_mode AUTO_PARALLEL needs the planner (phalanx.auto), which is not in this version. Write "
-            "DATA_PARALLEL, or HYBRID_PARALLEL with px.shard."
-        )
 
 
 def strategy_in(
@@ -71,7 +65,7 @@ def strategy_in(
 ) -> DistributedStrategy:
     """Return the strategy that trains a model in a mode, with what `set_auto_parallel_context` said.
 
-    In DATA_PARALLEL it forgets what `px.shard` was told of the model.
+    In DATA_PARALLEL and AUTO_PARALLEL it forgets what `px.shard` was told of the model.
 
     Args:
         mode: The mode; what the ranks and the strategy say when None.
@@ -82,9 +76,13 @@ def strategy_in(
         ConfigError: If strategy and context contradict each other.
     """
     chosen = auto_context.applied_to(strategy or DistributedStrategy())
-    if mode is not ParallelMode.DATA_PARALLEL:
+    if mode not in (ParallelMode.DATA_PARALLEL, ParallelMode.AUTO_PARALLEL):
         return chosen
     aside = [f"px.shard of {name!r}" for name in set_aside(model)]
+    if mode is ParallelMode.AUTO_PARALLEL:
+        if aside:
+            logger.info("parallel_mode AUTO_PARALLEL finds out itself what to cut: %s set aside", ", ".join(aside))
+        return chosen
     degrees = {name for name in ("pp_degree", "mp_degree") if chosen.hybrid_configs.get(name, 1) not in (1, -1)}
     switches = {name for name in ("pipeline", "tensor_parallel") if getattr(chosen, name)}
     if aside or degrees or switches:

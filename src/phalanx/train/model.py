@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm import context
 from phalanx.data.device import moved
+from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import join
@@ -41,6 +42,7 @@ from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
+from phalanx.train.plan_ahead import plan_ahead
 from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step import TrainStep
@@ -155,7 +157,9 @@ class Model:
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
         if dataset_sink_mode:
             check_sinkable(self.net)
-        self._distribute()
+        if not self.net.training:
+            self.net.train()
+        self._distribute(loader)
         distribute_optimizer(self.optimizer, loader)
         run = Run(
             model=self.net,
@@ -168,8 +172,6 @@ class Model:
         if resume:
             run.resume(_folder_of(run.callbacks) if resume is True else resume)
         captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
-        if not self.net.training:
-            self.net.train()
         with run:
             while run.begin_epoch():
                 if train_epoch(run, sink, partial(self._train_on, run, captured)):
@@ -252,11 +254,13 @@ class Model:
         check_ranks(self.parallel_mode, here.role)
         return here
 
-    def _distribute(self) -> None:
+    def _distribute(self, loader: ShardedLoader | None = None) -> None:
         if self._is_distributed:
             return
         here = context.current()
-        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled)
+        loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
+        search = None if optimizer is None else partial(plan_ahead, self.net, loss, optimizer, loader)
+        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search)
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(here.device)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:

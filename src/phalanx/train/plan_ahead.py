@@ -1,0 +1,144 @@
+"""AUTO_PARALLEL: rank 0 finds the fastest Plan of a net for the ranks that were launched, and all ranks take it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from phalanx.checkpoint.ranks import Ranks
+from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.comm.context import Context
+from phalanx.data.loader import ShardedLoader
+from phalanx.errors import ConfigError
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy
+from phalanx.train.auto_context import SEARCH_MODES, auto_context
+from phalanx.train.batches import LossFunction, inputs_and_target
+
+logger = logging.getLogger("phalanx.train")
+
+SEARCH_S = 60.0
+"""Seconds after which the best Plan so far is taken, with its gap in the log."""
+
+PATIENCE_S = 600.0
+"""Seconds that ranks wait for each other: a model may take long to capture, and data long to open."""
+
+
+def plan_ahead(
+    net: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer | None,
+    loader: ShardedLoader | None,
+    strategy: DistributedStrategy,
+    here: Context,
+) -> Plan:
+    """Return the fastest Plan for the ranks that were launched. Collective: all return what rank 0 found.
+
+    Args:
+        net: A plain module.
+        loss_fn: Takes the net's output and the target; None for a net that returns its loss.
+        optimizer: What trains it.
+        loader: The data; one batch of it is looked at, and iterating it starts where it would have.
+        strategy: Settings of everything that the planner does not decide.
+        here: This process.
+
+    Raises:
+        ConfigError: If there is no data yet, the net cannot be captured or nothing fits; on all ranks.
+    """
+    if loader is None or optimizer is None:
+        raise ConfigError(
+            "AUTO_PARALLEL makes its Plan for a batch of the training data, and this Model was asked for something "
+            "else before train. Call train first, or give Model(plan=px.auto_parallel(net, sample, loss_fn).plan)."
+        )
+    if here.role.server_endpoints:
+        raise ConfigError(
+            "AUTO_PARALLEL plans for workers that hold all parameters, and this job has servers. Launch it without, "
+            "or write DATA_PARALLEL."
+        )
+    sample: tuple[Any, ...] = ()
+
+    def look() -> None:
+        nonlocal sample
+        device = next((param.device for param in net.parameters()), torch.device("cpu"))
+        sample = global_batch(loader, device, has_target=loss_fn is not None)
+        loader.keep_global_batch()  # the Plan is for this many rows, on however many ranks it puts them
+
+    def search(_: Any) -> dict[str, Any]:
+        return _found(net, sample, loss_fn, optimizer, strategy, here).model_dump(mode="json")
+
+    ranks = Ranks.meet("AUTO_PARALLEL", strategy.model_dump(mode="json"), timeout_s=PATIENCE_S)
+    decided = ranks.decide("the Plan of AUTO_PARALLEL", look, search, timeout_s=PATIENCE_S)
+    return Plan.model_validate_json(json.dumps(decided), strict=True)
+
+
+def global_batch(loader: ShardedLoader, device: torch.device, *, has_target: bool) -> tuple[Any, ...]:
+    """Return the columns of one batch of all ranks, the target last, as tensors of its shapes without its values.
+
+    Collective as iterating the loader is; does not move it.
+
+    Args:
+        loader: The data.
+        device: Where the tensors are to be.
+        has_target: Whether a column is the target.
+    """
+    batch, share = loader.peek()
+    inputs, target = inputs_and_target(batch, has_target=has_target)
+    columns = (*inputs, target) if has_target else inputs
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        rows = (share.global_rows,) if value.dim() and len(value) == share.rows else value.shape[:1]
+        return torch.empty((*rows, *value.shape[1:]), dtype=value.dtype, device=device)
+
+    return tuple(tree_map(widened, column) for column in columns)
+
+
+def cluster_of(here: Context) -> Cluster:
+    """Return the cluster of the ranks that were launched: as measured, if these were, else as it looks."""
+    role = here.role
+    if here.device.type == "cpu" and role.node_count == 1:
+        try:
+            return read_cluster(f"herex{role.world_size}")
+        except ConfigError as error:
+            logger.info("AUTO_PARALLEL reckons with what this host looks like, as it was not measured: %s", error)
+    found = Cluster.detect(role)
+    per_node = role.world_size // len(found.nodes)
+    return replace(found, nodes=tuple(replace(node, devices=per_node) for node in found.nodes))
+
+
+def _found(
+    net: nn.Module,
+    sample: tuple[Any, ...],
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer,
+    strategy: DistributedStrategy,
+    here: Context,
+) -> Plan:
+    from phalanx.auto.auto_parallel import auto_parallel  # a job that plans nothing does not wait for this
+
+    if auto_context.search_mode is not None:
+        logger.info("search_mode=%s: %s all mean the one search", auto_context.search_mode, ", ".join(SEARCH_MODES))
+    answer = auto_parallel(
+        net, sample, loss_fn, cluster=cluster_of(here), optimizer=optimizer, strategy=strategy, time_limit=SEARCH_S
+    )
+    best = answer.searched.best
+    cut = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
+    logger.info(
+        "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %.2g %% over the best of %.3g "
+        "Plans, %.4g MiB a rank",
+        best.arrangement,
+        cut,
+        best.seconds * 1e3,
+        answer.gap,
+        answer.searched.plans,
+        best.peak / 2**20,
+    )
+    return answer.plan

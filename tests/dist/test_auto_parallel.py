@@ -1,0 +1,208 @@
+"""Every Plan of a planner trains like one process, and AUTO_PARALLEL finds one on the ranks themselves."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.data import Pipeline
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.watch import assembly
+from phalanx.plan.files import load_plan
+from phalanx.plan.value import Plan
+from ranks import run_ranks
+from tensor_models import Case, Transformer, difference, tokens, trained, trained_alone, whole_loss
+
+pytestmark = pytest.mark.dist
+
+ROWS, CLASSES = 8, 5
+
+
+class Hybrid(nn.Module):
+    """A convolution, and linear layers that hold far more: AlexNet, tiny."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        self.classifier = nn.Sequential(
+            nn.Linear(36, 48), nn.ReLU(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, CLASSES)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.features(images))
+
+
+class Blocks(nn.Module):
+    """Two blocks of a transformer, which may be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = Transformer(), Transformer()
+        self.tokens, self.head = first.tokens, first.head
+        self.blocks = nn.Sequential(first.block, second.block)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(ids)))
+
+
+def images(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, 8, 8, generator=generator).double(), torch.arange(rows) % CLASSES
+
+
+MODELS: dict[str, tuple[Any, Any]] = {"hybrid": (Hybrid, images), "transformer": (Blocks, tokens)}
+
+LIMITS: dict[str, list[tuple[str, ...]]] = {
+    "hybrid": [
+        ("tp=2", "classifier.0=column", "classifier.2=row", "classifier.4=column"),
+        ("zero=3",),
+        (),
+        ("tp=1", "zero=0", "classifier.0=column", "classifier.2=row"),
+        ("zero=1",),
+    ],
+    "transformer": [
+        ("tp=2", "blocks.0.q=column", "blocks.0.mlp.0=column", "tokens=vocab"),
+        ("zero=2", "recompute=full"),
+        (),
+        ("tp=1", "zero=0", "blocks.0.mlp.0=row", "head=column"),
+        ("recompute=selective",),
+    ],
+}
+
+
+@cache
+def plans(name: str, ranks: int, searches: int) -> dict[str, Plan]:
+    """Return the Plans of several searches by what they say of themselves, each once."""
+    build, make = MODELS[name]
+    found: dict[str, Plan] = {}
+    for limits in LIMITS[name][:searches]:
+        torch.manual_seed(0)
+        answer = px.auto_parallel(
+            build().double(),
+            make(ROWS),
+            whole_loss,
+            cluster=f"cpux{ranks}",
+            optimizer="momentum",
+            limits=limits,
+            top_k=3,
+        )
+        for plan, one in zip(answer.top_k, answer.searched.candidates, strict=True):
+            found.setdefault(f"{one.arrangement} {sorted(f'{path} {way}' for path, way in one.cut.items())}", plan)
+    return found
+
+
+def case_of(name: str, plan: Plan | None = None) -> Case:
+    build, make = MODELS[name]
+    return Case(build=build, styles={}, options={}, batch=(make, ROWS), plan=plan)
+
+
+def of_plans(named: dict[str, dict[str, Plan]]) -> dict[str, float]:
+    """Return by how much training under each Plan differs from training in one process."""
+    px.init()
+    # Torch warns of units whose output is a view, such as linear layers over sequences: an in-place operator on it
+    # would lose gradients. Nothing here does that.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    found = {}
+    for name, several in named.items():
+        alone = trained_alone(case_of(name))
+        for told, plan in several.items():
+            found[f"{name}: {told}"] = difference(trained(case_of(name, plan)), alone)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "searches", "variety"),
+    [
+        (2, 5, ("model=2", "zero=1", "zero=2", "zero=3", "recompute=full", "recompute=selective", "row", "column")),
+        (4, 2, ("data=2 model=2", "data=4 model=1 zero=3", "zero=2 recompute=full", "row from cut", "vocab")),
+    ],
+)
+def test_every_plan_trains_like_one_process(ranks: int, searches: int, variety: tuple[str, ...]) -> None:
+    named = {name: plans(name, ranks, searches) for name in MODELS}
+    told = " ".join(words for several in named.values() for words in several)
+    assert [words for words in variety if words not in told] == []
+    for found in run_ranks(of_plans, ranks, named, timeout_s=120):
+        assert {words: apart for words, apart in found.items() if not apart < 1e-10} == {}
+
+
+class Refuses(nn.Linear):
+    """A net that cannot be captured; only rank 0 tries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("only real numbers here")
+
+
+class Losses(px.Callback):
+    needs_every_step = True
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.seen.append(run.global_loss())
+
+
+def model_of(net: nn.Module, **settings: Any) -> px.Model:
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    return px.Model(net, nn.CrossEntropyLoss(), optimizer, ["acc1"], **settings)
+
+
+def of_model(folder: str) -> dict[str, Any]:
+    """Train twice: on rows in an order drawn here, and on a pipeline that draws random numbers."""
+    px.init()
+    found: dict[str, Any] = {}
+    px.set_auto_parallel_context(
+        parallel_mode="auto_parallel",
+        auto_parallel_search_mode="dynamic_programming",
+        strategy_ckpt_save_file=f"{folder}/plan.json",
+    )
+    pixels, labels = images(30)
+    noisy = Pipeline((pixels.float(), labels), columns=("image", "label"))
+    noisy = noisy.map(lambda image: image + torch.randn(image.shape) / 10, "image").shuffle(30)
+    for name, data in (("rows", (pixels.float(), labels)), ("noisy", noisy)):
+        torch.manual_seed(0)
+        net, losses = px.shard(Hybrid(), {"classifier.0": "column"}), Losses()
+        model = model_of(net)
+        if px.current().world_size > 1 and name == "rows":
+            with pytest.raises(ConfigError) as caught:
+                model.eval(data)
+            found["early"] = str(caught.value)
+        model.train(2, data, losses, global_batch=ROWS)
+        found[name] = losses.seen
+        found[f"{name} evaluated"] = model.eval((pixels.float(), labels))["loss"]
+        found[f"{name} drawn"] = torch.rand(()).item()
+        found[f"{name} plan"] = applied_to(net).plan.digest()
+        del model, net
+        assembly.__init__()
+        gc.collect()
+    if px.current().world_size > 1:
+        with pytest.raises(ConfigError) as caught:
+            model_of(Refuses(4, 2)).train(1, (torch.zeros(8, 4), torch.zeros(8).long()), global_batch=8)
+        found["refused"] = str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path)}  # where no measured figures are
+    (alone,) = run_ranks(of_model, 1, str(tmp_path), env=nowhere)
+    several = run_ranks(of_model, ranks, str(tmp_path), env=nowhere)
+    for found in several:
+        for name in ("rows", "noisy"):
+            assert found[name] == pytest.approx(alone[name], abs=1e-4)
+            assert found[f"{name} evaluated"] == pytest.approx(alone[f"{name} evaluated"], abs=1e-4)
+            assert found[f"{name} drawn"] == alone[f"{name} drawn"]
+            assert found[f"{name} plan"] == several[0][f"{name} plan"]
+        assert re.search("AUTO_PARALLEL makes its Plan for a batch .* Call train first", found["early"])
+        assert "only real numbers here" in found["refused"]
+    assert any(reason.setting.startswith("planner: data=") for reason in load_plan(tmp_path / "plan.json").because)

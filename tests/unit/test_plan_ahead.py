@@ -1,0 +1,89 @@
+"""What rank 0 plans with: a batch of the loader, which stays where it is, and the ranks that were launched."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from phalanx.cluster.role import Role
+from phalanx.comm.context import Context
+from phalanx.data import Pipeline
+from phalanx.data.loader import ShardedLoader
+from phalanx.data.ranks import Shard
+from phalanx.errors import ConfigError
+from phalanx.train.plan_ahead import cluster_of, global_batch
+
+ROWS = TensorDataset(torch.arange(60.0).reshape(10, 6), torch.arange(10))
+CPU = torch.device("cpu")
+
+
+def numbers(count: int):
+    for value in range(count):
+        yield torch.full((3,), float(value)), value
+
+
+LOADERS = {
+    "rows": lambda: ShardedLoader(ROWS, global_batch=6, seed=3, shard=(0, 2)),
+    "sampler": lambda: ShardedLoader(DataLoader(ROWS, batch_size=3, sampler=RandomSampler(ROWS)), shard=(0, 1)),
+    "workers": lambda: ShardedLoader(ROWS, global_batch=6, num_workers=2, shard=(0, 2)),
+    "stream": lambda: ShardedLoader(lambda: numbers(10), global_batch=6, shard=(0, 1)),
+    "pipeline": lambda: ShardedLoader(Pipeline(ROWS.tensors).shuffle(10), global_batch=6, shard=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", ["rows", "sampler", "stream", "pipeline", "workers"])
+def test_a_batch_is_looked_at_and_comes_again(kind: str) -> None:
+    loader = LOADERS[kind]()
+    before = loader.state_dict(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    batch, share = loader.peek()
+    after = loader.state_dict(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])
+    assert before[2:] == after[2:]
+    assert loader.share is None
+    if kind != "workers":  # which start processes
+        seen = list(loader)
+        assert all(map(torch.equal, batch, seen[0]))
+    assert share.global_rows == (3 if kind == "sampler" else 6)
+
+
+def test_columns_are_as_long_as_the_global_batch() -> None:
+    images, labels = global_batch(LOADERS["rows"](), CPU, has_target=True)
+    assert images.shape == (6, 6)
+    assert images.dtype == torch.float32
+    assert labels.shape == (6,)
+    assert labels.dtype == torch.int64
+
+
+def test_a_size_per_rank_means_the_global_batch_that_was_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedLoader(ROWS, batch_size=2)
+    monkeypatch.setattr(loader._loading, "here", lambda: Shard(0, 4))
+    loader.keep_global_batch()
+    monkeypatch.setattr(loader._loading, "here", lambda: Shard(0, 2))
+    assert (loader.global_batch, loader.per_rank_batch) == (8, 4)
+
+
+def test_data_without_a_row_is_named() -> None:
+    with pytest.raises(ConfigError, match="first batch of data that has no row"):
+        ShardedLoader(lambda: numbers(0), global_batch=6, shard=(0, 1)).peek()
+
+
+def test_ranks_that_were_not_measured_are_reckoned_with_as_they_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    role = Role(world_size=2, local_world_size=2)
+    with caplog.at_level(logging.INFO, "phalanx.train"):
+        found = cluster_of(Context(role=role, device=CPU))
+    assert found.devices == 2
+    assert found.measured is None
+    assert "Measure this machine with `phalanx calibrate`" in caplog.text
+    several = replace(role, world_size=4, node_count=2)
+    assert cluster_of(Context(role=several, device=CPU)).devices == 4
