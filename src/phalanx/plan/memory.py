@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from rich.table import Table as Grid
 
 from phalanx.plan.buckets import all_reduce_buckets
-from phalanx.plan.mesh import Position, slice_shape
+from phalanx.plan.mesh import Position, reduced_along, slice_shape
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of
@@ -150,14 +150,19 @@ def _state_bytes(plan: Plan, one: _Held, state: StateOf | None) -> int:
     if state is None:
         return copy
     update = one.rule.update
-    is_elsewhere = isinstance(update, TopK) and state.momentum and not update.rampup_begin_step and plan.world_size > 1
+    is_elsewhere = isinstance(update, TopK) and state.momentum and not update.rampup_begin_step and _travels(plan, one)
     item = 4 if copy else one.param.item_bytes
     return copy + (0 if is_elsewhere else state.tensors) * item * one.elements + state.scalar_bytes
 
 
+def _travels(plan: Plan, one: _Held) -> bool:
+    """Return whether other ranks add to its gradient; without them nothing is compressed."""
+    return bool(reduced_along(plan, one.rule))
+
+
 def _residual_bytes(plan: Plan, one: _Held, state: StateOf | None) -> int:
     update = one.rule.update
-    if not isinstance(update, TopK) or plan.world_size == 1:
+    if not isinstance(update, TopK) or not _travels(plan, one):
         return 0
     tensors = (state is not None and state.momentum) + (one.elements >= update.dense_below)
     return tensors * one.elements * one.param.item_bytes
