@@ -54,6 +54,8 @@ def _batch_metrics() -> list[tuple[float, float, float]]:
         out = model(x)
         loss = phalanx.global_mean(_loss(out, y))
         seen.append((loss.item(), phalanx.accuracy(out, y).item(), phalanx.accuracy(out, y, k=5).item()))
+    after_the_loop = phalanx.global_mean(_loss(out, y)).item()
+    assert after_the_loop == pytest.approx(seen[-1][0], rel=1e-6)
     return seen
 
 

@@ -55,7 +55,11 @@ class Context:
     role: Role
     device: torch.device
     batch: BatchShare | None = None
-    """Share of the batch the training loader handed out last; None when every rank counts the same."""
+    """Share of the batch in hand; None when every rank counts the same, as between two epochs."""
+
+    ended_with: BatchShare | None = None
+    """Share of the last batch of a training epoch that is over, until the next ends: what is measured after the loop
+    is of that batch, while gradients of other data weigh the same on every rank."""
 
     owns_group: bool = field(default=False, repr=False)
     """Whether `shutdown` ends the process group (False when the script made its own)."""

@@ -103,6 +103,11 @@ class ShardedLoader:
         return self._loading.drop_last
 
     @property
+    def has_batch_sampler(self) -> bool:
+        """Whether a batch sampler of the user's cuts batches, of which each rank gets whole ones."""
+        return self._loading.source.batch_sampler is not None
+
+    @property
     def seed(self) -> int:
         """Start of every order."""
         return self._loading.seed

@@ -83,7 +83,7 @@ def global_mean(value: Tensor) -> Tensor:
     """Return the mean over the global batch of a quantity of which each rank knows the mean over its own rows.
 
     Collective: every rank must call it. A rank's value weighs as its rows do in the batch the training loader handed
-    out last; without one, all ranks weigh the same.
+    out last, also after the end of its loop; without one, all ranks weigh the same.
 
     Args:
         value: This rank's mean (a loss, say), of any shape that is the same on every rank. Not modified.
@@ -91,7 +91,8 @@ def global_mean(value: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and type, without gradient; float32 at least while it is added up.
     """
-    return mean_over_ranks(value, context.current().batch if context.is_initialized() else None)
+    here = context.current() if context.is_initialized() else None
+    return mean_over_ranks(value, None if here is None else here.batch or here.ended_with)
 
 
 def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:
