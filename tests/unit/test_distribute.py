@@ -1,15 +1,19 @@
 """What `distribute` takes, in one process."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import phalanx as px
+from phalanx.comm.context import Readers
+from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.parallel.distribute import announce
 
 
 class Endless(IterableDataset[Tensor]):
@@ -39,3 +43,28 @@ def test_an_optimizer_of_two_models_is_refused_where_it_could_not_follow_both(se
     px.distribute(encoder, optimizer, strategy=px.DistributedStrategy(**settings))
     with pytest.raises(ConfigError, match="one optimizer trains two distributed models, which gradient_merge and flo"):
         px.distribute(decoder)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "said"),
+    [
+        (6, "global batch 6 = 2 per rank x 3; 4 steps"),
+        (7, "global batch 7 = 2 or 3 per rank, on 3; 3 steps"),
+        (2, "global batch 2 = 1 each on 2 of 3 ranks, which leaves 1 without a row in every step; 10 steps"),
+    ],
+)
+def test_what_each_rank_reads_is_said_as_it_is(
+    global_batch: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(px.init(), "mesh_readers", Readers(0, 3))
+    caplog.set_level(logging.INFO, "phalanx")
+    announce(None, ShardedLoader((torch.ones(20, 2),), global_batch=global_batch, shard=(0, 3)))
+    assert said in caplog.text
+
+
+def test_batches_of_a_batch_sampler_are_not_called_rows(caplog: pytest.LogCaptureFixture) -> None:
+    batches: Any = [[0, 1], [2], [3, 4, 5]]
+    px.init()
+    caplog.set_level(logging.INFO, "phalanx")
+    announce(None, ShardedLoader(DataLoader(TensorDataset(torch.ones(6, 2)), batch_sampler=batches)))
+    assert "global batch = a batch of the batch sampler per rank x 1; 3 steps" in caplog.text

@@ -293,19 +293,26 @@ def _steps_per_epoch(loader: ShardedLoader | None) -> int | None:
         return None
 
 
+def _parts_of_batch(loader: ShardedLoader, readers: int) -> str:
+    """Return the rows of a full global batch, and how many of them each rank reads, in words."""
+    rows, most = loader.global_batch, loader.per_rank_batch
+    if loader.has_batch_sampler:
+        return f"= a batch of the batch sampler per rank x {readers}"
+    if rows % readers == 0:
+        return f"{rows} = {most} per rank x {readers}"
+    if rows > readers:
+        return f"{rows} = {most - 1} or {most} per rank, on {readers}"
+    return f"{rows} = 1 each on {rows} of {readers} ranks, which leaves {readers - rows} without a row in every step"
+
+
 def announce(optimizer: Optimizer | None, loader: ShardedLoader | None) -> None:
     """Say, on rank 0, what the ranks train with."""
     context = context_of.current()
     if context.rank:
         return
     if loader is not None:
-        logger.info(
-            "global batch %s = %s per rank x %d; %s steps per epoch",
-            loader.global_batch,
-            loader.per_rank_batch,
-            context.readers.count,
-            _steps_per_epoch(loader) or "an unknown number of",
-        )
+        steps = _steps_per_epoch(loader) or "an unknown number of"
+        logger.info("global batch %s; %s steps per epoch", _parts_of_batch(loader, context.readers.count), steps)
     if optimizer is not None:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         logger.info("learning rate %s", ", ".join(f"{rate:g}" for rate in rates))
