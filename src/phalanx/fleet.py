@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed 
     from torch import nn
     from torch.optim import Optimizer
 
+    from phalanx.plan.value import Plan
     from phalanx.train import global_metrics as metrics
 
 __all__ = [
@@ -108,14 +109,18 @@ def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy |
     return engine.add_optimizer(optimizer)
 
 
-def distributed_model(model: ModelT) -> ModelT:
+def distributed_model(model: ModelT, *, plan: Plan | None = None) -> ModelT:
     """Distribute a model under the strategy; returns the same module, its `state_dict` keys unchanged. Collective.
 
     `scale_loss` and `apply_collective_grads` of older scripts are there and do nothing. On a server it does nothing.
+
+    Args:
+        model: A plain module.
+        plan: A Plan in place of the one that the strategy makes, such as `px.auto_parallel(...).plan`.
     """
     if _is_server_early():
         return model
-    return engine.with_old_words(engine.add_model(model, expects_optimizer=True))
+    return engine.with_old_words(engine.add_model(model, plan, expects_optimizer=True))
 
 
 def worker_num() -> int:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx import fleet
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
@@ -157,6 +159,32 @@ def model_of(net: nn.Module, **settings: Any) -> px.Model:
     return px.Model(net, nn.CrossEntropyLoss(), optimizer, ["acc1"], **settings)
 
 
+def of_fleet(data: tuple[Tensor, Tensor]) -> list[float]:
+    """Train through Fleet's verbs, with a Plan that every rank finds by itself."""
+    torch.manual_seed(0)
+    net, losses = Hybrid(), []
+    sample = tuple(column[:ROWS] for column in data)
+    plan = px.auto_parallel(
+        net,
+        sample,
+        F.cross_entropy,
+        cluster=f"cpux{fleet.worker_num()}",
+        limits=["zero=1"] if fleet.worker_num() > 1 else [],
+    ).plan
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.05))
+    net = fleet.distributed_model(net, plan=plan)
+    for inputs, target in px.data.ShardedLoader(data, global_batch=ROWS, seed=0):
+        loss = F.cross_entropy(net(inputs), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(px.global_mean(loss).item())
+    del net, optimizer
+    assembly.__init__()
+    gc.collect()
+    return losses
+
+
 def of_model(folder: str) -> dict[str, Any]:
     """Train twice: on rows in an order drawn here, and on a pipeline that draws random numbers."""
     px.init()
@@ -185,6 +213,7 @@ def of_model(folder: str) -> dict[str, Any]:
         del model, net
         assembly.__init__()
         gc.collect()
+    found["fleet"] = of_fleet((pixels.float(), labels))
     if px.current().world_size > 1:
         with pytest.raises(ConfigError) as caught:
             model_of(Refuses(4, 2)).train(1, (torch.zeros(8, 4), torch.zeros(8).long()), global_batch=8)
@@ -203,6 +232,7 @@ def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tm
             assert found[f"{name} evaluated"] == pytest.approx(alone[f"{name} evaluated"], abs=1e-4)
             assert found[f"{name} drawn"] == alone[f"{name} drawn"]
             assert found[f"{name} plan"] == several[0][f"{name} plan"]
+        assert found["fleet"] == pytest.approx(alone["fleet"], abs=1e-4)
         assert re.search("AUTO_PARALLEL makes its Plan for a batch .* Call train first", found["early"])
         assert "only real numbers here" in found["refused"]
     assert any(reason.setting.startswith("planner: data=") for reason in load_plan(tmp_path / "plan.json").because)

@@ -36,6 +36,14 @@ def test_a_renamed_setting_names_its_successor(old):
         setattr(DistributedStrategy(), old, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("auto", "px.auto_parallel"), ("auto_search", "plan=plan"), ("semi_auto", "px.shard")]
+)
+def test_what_a_planner_decides_is_a_call(name: str, instead: str) -> None:
+    with pytest.raises(StrategyError, match=rf"strategy.{name} is no setting: .*{instead}"):
+        setattr(DistributedStrategy(), name, True)
+
+
 @pytest.mark.parametrize("name", sorted(NOT_YET))
 def test_a_setting_that_would_not_act_is_refused(name):
     with pytest.raises(StrategyError, match="not available in this version"):

@@ -15,17 +15,26 @@ RENAMED = {
 NOT_YET = frozenset(
     (
         "asp",
-        "auto",
-        "auto_search",
         "build_strategy",
         "elastic",
         "execution_strategy",
         "qat",
         "qat_configs",
-        "semi_auto",
     )
 )
 """Fleet settings this version knows by name and refuses, because it would not act on them."""
+
+_PLANNED = (
+    "the planner needs a batch of the model's data. Leave it out, and write plan = px.auto_parallel(model, sample, "
+    "loss_fn).plan, then fleet.distributed_model(model, plan=plan)"
+)
+
+INSTEAD = {
+    "auto": _PLANNED,
+    "auto_search": _PLANNED,
+    "semi_auto": 'say which layers are cut, px.shard(model, {"classifier": "column"})',
+}
+"""Fleet settings that are calls here."""
 
 WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     "a_sync_configs": {

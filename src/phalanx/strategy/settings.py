@@ -14,7 +14,7 @@ from phalanx.strategy.checks import check_together, is_above_zero
 from phalanx.strategy.conflicts import TECHNIQUES
 from phalanx.strategy.files import read_settings, write_settings
 from phalanx.strategy.idle import idle_settings
-from phalanx.strategy.menu import NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
+from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
 from phalanx.strategy.shown import printed, strategy_table
 
 if TYPE_CHECKING:
@@ -290,9 +290,11 @@ def _refuse_unknown(name: str) -> None:
         return
     if name in RENAMED:
         raise StrategyError(f"strategy.{name} was renamed: use strategy.{RENAMED[name]}.")
+    if name in INSTEAD:
+        raise StrategyError(f"strategy.{name} is no setting: {INSTEAD[name]}.")
     if name in NOT_YET:
         raise StrategyError(f"strategy.{name} is not available in this version; remove it. Nothing would act on it.")
-    known = [*DistributedStrategy.model_fields, *NOT_YET]
+    known = [*DistributedStrategy.model_fields, *INSTEAD, *NOT_YET]
     raise StrategyError(f"DistributedStrategy has no setting '{name}'.{did_you_mean(name, known)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.comm import transfers
 from phalanx.comm.groups import along_axis
@@ -86,7 +87,7 @@ def _at_classes(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
         )
     flat = label.reshape(-1, 1).long()
     is_class = (flat >= 0) & (flat < classes)
-    if label.device.type == "cpu" and not torch.compiler.is_compiling() and not is_class.all():
+    if _can_be_looked_at(label) and not is_class.all():
         row = int((~is_class).nonzero()[0, 0])
         raise DataError(
             f"The label of row {row} is {int(flat[row])}, but the logits have {classes} classes (0 to {classes - 1}). "
@@ -96,6 +97,11 @@ def _at_classes(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
     onehot = flat == torch.arange(start, start + shifted.shape[1], device=shifted.device)
     # Filled rather than multiplied: a logit of minus infinity times 0 is not 0.
     return shifted.masked_fill(~onehot, 0).sum(-1).masked_fill(~is_class.squeeze(1), torch.nan)
+
+
+def _can_be_looked_at(label: Tensor) -> bool:
+    """Return whether there are values to look at, and nobody waits for them."""
+    return label.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(label, FakeTensor)
 
 
 def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
