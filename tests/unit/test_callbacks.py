@@ -366,7 +366,7 @@ def test_wrong_settings_are_refused(make: Any, told: str) -> None:
 
 def test_a_metric_that_was_not_evaluated_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"follows the metric 'acc', and the evaluation gave acc1\. Did you mean 'acc1'"
+        ConfigError, match=r"follows the metric 'acc', and the evaluation gives acc1\. Did you mean 'acc1'"
     ):
         train([px.EarlyStopping("acc")], evaluate=series("acc1", 0.5))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx as px
@@ -342,6 +343,22 @@ def test_an_evaluation_that_cannot_be_is_refused_before_training(metrics: Any, v
     seen = Losses()
     with pytest.raises(ConfigError, match=message):
         model(metrics=metrics).train(1, data(), seen, batch_size=8, valid_dataset=valid)
+    assert seen.losses == []
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        px.EarlyStopping("acc"),
+        px.ModelCheckpoint("nowhere", best="acc"),
+        px.LearningRateSchedule(lambda optimizer: ReduceLROnPlateau(optimizer), monitor="acc"),
+    ],
+)
+def test_a_misspelt_metric_to_follow_is_refused_before_training(callback: px.Callback) -> None:
+    seen = Losses()
+    told = rf"{type(callback).__name__} follows the metric 'acc', and the evaluation gives acc1, loss\. Did you mean"
+    with pytest.raises(ConfigError, match=told):
+        model(metrics=["acc1"]).train(1, data(), [seen, callback], batch_size=8, valid_dataset=data())
     assert seen.losses == []
 
 

@@ -39,6 +39,7 @@ from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
 from phalanx.train.evaluate import evaluate, evaluation_loader, evaluation_mode, whole_output
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
+from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
@@ -147,11 +148,11 @@ class Model:
             raise ConfigError("Model.train needs an optimizer, and this Model was made without. Give it to Model.")
         if train_dataset is None:
             raise ConfigError("Model.train needs data, found None.")
-        acting = read_callbacks(callbacks)
+        acting, evaluated = read_callbacks(callbacks), None
         if valid_dataset is None:
             check_evaluated(acting)
         else:
-            self._check_evaluation(valid_dataset)
+            evaluated = self._check_evaluation(valid_dataset)
         self._join("Model.train")
         loader = training_loader(train_dataset, loader_options, words=inspect.signature(self.train).parameters)
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
@@ -168,6 +169,7 @@ class Model:
             epochs=epoch,
             callbacks=acting,
             steps_in_sink=sink,
+            evaluated=evaluated,
         )
         if resume:
             run.resume(_folder_of(run.callbacks) if resume is True else resume)
@@ -244,10 +246,14 @@ class Model:
             raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
         return chosen, None if self.loss_fn is None else self._loss
 
-    def _check_evaluation(self, dataset: Any) -> None:
-        """Raise before training what an evaluation after the first epoch would."""
-        read_metrics(*self._evaluated(None))
+    def _check_evaluation(self, dataset: Any) -> list[str] | None:
+        """Raise before training what an evaluation after the first epoch would; return the metrics it will give.
+
+        None where one of torchmetrics, which may name what it gives itself, leaves that open.
+        """
+        chosen = read_metrics(*self._evaluated(None))
         evaluation_loader(one_pass(dataset), None)
+        return None if any(isinstance(metric, Foreign) for metric in chosen.values()) else list(chosen)
 
     def _join(self, verb: str) -> context.Context:
         here = join(verb)

@@ -10,7 +10,7 @@ from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.saving import save_training
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.early_stopping import Best, Mode, metric_of
+from phalanx.train.callbacks.early_stopping import Best, Mode, check_followed, metric_of
 from phalanx.train.callbacks.pace import Pace
 
 if TYPE_CHECKING:  # a run has callbacks
@@ -71,9 +71,11 @@ class ModelCheckpoint(Callback):
         return None if self._best is None else self._best.value
 
     def setup(self, run: Run) -> None:
-        """Find out now, not after hours, that the folder is none."""
+        """Find out now, not after hours, that the folder is none, or the metric none of the evaluation."""
         if self.folder.is_file():
             raise ConfigError(f"ModelCheckpoint saves to a folder, and {self.folder} is a file. Name another.")
+        if self._best is not None and run.evaluated is not None:
+            check_followed(run.evaluated, self._best.metric, "ModelCheckpoint")
 
     def on_train_begin(self, run: Run) -> None:
         """Take SIGTERM as a request to save and end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.comm.agreement import share
@@ -25,17 +25,26 @@ def better_when(metric: str, mode: Mode | None) -> Mode:
     return mode or ("min" if any(word in metric.lower() for word in _SMALLER_IS_BETTER) else "max")
 
 
+def check_followed(evaluated: Collection[str], name: str, asker: str) -> None:
+    """Raise unless a metric is among those of the evaluation.
+
+    Raises:
+        ConfigError: Names those that are.
+    """
+    if name not in evaluated:
+        raise ConfigError(
+            f"{asker} follows the metric {name!r}, and the evaluation gives {', '.join(evaluated) or 'none'}."
+            f"{did_you_mean(name, evaluated)} Evaluate it too, or follow another."
+        )
+
+
 def metric_of(metrics: Mapping[str, Any], name: str, asker: str) -> float:
     """Return a metric of an evaluation as a number.
 
     Raises:
         ConfigError: If it was not evaluated, or is no number.
     """
-    if name not in metrics:
-        raise ConfigError(
-            f"{asker} follows the metric {name!r}, and the evaluation gave {', '.join(metrics) or 'none'}."
-            f"{did_you_mean(name, metrics)} Evaluate it too, or follow another."
-        )
+    check_followed(metrics, name, asker)
     try:
         return float(metrics[name])
     except (TypeError, ValueError):
@@ -93,6 +102,11 @@ class EarlyStopping(Callback):
     def best(self) -> float | None:
         """Best value so far."""
         return self._best.value
+
+    def setup(self, run: Run) -> None:
+        """Find out now, not after an epoch, that the metric is none of the evaluation."""
+        if run.evaluated is not None:
+            check_followed(run.evaluated, self._best.metric, "EarlyStopping")
 
     def on_train_begin(self, run: Run) -> None:
         """Begin anew, unless a checkpoint was loaded."""

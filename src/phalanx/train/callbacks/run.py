@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,6 +57,7 @@ class Run:
         epochs: Passes over the data.
         callbacks: Act in this order, those that act last after the others.
         steps_in_sink: Steps of a sink; 1 without sinks.
+        evaluated: The metrics that an evaluation will give; None when that is not known before.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Run:
         epochs: int,
         callbacks: Callback | Iterable[Callback] | None = None,
         steps_in_sink: int = 1,
+        evaluated: Collection[str] | None = None,
     ) -> None:
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.epochs = epochs
@@ -88,6 +90,9 @@ class Run:
         self.steps_in_sink = steps_in_sink
         self.loss: Tensor | None = None
         """This rank's mean loss of the batch in hand, detached; None before the first."""
+
+        self.evaluated = evaluated
+        """The metrics an evaluation will give, for callbacks that follow one; None when that is not known."""
 
         self.metrics: Mapping[str, float] = {}
         """Result of the last evaluation."""

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.checkpoint.capture import load_scheduler
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.early_stopping import metric_of
+from phalanx.train.callbacks.early_stopping import check_followed, metric_of
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
@@ -56,6 +56,8 @@ class LearningRateSchedule(Callback):
 
     def setup(self, run: Run) -> None:
         """Make the scheduler, or check that it is of the optimizer that trains."""
+        if self._monitor is not None and run.evaluated is not None:
+            check_followed(run.evaluated, self._monitor, "LearningRateSchedule")
         given = self._given
         made = given if isinstance(given, LRScheduler) else given(run.optimizer)
         if not isinstance(made, LRScheduler):
