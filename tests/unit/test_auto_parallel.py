@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.auto.choices import Choices
 from phalanx.auto.planned import Planned
-from phalanx.auto.planner import arrangements_of
 from phalanx.auto.ways import ways_of
 from phalanx.cluster.description import read_cluster
 from phalanx.errors import ConfigError, PlanError
@@ -75,37 +75,42 @@ def planned(name: str, cluster: str, *limits: str, memory: float | None = None, 
     return px.auto_parallel(model, sample, loss, cluster=where, limits=limits, memory=memory, optimizer=optimizer)
 
 
-def every_plan(answer: Planned, ranks: int, per_node: int) -> list[tuple[float, float]]:
-    """Return seconds and peak of every pick of every arrangement."""
+def every_plan(answer: Planned) -> list[tuple[float, float]]:
+    """Return seconds and peak of every pick, and every cut into stages, of every arrangement."""
     found = []
-    for at in arrangements_of(ranks, has_blocks=bool(answer.layers.blocks), per_node=per_node):
+    for at in answer.searched.arrangements:
         choices = ways_of(answer.layers, at, answer.speed, answer.room).choices
-        if at.model > 1 and not choices.needed:
-            continue
         for places in itertools.product(*(range(count) for count in choices.decisions.values())):
             pick = dict(zip(choices.decisions, places, strict=True))
-            found.append((choices.seconds(pick), choices.peak(pick)))
+            if isinstance(choices, Choices):
+                found.append((choices.seconds(pick), choices.peak(pick)))
+                continue
+            pieces = choices.pieces[-1] + 1
+            for cut in itertools.combinations(range(1, pieces), choices.stages - 1):
+                stages = [sum(piece >= start for start in cut) for piece in range(pieces)]
+                found.append((choices.seconds(pick, stages), max(choices.peaks(pick, stages))))
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "cluster", "ranks", "per_node"),
+    ("name", "cluster", "limits"),
     [
-        ("hybrid", SLOW, 2, 1),
-        ("hybrid", "a100x1,nodes=4,gbps=1", 4, 1),
-        ("heads", "a100x2", 2, 2),
+        ("hybrid", SLOW, ()),
+        ("hybrid", "a100x1,nodes=4,gbps=1", ("micro<=4",)),
+        ("hybrid", "slow", ("pp=2",)),
+        ("heads", "a100x2", ()),
     ],
 )
-def test_the_search_finds_what_trying_every_plan_finds(name, cluster, ranks, per_node):
-    answer = planned(name, cluster)
-    tried = every_plan(answer, ranks, per_node)
+def test_the_search_finds_what_trying_every_plan_finds(name, cluster, limits):
+    answer = planned(name, cluster, *limits)
+    tried = every_plan(answer)
     assert len(tried) > 20
     assert answer.seconds == pytest.approx(min(seconds for seconds, peak in tried if peak <= answer.room), rel=1e-7)
     assert answer.bound <= answer.seconds
     assert answer.gap == 0
     # With room for less than the fastest needs, another one is the best.
-    tight = planned(name, cluster, memory=answer.memory * 0.8)
-    fitting = [seconds for seconds, peak in every_plan(tight, ranks, per_node) if peak <= tight.room]
+    tight = planned(name, cluster, *limits, memory=answer.memory * 0.9)
+    fitting = [seconds for seconds, peak in every_plan(tight) if peak <= tight.room]
     assert tight.seconds == pytest.approx(min(fitting), rel=1e-7)
     assert tight.memory <= tight.room * (1 + 1e-9)
 
@@ -113,7 +118,7 @@ def test_the_search_finds_what_trying_every_plan_finds(name, cluster, ranks, per
 def test_linear_layers_are_cut_and_convolutions_are_not_where_both_cost():
     """Krizhevsky's hybrid (arXiv:1404.5997) is the best of all Plans where copies exchange too much and others idle."""
     answer = planned("hybrid", "slow")
-    assert answer.seconds == pytest.approx(min(seconds for seconds, _ in every_plan(answer, 2, 2)), rel=1e-7)
+    assert answer.seconds == pytest.approx(min(seconds for seconds, _ in every_plan(answer)), rel=1e-7)
     assert answer.searched.best.arrangement.cuts_by_rows
     assert {path for path in answer.searched.best.cut} >= {"classifier.0", "classifier.3"}
     assert answer.plan.step.batch_axes == ("data",)
@@ -146,6 +151,31 @@ def test_attention_and_mlp_are_cut_over_columns_then_rows():
         cut = {path: str(way) for path, way in forced.searched.best.cut.items()}
         assert cut[column] == "column to cut"
         assert cut[row] == "row from cut"
+
+
+def test_a_chain_is_cut_into_stages_of_even_work():
+    answer = planned("transformer", "slow", "pp=2", "micro=4")
+    assert answer.plan.schedule.kind == "1f1b"
+    assert answer.plan.schedule.microbatches == 4
+    stages = {rule.match: rule.stage for rule in answer.plan.modules if rule.stage is not None}
+    assert set(stages.values()) == {0, 1}
+    assert stages["tokens"] == 0
+    assert stages["head"] == 1
+
+
+def test_a_model_that_cannot_be_cut_into_stages_says_why():
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    sample = torch.zeros(4, 8), torch.zeros(4, 8)
+    answer = px.auto_parallel(Backwards(), sample, F.mse_loss, cluster="a100x2")
+    assert "not searched: pipelines, as the forward pass does not call the model's units in the order" in str(answer)
+    assert answer.to_json()["space"]["stages"] == [1]
 
 
 def test_code_that_names_its_heads_is_not_left_with_some():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.auto.collective_cost import Layout
 
 Recompute = Literal["none", "selective", "full"]
+Zero = Literal[0, 1, 2, 3]
+Kind = Literal["dp", "pp", "sharding", "mp"]
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+ZERO: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,14 +26,23 @@ class Arrangement:
     model: int = 1
     """Ranks that read the same rows and hold layers together. With 1, layers may be cut over the ranks of `data`."""
 
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     """Stage of sharding over the ranks of `data`: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
     recompute: Recompute = "none"
     """What repeated blocks compute again in the backward pass: nothing, all but products, all."""
 
+    stages: int = 1
+    """Ranks along the stages of a pipeline."""
+
+    virtual: int = 1
+    """Stages of each of them."""
+
+    micro_batches: int = 1
+    """Parts into which a rank's rows are cut for the stages."""
+
     model_inside: bool = True
-    """Order of the ranks: whether those that hold a layer together are neighbours, or those that read other rows."""
+    """Order of the ranks: whether those that hold a layer together are neighbours, or those furthest apart."""
 
     per_node: int = field(default=1 << 30, compare=False)
     """Ranks of one machine."""
@@ -35,32 +50,53 @@ class Arrangement:
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.data * self.model
+        return self.data * self.model * self.stages
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a global batch that are computed one by one, or apart."""
+        return self.data * self.micro_batches
 
     @property
     def cuts_by_rows(self) -> bool:
         """Whether layers may be cut over ranks that read other rows."""
-        return self.model == 1 and self.zero == 0 and self.data > 1
+        return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1
+
+    @property
+    def order(self) -> tuple[Kind, ...]:
+        """Kinds of parallelism by Fleet's names, those whose ranks are furthest apart first."""
+        return ("dp", "pp", "sharding", "mp") if self.model_inside else ("mp", "sharding", "dp", "pp")
 
     @property
     def over_data(self) -> Layout:
         """Where the ranks lie that read other rows."""
-        return _layout(self.data, self.model if self.model_inside else 1, self.per_node)
+        return self._layout("sharding" if self.zero else "dp")
 
     @property
     def over_model(self) -> Layout:
         """Where the ranks lie that hold a layer together."""
-        return _layout(self.model, 1 if self.model_inside else self.data, self.per_node)
+        return self._layout("mp")
+
+    @property
+    def over_stages(self) -> Layout:
+        """Where two neighbours along the stages lie."""
+        found = self._layout("pp")
+        return Layout(2, min(2, found.in_node), found.sharing)
 
     def __str__(self) -> str:
-        parts = [f"data={self.data}", f"model={self.model}", f"zero={self.zero}"]
-        parts += [f"recompute={self.recompute}"]
-        if self.model > 1 and self.data > 1 and not self.model_inside:
+        parts = [f"data={self.data}", f"model={self.model}"]
+        if self.stages > 1:
+            virtual = f"x{self.virtual}" if self.virtual > 1 else ""
+            parts.append(f"stages={self.stages}{virtual} micro={self.micro_batches}")
+        parts += [f"zero={self.zero}", f"recompute={self.recompute}"]
+        if not self.model_inside:
             parts.append("order=model,data")
         return " ".join(parts)
 
-
-def _layout(ranks: int, stride: int, per_node: int) -> Layout:
-    """Return where ranks lie that are `stride` apart."""
-    in_node = min(ranks, max(1, per_node // stride))
-    return Layout(ranks, in_node, max(1, per_node // in_node) if in_node < ranks else 1)
+    def _layout(self, name: Kind) -> Layout:
+        """Return where the ranks of one kind lie."""
+        sizes: dict[Kind, int] = {"sharding" if self.zero else "dp": self.data, "pp": self.stages, "mp": self.model}
+        later = self.order[self.order.index(name) + 1 :]
+        ranks, stride = sizes[name], math.prod(sizes.get(one, 1) for one in later)
+        in_node = min(ranks, max(1, self.per_node // stride))
+        return Layout(ranks, in_node, max(1, self.per_node // in_node) if in_node < ranks else 1)

@@ -15,6 +15,7 @@ from phalanx.auto.capture import LossFunction, capture
 from phalanx.auto.graph import Captured
 from phalanx.auto.job import KNOBS, Limit, read_limit
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
+from phalanx.auto.pieces import Pieces, pieces_of
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
 from phalanx.auto.predict import USABLE
@@ -23,7 +24,7 @@ from phalanx.auto.segments import Segment, segments
 from phalanx.auto.trial import cannot_run_cut
 from phalanx.auto.written_plan import check_base
 from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy
 
@@ -71,9 +72,12 @@ def auto_parallel(
     found = read_cluster("here" if cluster is None else cluster).weakest()
     room = USABLE * found.nodes[0].device.memory if memory is None else memory
     captured = capture(model, sample, loss_fn)
+    found_segments = segments(captured)
+    pieces, whole = _pieces(model, captured, found_segments)
     layers = Layers(
         captured=captured,
-        segments=segments(captured),
+        segments=found_segments,
+        pieces=pieces,
         optimizer=_kind_of(optimizer),
         blocks=_outermost(captured.blocks),
     )
@@ -87,6 +91,7 @@ def auto_parallel(
         room=room,
         where=str(found),
         base=base,
+        left_out=() if whole is None else (whole,),
         search_again=lambda more: search((*said, *more)),
     )
 
@@ -134,8 +139,14 @@ class _Search:
             self.layers = replace(self.layers, failing=self.layers.failing | failing)
 
     def _arrangements(self) -> Iterator[Arrangement]:
-        node = self.cluster.nodes[0].devices
-        return arrangements_of(self.cluster.devices, has_blocks=bool(self.layers.blocks), per_node=node)
+        pieces = self.layers.pieces
+        return arrangements_of(
+            self.cluster.devices,
+            has_blocks=bool(self.layers.blocks),
+            per_node=self.cluster.nodes[0].devices,
+            pieces=1 if pieces is None else len(pieces.starts),
+            rows=_rows(self.layers.segments),
+        )
 
     def _failing(self, candidate: Candidate) -> Iterator[Region]:
         """Yield regions of a candidate in which the model's code needs activations whole that are cut."""
@@ -166,7 +177,15 @@ def _regions(found: tuple[Segment, ...], picked: tuple[Way, ...]) -> list[list[t
 
 
 def _knobs(at: Arrangement) -> dict[str, int | str]:
-    return {"dp": at.data, "tp": at.model, "pp": 1, "vpp": 1, "zero": at.zero, "micro": 1, "recompute": at.recompute}
+    return {
+        "dp": at.data,
+        "tp": at.model,
+        "pp": at.stages,
+        "vpp": at.virtual,
+        "zero": at.zero,
+        "micro": at.micro_batches,
+        "recompute": at.recompute,
+    }
 
 
 def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[list[Limit], frozenset[tuple[int, Way]]]:
@@ -188,6 +207,20 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
             )
         unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
     return shape, frozenset(unwanted)
+
+
+def _pieces(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) -> tuple[Pieces | None, str | None]:
+    """Return where a model may be cut into stages, or why it cannot be."""
+    try:
+        return pieces_of(model, captured, found), None
+    except PlanError as error:
+        return None, f"pipelines, as {error}"
+
+
+def _rows(found: tuple[Segment, ...]) -> int:
+    """Return the rows of the sample."""
+    shapes = (s.value.shape for one in found for s in one.inputs if isinstance(s.source, str) and "sample" in s.source)
+    return next((shape[0] for shape in shapes if shape), 1)
 
 
 def _kind_of(optimizer: Optimizer | str) -> str:

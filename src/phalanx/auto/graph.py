@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import torch
 
 from phalanx.plan.shape import ParamShape
 
@@ -22,6 +25,11 @@ class TensorShape:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.auto.graph import Captured
+from phalanx.auto.pieces import Pieces
 from phalanx.auto.segments import Segment
 from phalanx.plan.tensor_rules import Style
 
@@ -63,6 +64,9 @@ class Layers:
 
     blocks: tuple[str, ...] = ()
     """Paths of the repeated blocks, none inside another: what may be computed again."""
+
+    pieces: Pieces | None = None
+    """Where the model may be cut into stages; None if it cannot be."""
 
     unwanted: frozenset[tuple[int, Way]] = frozenset()
     """Ways that the user does not want, by `Segment.like`."""

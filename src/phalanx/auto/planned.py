@@ -38,6 +38,9 @@ class Planned:
     """The cluster, in words."""
 
     base: DistributedStrategy
+    left_out: tuple[str, ...]
+    """What was not searched, and why not."""
+
     search_again: Callable[..., Searched]
     """The same search with further limits."""
 
@@ -137,6 +140,7 @@ class Planned:
             "memory_bytes": found.best.peak,
             "room_bytes": self.room,
             "captured": self.layers.captured.level,
+            "left_out": list(self.left_out),
             "space": {name: list(values) for name, values in self.space.items()},
             "plans": found.plans,
             "top_k": [_told(one) for one in found.candidates],
@@ -146,7 +150,7 @@ class Planned:
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """The dimensions that were searched, and their values."""
-        names = ("data", "model", "zero", "recompute", "model_inside")
+        names = ("data", "model", "stages", "virtual", "micro_batches", "zero", "recompute", "model_inside")
         found = {name: tuple(dict.fromkeys(getattr(at, name) for at in self.searched.arrangements)) for name in names}
         return {**found, "layers": (f"{len({one.like for one in self.layers.segments})} decisions",)}
 
@@ -160,13 +164,14 @@ class Planned:
             f"{found.plans:.3g} Plans; {found.best.peak / MIB:.4g} MiB a rank; mostly {self.limited_by}"
         )
         grid = Table(title="Fastest of each arrangement", title_justify="left")
-        for name in ("arrangement", "layers cut", "ms", "compute", "layers", "exchange", "update", "MiB"):
+        for name in ("arrangement", "layers cut", "ms", "compute", "layers", "exchange", "update", "stages", "MiB"):
             grid.add_column(name, justify="left" if name in ("arrangement", "layers cut") else "right")
         for one in found.candidates:
             cells = [f"{seconds * 1e3:.3f}" for seconds in (one.seconds, *one.parts.values())]
             grid.add_row(str(one.arrangement), self._cut(one), *cells, f"{one.peak / MIB:.1f}")
         space = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in self.space.items())
-        return Group(Text(head), grid, Text(f"searched: {space}"))
+        said = [f"searched: {space}", *(f"not searched: {why}" for why in self.left_out)]
+        return Group(Text(head), grid, *map(Text, said))
 
     def _cut(self, candidate: Candidate) -> str:
         """Return the layers that are cut, each repeated one once."""

@@ -7,16 +7,19 @@ bound passes the fastest Plan found, none that is left can be better. So the bou
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from phalanx.auto.arrangement import Arrangement
-from phalanx.auto.choices import Choices
+from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement
+from phalanx.auto.choices import Choices, Option
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.solve import Solved, solve
+from phalanx.auto.solve_staged import solve_staged
+from phalanx.auto.staged import StagedChoices
 from phalanx.auto.ways import Ways, ways_of
 from phalanx.errors import PlanError
 
@@ -31,6 +34,9 @@ class Candidate:
 
     ways: Mapping[str, Way]
     """How layers are computed, by path; those that are not named stand as they are."""
+
+    stages: tuple[str, ...]
+    """The units that stages 1, 2, ... of a pipeline begin with."""
 
     seconds: float
     """Of a step."""
@@ -116,7 +122,7 @@ def search_plans(
             break
         at, ways = space[i]
         # The first is solved whatever the time: there is to be a Plan.
-        solved = solve(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
+        solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
         if solved is not None:
             found.append(_candidate(layers, at, ways, solved))
             bound = min(bound, solved.bound)
@@ -131,34 +137,77 @@ def search_plans(
     )
 
 
-def lower_bound(choices: Choices) -> float:
-    """Return seconds that every pick takes: the fastest option of every decision, with no exchange of gradients."""
+def lower_bound(choices: Choices | StagedChoices) -> float:
+    """Return seconds that every pick takes: the fastest option of every decision, with stages of equal work."""
+    if isinstance(choices, Choices):
+        contention = choices.contention
+        return choices.fixed_s + _least(
+            choices, lambda one: one.forward_s + one.backward_s + contention * one.exchange_s + one.update_s
+        )
+    each = 1 / choices.ranks
+    passes = (choices.micro_batches - 1 / choices.virtual) * each + 1 / choices.virtual
+    return _least(
+        choices,
+        lambda one: passes * (one.forward_s + one.backward_s) + each * (one.exchange_s + one.update_s),
+    )
+
+
+def _least(choices: Choices | StagedChoices, seconds: Callable[[Option], float]) -> float:
     least: dict[str, list[float]] = {}
     for node in choices.nodes:
         sums = least.setdefault(node.decision, [0.0] * len(node.options))
         for place, one in enumerate(node.options):
-            sums[place] += one.forward_s + one.backward_s + choices.contention * one.exchange_s + one.update_s
-    return choices.fixed_s + sum(map(min, least.values()))
+            sums[place] += seconds(one)
+    return sum(map(min, least.values()))
 
 
-def arrangements_of(ranks: int, *, has_blocks: bool, per_node: int | None = None) -> Iterator[Arrangement]:
+def _solved(choices: Choices | StagedChoices, *, time_limit: float | None, below: float) -> Solved | None:
+    if isinstance(choices, Choices):
+        return solve(choices, time_limit=time_limit, below=below)
+    return solve_staged(choices, time_limit=time_limit, below=below)
+
+
+def arrangements_of(
+    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 1
+) -> Iterator[Arrangement]:
     """Yield every way to arrange ranks.
 
     Args:
         ranks: All of them.
         has_blocks: Whether there is something to compute again.
         per_node: Ranks of one machine; all when None.
+        pieces: Stages that the model may be cut into at most.
+        rows: Rows of a global batch.
     """
-    node = per_node or ranks
-    for model in (m for m in range(1, ranks + 1) if ranks % m == 0):
-        data = ranks // model
-        orders = (True, False) if model > 1 and data > 1 and node < ranks else (True,)
-        for zero in (0, 1, 2, 3) if data > 1 else (0,):
-            for recompute in ("none", "selective", "full") if has_blocks else ("none",):
-                for inside in orders:
-                    yield Arrangement(
-                        data=data, model=model, zero=zero, recompute=recompute, model_inside=inside, per_node=node
-                    )
+    node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
+    for stages, model in itertools.product(_divisors(ranks), repeat=2):
+        if ranks % (stages * model) or stages > pieces:
+            continue
+        data = ranks // stages // model
+        orders = (True, False) if model > 1 and model < ranks and node < ranks else (True,)
+        zeros = ZERO if data > 1 else ZERO[:1]
+        for virtual, micro in _schedules(stages, pieces, rows // data):
+            for zero, recompute, inside in itertools.product(zeros, again, orders):
+                yield Arrangement(
+                    data=data, model=model, zero=zero, recompute=recompute, stages=stages, virtual=virtual,
+                    micro_batches=micro, model_inside=inside, per_node=node,
+                )  # fmt: skip
+
+
+def _schedules(stages: int, pieces: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yield stages of each rank and numbers of micro-batches."""
+    if stages == 1:
+        yield 1, 1
+        return
+    for virtual in (1, 2, 4):
+        # Interleaved stages take micro-batches in groups of the number of ranks.
+        fitting = (micro for micro in _divisors(max(1, rows)) if virtual == 1 or micro % stages == 0)
+        if stages * virtual <= pieces:
+            yield from ((virtual, micro) for micro in fitting)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _candidate(layers: Layers, at: Arrangement, ways: Ways, solved: Solved) -> Candidate:
@@ -168,24 +217,49 @@ def _candidate(layers: Layers, at: Arrangement, ways: Ways, solved: Solved) -> C
         arrangement=at,
         picked=picked,
         ways={path: way for path, way in by_path.items() if way != WHOLE},
+        stages=_starts(layers, solved.stages),
         seconds=solved.seconds,
-        peak=ways.choices.peak(solved.pick),
-        parts=_parts(ways.choices, solved.pick),
+        peak=_peak(ways.choices, solved),
+        parts=_parts(ways.choices, solved),
         bound=solved.bound,
     )
 
 
-def _parts(choices: Choices, pick: Mapping[str, int]) -> dict[str, float]:
-    options = choices.picked(pick)
+def _starts(layers: Layers, stages: tuple[int, ...]) -> tuple[str, ...]:
+    if layers.pieces is None:
+        return ()
+    pairs = enumerate(itertools.pairwise(stages), start=1)
+    return tuple(layers.pieces.starts[place] for place, (before, after) in pairs if before != after)
+
+
+def _peak(choices: Choices | StagedChoices, solved: Solved) -> float:
+    if isinstance(choices, Choices):
+        return choices.peak(solved.pick)
+    return max(choices.peaks(solved.pick, solved.stages))
+
+
+def _parts(choices: Choices | StagedChoices, solved: Solved) -> dict[str, float]:
+    """Return the seconds of a step by what takes them; of stages, what an average rank does."""
+    options = [node.options[solved.pick[node.decision]] for node in choices.nodes]
     sent = sum(one.sent_s for one in options)
     update = sum(one.update_s for one in options)
     passes = sum(one.forward_s + one.backward_s for one in options)
-    return {
-        "compute": passes - sent,
-        "collectives of layers": sent,
-        "exchange of gradients": choices.seconds(pick) - choices.fixed_s - passes - update,
-        "optimizer": update,
+    if isinstance(choices, Choices):
+        return {
+            "compute": passes - sent,
+            "collectives of layers": sent,
+            "exchange of gradients": solved.seconds - choices.fixed_s - passes - update,
+            "optimizer": update,
+            "stages": 0.0,
+        }
+    each = choices.micro_batches / choices.ranks
+    parts = {
+        "compute": each * (passes - sent),
+        "collectives of layers": each * sent,
+        "exchange of gradients": sum(one.exchange_s for one in options) / choices.ranks,
+        "optimizer": update / choices.ranks,
     }
+    return {**parts, "stages": solved.seconds - sum(parts.values())}
 
 
 def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
@@ -200,10 +274,12 @@ def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
     )
 
 
-def _least_peak(choices: Choices) -> tuple[float, str]:
+def _least_peak(choices: Choices | StagedChoices) -> tuple[float, str]:
     """Return bytes that every pick needs at least, and what most of them are."""
     held = sum(min(one.held for one in node.options) for node in choices.nodes)
     kept = sum(min(one.kept for one in node.options) for node in choices.nodes)
     working = max(min(one.working for one in node.options) for node in choices.nodes)
+    ranks = 1 if isinstance(choices, Choices) else choices.ranks
+    held, kept = held / ranks, kept / ranks  # the most loaded rank has the mean at least
     parts = {"parameters, gradients and optimizer state": held, "activations": kept + working}
     return max(held + kept, held + working), max(parts, key=lambda name: parts[name])

@@ -6,12 +6,9 @@ reduce-scatters of sharding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
-
-import torch
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture_blocks import is_inside
@@ -53,7 +50,7 @@ class WayCost:
         ranks = 1 if way == WHOLE else at.model if at.model > 1 else at.data
         own_rows = way.style is not None and at.model == 1
         share = replace(
-            Share(rows=1.0 if own_rows else 1 / at.data),
+            Share(rows=1.0 if own_rows else 1 / at.row_parts),
             outer=1 / ranks if way.style in ("column", None) else 1.0,
             inner=1 / ranks if way.style == "row" else 1.0,
         )
@@ -62,13 +59,13 @@ class WayCost:
         times = times_of(operators, self._speed.operators, share, is_first=is_first)
         sent = self._sent_by_rows(segment, way, is_first) if own_rows else self._sent(segment, way, is_first)
         held = self._held(segment, ranks if way.style is not None else 1)
-        kept = segment.kept_bytes / at.data / (ranks if way.gives_cut or way.style == "row" else 1)
+        kept = segment.kept_bytes / at.row_parts / (ranks if way.gives_cut or way.style == "row" else 1)
         kept += _bytes(source.value for source in segment.inputs) if own_rows else 0.0
         again = 0.0
         if at.recompute != "none" and self._block(segment) is not None:
             again = sent.forward + self._again_s(operators, share)
             kept = self._kept_of_products(operators, share)
-        output = _bytes(segment.outputs) / at.data / (ranks if way.gives_cut else 1)
+        output = _bytes(segment.outputs) / at.row_parts / (ranks if way.gives_cut else 1)
         return Option(
             label=str(way),
             forward_s=times.forward + sent.forward + held.gather_s,
@@ -100,8 +97,8 @@ class WayCost:
         if way.style is None:
             return Times(0.0, 0.0)
         where, said = self._at.over_model, self._speed.collective_s
-        taken = _bytes(source.value for source in segment.inputs) / self._at.data
-        given = _bytes(segment.outputs) / self._at.data
+        taken = _bytes(source.value for source in segment.inputs) / self._at.row_parts
+        given = _bytes(segment.outputs) / self._at.row_parts
         if way.style == "column":
             forward = 0.0 if way.gives_cut else said("all_gather", given, where)
             return Times(forward, 0.0 if is_first else said("all_reduce", taken, where))
@@ -129,14 +126,14 @@ class WayCost:
         block = self._block(segment)
         if self._at.recompute == "none" or block is None or self._inside[block][0] is not segment:
             return 0.0
-        return _bytes(source.value for source in segment.inputs) / self._at.data
+        return _bytes(source.value for source in segment.inputs) / self._at.row_parts
 
     def _kept_inside(self, segment: Segment) -> float:
         """Return what a block keeps while it is computed again, all on its last segment; as if nothing were cut."""
         block = self._block(segment)
         if self._at.recompute == "none" or block is None or self._inside[block][-1] is not segment:
             return 0.0
-        return sum(one.kept_bytes for one in self._inside[block]) / self._at.data
+        return sum(one.kept_bytes for one in self._inside[block]) / self._at.row_parts
 
     def _held(self, segment: Segment, parts: int) -> _Held:
         """Return what parameters cost that are cut into so many parts."""
@@ -167,4 +164,4 @@ class _Held(NamedTuple):
 
 
 def _bytes(tensors: Iterable[TensorShape]) -> float:
-    return float(sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in tensors))
+    return float(sum(one.bytes for one in tensors))

@@ -16,6 +16,7 @@ from phalanx.auto.choices import Choices, Link, Node
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.segments import Segment
+from phalanx.auto.staged import StagedChoices
 from phalanx.auto.way_cost import WayCost
 
 
@@ -23,7 +24,7 @@ from phalanx.auto.way_cost import WayCost
 class Ways:
     """The choices of an arrangement, and what each stands for."""
 
-    choices: Choices
+    choices: Choices | StagedChoices
     ways: Mapping[str, tuple[Way, ...]]
     """By decision, in the order of the options."""
 
@@ -46,16 +47,29 @@ def ways_of(layers: Layers, arrangement: Arrangement, speed: Speed, room: float 
             ways[decision] = listed.ways(segment)
         name = f"{place}:{segment.path or segment.kind}"
         nodes.append(Node(name=name, decision=decision, options=cost.options(segment, ways[decision])))
-    choices = Choices(
+    # Ranks that read the same rows and cut no layer would all do the same.
+    needed = frozenset(_cuts(ways)) if arrangement.model > 1 else frozenset[tuple[str, int]]()
+    links, forbidden = tuple(listed.links(ways)), tuple(listed.forbidden(ways))
+    if arrangement.stages == 1:
+        together = Choices(
+            nodes=tuple(nodes), links=links, forbidden=forbidden, needed=needed, room=room, contention=speed.contention
+        )
+        return Ways(together, ways)
+    assert layers.pieces is not None
+    parts, where = arrangement.row_parts, arrangement.over_stages
+    staged = StagedChoices(
         nodes=tuple(nodes),
-        links=tuple(listed.links(ways)),
-        forbidden=tuple(listed.forbidden(ways)),
-        # Ranks that read the same rows and cut no layer would all do the same.
-        needed=frozenset(_cuts(ways)) if arrangement.model > 1 else frozenset(),
+        pieces=layers.pieces.of,
+        sends=tuple(2 * speed.collective_s("send", size / parts, where) for size in layers.pieces.crossing),
+        ranks=arrangement.stages,
+        virtual=arrangement.virtual,
+        micro_batches=arrangement.micro_batches,
+        links=links,
+        forbidden=forbidden,
+        needed=needed,
         room=room,
-        contention=speed.contention,
     )
-    return Ways(choices, ways)
+    return Ways(staged, ways)
 
 
 def _cuts(ways: Mapping[str, tuple[Way, ...]]) -> Iterable[tuple[str, int]]:

@@ -60,13 +60,21 @@ def _strategy(candidate: Candidate, layers: Layers, base: DistributedStrategy) -
     check_base(base)
     at = candidate.arrangement
     strategy = base.model_copy(deep=True)
-    degrees = {"sharding_degree" if at.zero else "dp_degree": at.data, "mp_degree": at.model}
+    degrees = {"sharding_degree" if at.zero else "dp_degree": at.data, "mp_degree": at.model, "pp_degree": at.stages}
     strategy.hybrid_configs = {name: size for name, size in degrees.items() if size > 1}  # type: ignore[assignment]
     if not at.model_inside:
-        strategy.hybrid_configs["order"] = ["mp", "sharding", "dp", "pp"]
+        strategy.hybrid_configs["order"] = list(at.order)
     if at.zero:
         strategy.sharding = True
         strategy.sharding_configs = {"stage": at.zero}
+    if at.stages > 1:
+        strategy.pipeline = True
+        strategy.pipeline_configs = {
+            "schedule_mode": "1F1B" if at.virtual == 1 else "Interleaved",
+            "accumulate_steps": at.micro_batches,
+            "virtual": at.virtual,
+            "cuts": list(candidate.stages),
+        }
     if at.recompute != "none":
         strategy.recompute = True
         strategy.recompute_configs = {"checkpoints": list(layers.blocks), "selective": at.recompute == "selective"}
