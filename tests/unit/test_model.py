@@ -346,6 +346,52 @@ def test_an_evaluation_that_cannot_be_is_refused_before_training(metrics: Any, v
     assert seen.losses == []
 
 
+class AtStep(px.Callback):
+    """Does something with the Model at the end of every step."""
+
+    def __init__(self, act: Any) -> None:
+        self._act = act
+
+    def on_step_end(self, run: Run) -> None:
+        self._act()
+
+
+def test_a_callback_may_evaluate_and_predict_and_nothing_of_the_run_changes() -> None:
+    made, seen, scores = model(metrics=["acc1"]), Losses(), []
+    x, y = data()
+
+    def look() -> None:
+        scores.append(made.eval(DataLoader(TensorDataset(x, y), 7, shuffle=True))["acc1"])
+        made.predict((x, y))
+        made.predict(x[:2])
+
+    torch.manual_seed(3)
+    run = made.train(2, (x, y), [AtStep(look), seen], batch_size=8)
+    assert [loss.item() for loss in seen.losses] == trained(batch_size=8)[0]
+    assert (run.samples, len(scores), made.net.training) == (2 * ROWS, 14, True)
+
+
+def test_training_inside_training_is_refused_and_may_follow() -> None:
+    made = model()
+    inside = AtStep(lambda: made.train(1, data(), batch_size=8))
+    with pytest.raises(ConfigError, match=r"Model\.train was called while this Model trains, by one of its callbacks"):
+        made.train(1, data(), inside, batch_size=8)
+    assert made.train(1, data(), batch_size=8).step == 7
+
+
+def test_a_model_says_what_it_is() -> None:
+    made = model(parallel_mode="DATA_PARALLEL")
+    assert repr(made) == (
+        "Model(Sequential of 101 parameters, loss cross_entropy, SGD, DATA_PARALLEL, not distributed yet)"
+    )
+    made.eval(data())
+    assert repr(made) == "Model(Sequential of 101 parameters, loss cross_entropy, SGD, DATA_PARALLEL, on 1 rank)"
+    assert repr(px.Model(made.net, nn.CrossEntropyLoss())) == (
+        "Model(Sequential of 101 parameters on this rank, loss CrossEntropyLoss, no optimizer, on 1 rank)"
+    )
+    assert repr(px.Model(WithLoss())).startswith("Model(WithLoss of ")
+
+
 @pytest.mark.parametrize(
     "callback",
     [

@@ -5,8 +5,9 @@ It is `px.distribute`, `px.train_step`, `ShardedLoader` and `px.evaluate` in the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from phalanx.comm import context
@@ -105,10 +107,27 @@ class Model:
         self._compiled = compiled
         self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
         self._is_distributed = False
+        self._is_training = False
+        self._params = None if applied_to(net) is not None else _count_params(net)
+        """Number of parameters of the whole net; None when it was distributed before, and this rank may hold a part."""
+
         self._steps: dict[tuple[int, bool], TrainStep] = {}
         """By number of inputs, and whether it is captured."""
 
         close_context(self)
+
+    def __repr__(self) -> str:
+        loss, optimizer, made = self.loss_fn, self.optimizer, applied_to(self.net)
+        ranks = 0 if made is None else made.plan.world_size
+        params = _count_params(self.net) if self._params is None else self._params
+        said = [
+            f"{type(self.net).__name__} of {params:,} parameters{' on this rank' * (self._params is None)}",
+            "its own loss" if loss is None else f"loss {getattr(loss, '__name__', type(loss).__name__)}",
+            "no optimizer" if optimizer is None else type(optimizer).__name__,
+            "" if self.parallel_mode is None else self.parallel_mode.name,
+            "not distributed yet" if made is None else f"on {ranks} rank{'s' * (ranks != 1)}",
+        ]
+        return f"Model({', '.join(filter(None, said))})"
 
     def train(
         self,
@@ -143,6 +162,7 @@ class Model:
         Raises:
             ConfigError: If something cannot work; on all ranks, before training starts.
         """
+        self._check_idle()
         check_epochs(epoch)
         if self.optimizer is None:
             raise ConfigError("Model.train needs an optimizer, and this Model was made without. Give it to Model.")
@@ -162,27 +182,28 @@ class Model:
             self.net.train()
         self._distribute(loader)
         distribute_optimizer(self.optimizer, loader)
-        run = Run(
-            model=self.net,
-            optimizer=self.optimizer,
-            loader=loader,
-            epochs=epoch,
-            callbacks=acting,
-            steps_in_sink=sink,
-            evaluated=evaluated,
-        )
-        if resume:
-            run.resume(_folder_of(run.callbacks) if resume is True else resume)
-        captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
-        with run:
-            while run.begin_epoch():
-                if train_epoch(run, sink, partial(self._train_on, run, captured)):
-                    break
-                if valid_dataset is not None:
-                    with run.evaluating():
-                        metrics = self.eval(valid_dataset)
-                    run.end_evaluation(metrics)
-                run.end_epoch()
+        with self._training():
+            run = Run(
+                model=self.net,
+                optimizer=self.optimizer,
+                loader=loader,
+                epochs=epoch,
+                callbacks=acting,
+                steps_in_sink=sink,
+                evaluated=evaluated,
+            )
+            if resume:
+                run.resume(_folder_of(run.callbacks) if resume is True else resume)
+            captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
+            with run:
+                while run.begin_epoch():
+                    if train_epoch(run, sink, partial(self._train_on, run, captured)):
+                        break
+                    if valid_dataset is not None:
+                        with run.evaluating():
+                            metrics = self.eval(valid_dataset)
+                        run.end_evaluation(metrics)
+                    run.end_epoch()
         return run
 
     fit = train
@@ -238,6 +259,21 @@ class Model:
             return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch, self.net)))
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _check_idle(self) -> None:
+        if self._is_training:
+            raise ConfigError(
+                "Model.train was called while this Model trains, by one of its callbacks. Let the callback call "
+                "run.stop(reason), and train again when train has returned; eval and predict may be called at any time."
+            )
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
 
     def _evaluated(self, metrics: Metrics | None) -> tuple[Metrics, LossFunction | None]:
         """Return the metrics and the loss of an evaluation."""
@@ -336,3 +372,8 @@ def _folder_of(callbacks: Iterable[Callback]) -> Path:
             "Name the folder: resume='runs/a'."
         )
     return folders[0]
+
+
+def _count_params(net: nn.Module) -> int:
+    """Return the number of parameters, without those whose shape the first batch will tell."""
+    return sum(param.numel() for param in net.parameters() if not is_lazy(param))
