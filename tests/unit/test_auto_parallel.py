@@ -79,7 +79,7 @@ def every_plan(answer: Planned) -> list[tuple[float, float]]:
     """Return seconds and peak of every pick, and every cut into stages, of every arrangement."""
     found = []
     for at in answer.searched.arrangements:
-        choices = ways_of(answer.layers, at, answer.speed, answer.room).choices
+        choices = ways_of(answer.layers, answer.work, at, answer.speed, answer.room).choices
         for places in itertools.product(*(range(count) for count in choices.decisions.values())):
             pick = dict(zip(choices.decisions, places, strict=True))
             if isinstance(choices, Choices):

@@ -14,6 +14,7 @@ from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture import LossFunction, capture
 from phalanx.auto.graph import Captured
 from phalanx.auto.job import KNOBS, Limit, read_limit
+from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
 from phalanx.auto.pieces import Pieces, pieces_of
 from phalanx.auto.planned import Planned
@@ -82,11 +83,13 @@ def auto_parallel(
         blocks=_outermost(captured.blocks),
     )
     speed = speed_of(found, _precision(captured, base))
-    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers)
+    work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
+    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work)
     said = tuple(limits)
     return Planned(
         searched=search(said),
         layers=search.layers,
+        work=work,
         speed=speed,
         room=room,
         where=str(found),
@@ -122,6 +125,7 @@ class _Search:
     top_k: int
     time_limit: float | None
     layers: Layers
+    work: LayerWork
     runs: dict[Region, bool] = field(default_factory=dict)
 
     def __call__(self, limits: tuple[str, ...]) -> Searched:
@@ -131,7 +135,13 @@ class _Search:
         while True:
             layers = replace(self.layers, unwanted=unwanted)
             searched = search_plans(
-                layers, arrangements, self.speed, room=self.room, top_k=self.top_k, time_limit=self.time_limit
+                layers,
+                self.work,
+                arrangements,
+                self.speed,
+                room=self.room,
+                top_k=self.top_k,
+                time_limit=self.time_limit,
             )
             failing = {region for one in searched.candidates for region in self._failing(one)}
             if not failing:

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
@@ -30,6 +31,7 @@ class Planned:
 
     searched: Searched
     layers: Layers
+    work: LayerWork
     speed: Speed
     room: float
     """Bytes that each rank has."""
@@ -96,7 +98,7 @@ class Planned:
                 f"explain was asked for {layer!r}, which this model does not call.{did_you_mean(layer, known)}"
             )
         best = self.searched.best
-        found = ways_of(self.layers, best.arrangement, self.speed, self.room)
+        found = ways_of(self.layers, self.work, best.arrangement, self.speed, self.room)
         grid = Table(title=f"{layer} under {best.arrangement}", title_justify="left")
         for name in ("way", "forward ms", "backward ms", "of these sent ms", "exchange ms", "update ms", "MiB"):
             grid.add_column(name, justify="left" if name == "way" else "right")
@@ -142,7 +144,7 @@ class Planned:
             "captured": self.layers.captured.level,
             "left_out": list(self.left_out),
             "space": {name: list(values) for name, values in self.space.items()},
-            "plans": found.plans,
+            "arrangements": len(found.arrangements),
             "top_k": [_told(one) for one in found.candidates],
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -160,8 +162,8 @@ class Planned:
     def __rich__(self) -> RenderableType:
         found = self.searched
         head = (
-            f"{self.where}: {found.best.seconds * 1e3:.4g} ms a step, at most {found.gap:.2g} % over the best of "
-            f"{found.plans:.3g} Plans; {found.best.peak / MIB:.4g} MiB a rank; mostly {self.limited_by}"
+            f"{self.where}: {found.best.seconds * 1e3:.4g} ms a step, at most {found.gap:.2g} % over the best; "
+            f"{found.best.peak / MIB:.4g} MiB a rank; mostly {self.limited_by}"
         )
         grid = Table(title="Fastest of each arrangement", title_justify="left")
         for name in ("arrangement", "layers cut", "ms", "compute", "layers", "exchange", "update", "stages", "MiB"):

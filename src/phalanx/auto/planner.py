@@ -7,6 +7,7 @@ bound passes the fastest Plan found, none that is left can be better. So the bou
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement
 from phalanx.auto.choices import Choices, Option
+from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.solve import Solved, solve
@@ -69,8 +71,8 @@ class Searched:
     arrangements: tuple[Arrangement, ...]
     """The space outside."""
 
-    plans: float
-    """How many Plans the whole space has."""
+    solved: int
+    """How many of these were listed layer by layer; the others cannot be better by their arithmetic alone."""
 
     @property
     def best(self) -> Candidate:
@@ -85,6 +87,7 @@ class Searched:
 
 def search_plans(
     layers: Layers,
+    work: LayerWork,
     arrangements: Iterable[Arrangement],
     speed: Speed,
     *,
@@ -96,6 +99,7 @@ def search_plans(
 
     Args:
         layers: The model, the optimizer and what layers may not be.
+        work: What its segments take, with this speed.
         arrangements: How ranks may be arranged.
         speed: How fast they are.
         room: Bytes that each has.
@@ -106,35 +110,49 @@ def search_plans(
         PlanError: If nothing fits; says the least bytes that any Plan needs.
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
-    listed = [(at, ways_of(layers, at, speed, room)) for at in arrangements]
-    space = [(at, ways) for at, ways in listed if all(ways.ways.values()) and (ways.choices.needed or at.model == 1)]
-    if not space:
-        raise PlanError("No way to arrange the ranks keeps to the limits. Loosen one, or take another number of ranks.")
-    ordered = sorted(((lower_bound(ways.choices), i) for i, (_, ways) in enumerate(space)))
+    space = tuple(arrangements)
+    # Bounds twice: of the arithmetic alone, and of all options once an arrangement is near enough to list them.
+    queue: list[tuple[float, int, Ways | None]] = [
+        (in_stages(work.least_s(at), at.stages, at.virtual, at.micro_batches), i, None) for i, at in enumerate(space)
+    ]
+    heapq.heapify(queue)
     found: list[Candidate] = []
-    bound = math.inf
-    for low, i in ordered:
+    bound, listed = math.inf, dict[int, Ways]()
+    while queue:
+        low, i, ways = heapq.heappop(queue)
         marks = sorted(one.seconds for one in found)
         mark = marks[top_k - 1] if len(marks) >= top_k else math.inf
         left = stop - time.monotonic()
         if low >= mark or (found and left <= 0):
             bound = min(bound, low)
             break
-        at, ways = space[i]
+        if ways is None:
+            ways = ways_of(layers, work, space[i], speed, room)
+            if all(ways.ways.values()) and (ways.choices.needed or space[i].model == 1):
+                listed[i] = ways
+                heapq.heappush(queue, (max(low, lower_bound(ways.choices)), i, ways))
+            continue
         # The first is solved whatever the time: there is to be a Plan.
         solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
         if solved is not None:
-            found.append(_candidate(layers, at, ways, solved))
+            found.append(_candidate(layers, space[i], ways, solved))
             bound = min(bound, solved.bound)
+    if not listed:
+        raise PlanError("No way to arrange the ranks keeps to the limits. Loosen one, or take another number of ranks.")
     if not found:
-        raise PlanError(_too_large(space, room))
+        raise PlanError(_too_large([(space[i], ways) for i, ways in listed.items()], room))
     found.sort(key=lambda one: one.seconds)
     return Searched(
         candidates=tuple(found[:top_k]),
         bound=min(bound, found[0].seconds),
-        arrangements=tuple(at for at, _ in space),
-        plans=sum(math.prod(map(float, ways.choices.decisions.values())) for _, ways in space),
+        arrangements=space,
+        solved=len(listed),
     )
+
+
+def in_stages(seconds: float, stages: int, virtual: int, micro_batches: int) -> float:
+    """Return seconds that a step takes at least whose micro-batches take so long over all stages of equal work."""
+    return seconds * ((micro_batches - 1 / virtual) / stages + 1 / virtual)
 
 
 def lower_bound(choices: Choices | StagedChoices) -> float:
@@ -144,11 +162,10 @@ def lower_bound(choices: Choices | StagedChoices) -> float:
         return choices.fixed_s + _least(
             choices, lambda one: one.forward_s + one.backward_s + contention * one.exchange_s + one.update_s
         )
-    each = 1 / choices.ranks
-    passes = (choices.micro_batches - 1 / choices.virtual) * each + 1 / choices.virtual
+    passes = in_stages(1.0, choices.ranks, choices.virtual, choices.micro_batches)
     return _least(
         choices,
-        lambda one: passes * (one.forward_s + one.backward_s) + each * (one.exchange_s + one.update_s),
+        lambda one: passes * (one.forward_s + one.backward_s) + (one.exchange_s + one.update_s) / choices.ranks,
     )
 
 

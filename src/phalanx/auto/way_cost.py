@@ -7,15 +7,13 @@ reduce-scatters of sharding.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from phalanx.auto.arrangement import Arrangement
-from phalanx.auto.capture_blocks import is_inside
 from phalanx.auto.choices import Option
-from phalanx.auto.graph import Operator, TensorShape
+from phalanx.auto.layer_work import LayerWork, Work
 from phalanx.auto.layers import WHOLE, Layers, Way
-from phalanx.auto.operator_cost import Share, Times, times_of
+from phalanx.auto.operator_cost import Share, Times
 from phalanx.auto.rates import STATES, Speed
 from phalanx.auto.segments import Segment
 from phalanx.cluster.measured import Kind
@@ -30,42 +28,38 @@ _TOLD_BYTES = 64
 class WayCost:
     """Prices ways under one arrangement, segment after segment: a parameter counts where it is met first."""
 
-    def __init__(self, layers: Layers, arrangement: Arrangement, speed: Speed) -> None:
-        self._layers, self._at, self._speed = layers, arrangement, speed
+    def __init__(self, layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Speed) -> None:
+        self._layers, self._work, self._at, self._speed = layers, work, arrangement, speed
         whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
         self._bucket = min(whole, BUCKET_BYTES) or 1
         self._seen: set[str] = set()
-        self._inside = {
-            path: [segment for segment in layers.segments if is_inside(segment.path, (path,))] for path in layers.blocks
-        }
 
-    def options(self, segment: Segment, ways: Iterable[Way]) -> tuple[Option, ...]:
+    def options(self, work: Work, ways: Iterable[Way]) -> tuple[Option, ...]:
         """Return what the ways of the next segment cost."""
-        found = tuple(self._option(segment, way) for way in ways)
-        self._seen |= {param.name for param in segment.parameters}
+        found = tuple(self._option(work, way) for way in ways)
+        self._seen |= {param.name for param in work.segment.parameters}
         return found
 
-    def _option(self, segment: Segment, way: Way) -> Option:
+    def _option(self, work: Work, way: Way) -> Option:
         at = self._at
         ranks = 1 if way == WHOLE else at.model if at.model > 1 else at.data
         own_rows = way.style is not None and at.model == 1
-        share = replace(
-            Share(rows=1.0 if own_rows else 1 / at.row_parts),
+        share = Share(
+            rows=1.0 if own_rows else 1 / at.row_parts,
             outer=1 / ranks if way.style in ("column", None) else 1.0,
             inner=1 / ranks if way.style == "row" else 1.0,
         )
-        is_first = all(isinstance(source.source, str) for source in segment.inputs)
-        operators = [self._layers.captured.operators[i] for i in segment.operators]
-        times = times_of(operators, self._speed.operators, share, is_first=is_first)
-        sent = self._sent_by_rows(segment, way, is_first) if own_rows else self._sent(segment, way, is_first)
-        held = self._held(segment, ranks if way.style is not None else 1)
-        kept = segment.kept_bytes / at.row_parts / (ranks if way.gives_cut or way.style == "row" else 1)
-        kept += _bytes(source.value for source in segment.inputs) if own_rows else 0.0
-        again = 0.0
-        if at.recompute != "none" and self._block(segment) is not None:
-            again = sent.forward + self._again_s(operators, share)
-            kept = self._kept_of_products(operators, share)
-        output = _bytes(segment.outputs) / at.row_parts / (ranks if way.gives_cut else 1)
+        times = self._work.times(work, share)
+        sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
+        held = self._held(work.segment, ranks if way.style is not None else 1)
+        kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives_cut or way.style == "row" else 1)
+        kept += work.taken if own_rows else 0.0
+        working, again = work.given / at.row_parts / (ranks if way.gives_cut else 1), 0.0
+        if at.recompute != "none" and work.in_block:
+            again = sent.forward + self._work.again_s(work, share, at.recompute)
+            kept = self._kept_of_products(work, share)
+            kept += work.taken / at.row_parts if work.opens_block else 0.0
+            working += work.kept_inside / at.row_parts  # as if nothing were cut
         return Option(
             label=str(way),
             forward_s=times.forward + sent.forward + held.gather_s,
@@ -74,66 +68,41 @@ class WayCost:
             exchange_s=held.exchange_s,
             update_s=held.update_s,
             held=held.bytes,
-            kept=kept + self._kept_at_entry(segment),
-            working=output + self._kept_inside(segment),
+            kept=kept,
+            working=working,
         )
 
-    def _sent_by_rows(self, segment: Segment, way: Way, is_first: bool) -> Times:
+    def _kept_of_products(self, work: Work, share: Share) -> float:
+        if self._at.recompute == "full":
+            return 0.0
+        return sum(op.written_bytes for op in work.operators if op.flops) * share.rows * share.outer
+
+    def _sent_by_rows(self, work: Work, way: Way) -> Times:
         """Return the collectives of a layer that gathers the rows of all ranks."""
         ranks, where = self._at.data, self._at.over_data
         said = self._speed.collective_s
-        taken, given = _bytes(source.value for source in segment.inputs), _bytes(segment.outputs)
+        taken, given = work.taken, work.given
         told = said("all_gather", _TOLD_BYTES * ranks, where)
         if way.style == "column":
             exchanged = said("all_to_all", given / ranks, where)
             forward = told + said("all_gather", taken, where) + exchanged
-            return Times(forward, exchanged + (0.0 if is_first else said("reduce_scatter", taken, where)))
+            return Times(forward, exchanged + (0.0 if work.is_first else said("reduce_scatter", taken, where)))
         exchanged = said("all_to_all", taken / ranks, where)
         forward = told + exchanged + said("reduce_scatter", given, where)
-        return Times(forward, said("all_gather", given, where) + (0.0 if is_first else exchanged))
+        return Times(forward, said("all_gather", given, where) + (0.0 if work.is_first else exchanged))
 
-    def _sent(self, segment: Segment, way: Way, is_first: bool) -> Times:
+    def _sent(self, work: Work, way: Way) -> Times:
         """Return the collectives of a layer whose ranks read the same rows."""
         if way.style is None:
             return Times(0.0, 0.0)
         where, said = self._at.over_model, self._speed.collective_s
-        taken = _bytes(source.value for source in segment.inputs) / self._at.row_parts
-        given = _bytes(segment.outputs) / self._at.row_parts
+        taken, given = work.taken / self._at.row_parts, work.given / self._at.row_parts
         if way.style == "column":
             forward = 0.0 if way.gives_cut else said("all_gather", given, where)
-            return Times(forward, 0.0 if is_first else said("all_reduce", taken, where))
+            return Times(forward, 0.0 if work.is_first else said("all_reduce", taken, where))
         forward = said("all_reduce", given, where)
-        whole_taken = way.style == "row" and not way.takes_cut and not is_first
+        whole_taken = way.style == "row" and not way.takes_cut and not work.is_first
         return Times(forward, said("all_gather", taken, where) if whole_taken else 0.0)
-
-    # -- what is computed again ----------------------------------------------------------------------------------------
-
-    def _block(self, segment: Segment) -> str | None:
-        """Return the repeated block that a segment is in."""
-        return next((path for path in self._layers.blocks if is_inside(segment.path, (path,))), None)
-
-    def _again_s(self, operators: list[Operator], share: Share) -> float:
-        is_again = (op for op in operators if self._at.recompute == "full" or not op.flops)
-        return times_of(is_again, self._speed.operators, share, is_first=True).forward
-
-    def _kept_of_products(self, operators: list[Operator], share: Share) -> float:
-        if self._at.recompute == "full":
-            return 0.0
-        return sum(op.written_bytes for op in operators if op.flops) * share.rows * share.outer
-
-    def _kept_at_entry(self, segment: Segment) -> float:
-        """Return the bytes of its block's inputs, if a segment is the first of a block that is computed again."""
-        block = self._block(segment)
-        if self._at.recompute == "none" or block is None or self._inside[block][0] is not segment:
-            return 0.0
-        return _bytes(source.value for source in segment.inputs) / self._at.row_parts
-
-    def _kept_inside(self, segment: Segment) -> float:
-        """Return what a block keeps while it is computed again, all on its last segment; as if nothing were cut."""
-        block = self._block(segment)
-        if self._at.recompute == "none" or block is None or self._inside[block][-1] is not segment:
-            return 0.0
-        return sum(one.kept_bytes for one in self._inside[block]) / self._at.row_parts
 
     def _held(self, segment: Segment, parts: int) -> _Held:
         """Return what parameters cost that are cut into so many parts."""
@@ -161,7 +130,3 @@ class _Held(NamedTuple):
     exchange_s: float
     gather_s: float
     update_s: float
-
-
-def _bytes(tensors: Iterable[TensorShape]) -> float:
-    return float(sum(one.bytes for one in tensors))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.choices import Choices, Link, Node
+from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.segments import Segment
@@ -29,24 +30,25 @@ class Ways:
     """By decision, in the order of the options."""
 
 
-def ways_of(layers: Layers, arrangement: Arrangement, speed: Speed, room: float = math.inf) -> Ways:
+def ways_of(layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Speed, room: float = math.inf) -> Ways:
     """Return all ways to compute a model under one arrangement.
 
     Args:
         layers: The model.
+        work: What its segments take.
         arrangement: Of the ranks.
         speed: How fast they are.
         room: Bytes that each has.
     """
-    cost, listed = WayCost(layers, arrangement, speed), _Listed(layers, arrangement)
+    cost, listed = WayCost(layers, work, arrangement, speed), _Listed(layers, arrangement)
     nodes: list[Node] = []
     ways: dict[str, tuple[Way, ...]] = {}
-    for place, segment in enumerate(layers.segments):
-        decision = str(segment.like)
+    for place, one in enumerate(work.all):
+        segment, decision = one.segment, str(one.segment.like)
         if decision not in ways:
             ways[decision] = listed.ways(segment)
         name = f"{place}:{segment.path or segment.kind}"
-        nodes.append(Node(name=name, decision=decision, options=cost.options(segment, ways[decision])))
+        nodes.append(Node(name=name, decision=decision, options=cost.options(one, ways[decision])))
     # Ranks that read the same rows and cut no layer would all do the same.
     needed = frozenset(_cuts(ways)) if arrangement.model > 1 else frozenset[tuple[str, int]]()
     links, forbidden = tuple(listed.links(ways)), tuple(listed.forbidden(ways))

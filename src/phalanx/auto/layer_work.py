@@ -1,0 +1,104 @@
+"""What the segments of a model take to compute, remembered over the arrangements that share it (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phalanx.auto.arrangement import Arrangement, Recompute
+from phalanx.auto.capture_blocks import is_inside
+from phalanx.auto.graph import Captured, Operator, TensorShape
+from phalanx.auto.operator_cost import Share, Times, times_of
+from phalanx.auto.rates import Operators
+from phalanx.auto.segments import Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One segment, as far as no arrangement changes it. Bytes are of a global batch."""
+
+    segment: Segment
+    operators: tuple[Operator, ...]
+    is_first: bool
+    """Whether nobody needs the gradient of its inputs."""
+
+    taken: float
+    """Bytes of its inputs."""
+
+    given: float
+    """Bytes of its outputs."""
+
+    in_block: bool
+    """Whether it is in a repeated block, which may be computed again."""
+
+    opens_block: bool
+    kept_inside: float
+    """On the last segment of a repeated block: bytes of all that the block keeps."""
+
+
+class LayerWork:
+    """The work of all segments in order, and the seconds of parts of it."""
+
+    def __init__(
+        self, captured: Captured, found: tuple[Segment, ...], blocks: tuple[str, ...], speed: Operators
+    ) -> None:
+        self._speed = speed
+        block_of = [next((b for b in blocks if is_inside(segment.path, (b,))), None) for segment in found]
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for place, block in enumerate(block_of):
+            if block is not None:
+                first.setdefault(block, place)
+                last[block] = place
+        self.all = tuple(
+            Work(
+                segment=segment,
+                operators=tuple(captured.operators[i] for i in segment.operators),
+                is_first=all(isinstance(source.source, str) for source in segment.inputs),
+                taken=_bytes(source.value for source in segment.inputs),
+                given=_bytes(segment.outputs),
+                in_block=block is not None,
+                opens_block=block is not None and first[block] == place,
+                kept_inside=sum(one.kept_bytes for one, b in zip(found, block_of, strict=True) if b == block)
+                if block is not None and last[block] == place
+                else 0.0,
+            )
+            for place, (segment, block) in enumerate(zip(found, block_of, strict=True))
+        )
+        self._times: dict[tuple[int, bool, Share], Times] = {}
+        self._again: dict[tuple[int, Recompute, Share], float] = {}
+
+    def times(self, work: Work, share: Share) -> Times:
+        """Return the seconds of both passes of a part of a segment."""
+        key = work.segment.like, work.is_first, share
+        if key not in self._times:
+            self._times[key] = times_of(work.operators, self._speed, share, is_first=work.is_first)
+        return self._times[key]
+
+    def again_s(self, work: Work, share: Share, recompute: Recompute) -> float:
+        """Return the seconds of what is computed again of it; `selective` keeps the results of products."""
+        key = work.segment.like, recompute, share
+        if key not in self._again:
+            again = (op for op in work.operators if recompute == "full" or not op.flops)
+            self._again[key] = times_of(again, self._speed, share, is_first=True).forward
+        return self._again[key]
+
+    def least_s(self, arrangement: Arrangement) -> float:
+        """Return seconds that one micro-batch takes through all stages and back, in whatever ways."""
+        parts = arrangement.model if arrangement.model > 1 else arrangement.data if arrangement.cuts_by_rows else 1
+        rows = 1.0 if arrangement.cuts_by_rows else 1 / arrangement.row_parts
+        whole = Share(rows=1 / arrangement.row_parts)
+        shares = {whole, Share(rows=rows, outer=1 / parts), Share(rows=rows, inner=1 / parts)}
+        least = 0.0
+        for work in self.all:
+            found = (self.times(work, share) for share in (shares if _may_be_cut(work.segment) else (whole,)))
+            least += min(one.forward + one.backward for one in found)
+        return least
+
+
+def _may_be_cut(segment: Segment) -> bool:
+    return segment.kind in ("Linear", "Embedding") or segment.last_dim_parts > 1
+
+
+def _bytes(tensors: Iterable[TensorShape]) -> float:
+    return float(sum(one.bytes for one in tensors))
