@@ -132,13 +132,12 @@ def _found(
     best = answer.searched.best
     cut = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
     logger.info(
-        "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %.2g %% over the best of %.3g "
-        "Plans, %.4g MiB a rank",
+        "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %.2g %% over the best Plan, "
+        "%.4g MiB a rank",
         best.arrangement,
         cut,
-        best.seconds * 1e3,
+        answer.seconds * 1e3,
         answer.gap,
-        answer.searched.plans,
-        best.peak / 2**20,
+        answer.memory / 2**20,
     )
     return answer.plan
