@@ -303,6 +303,29 @@ def test_data_that_does_not_fit_is_named(net: Any, loss_fn: Any, dataset: Any, m
         model(net, loss_fn).train(1, dataset, batch_size=8)
 
 
+def test_a_column_of_another_type_than_the_net_is_named() -> None:
+    x, y = (part.numpy() for part in data())
+    wide, told = (x.astype("float64"), y), r"column {} of the batch is {} and Sequential computes in float32, which .* "
+    piped = Pipeline(wide, ["image", "label"]).batch(8)
+    conv = nn.Sequential(nn.Conv1d(1, 1, 2), nn.Flatten(), nn.Linear(5, CLASSES))
+    for name, dtype, call in (
+        ("0", "float64", lambda: model().train(1, wide, batch_size=8)),
+        ("0", "float64", lambda: model().eval(wide)),
+        ("0", "float64", lambda: model().predict(wide[0])),
+        ("'image'", "float64", lambda: model().train(1, piped)),
+        ("'image'", "float64", lambda: model().eval(piped)),
+        ("'image'", "float64", lambda: model().predict(piped)),
+        ("0", "uint8", lambda: model().train(1, (x.astype("uint8"), y), batch_size=8)),
+        ("0", "float64", lambda: model(conv).train(1, (wide[0][:, None], y), batch_size=8)),
+    ):
+        with pytest.raises(ConfigError, match=told.format(name, dtype) + r"Convert it .*astype\('float32'\).*TypeCast"):
+            call()
+    fits = piped.map(px.data.vision.TypeCast("float32"), "image")
+    assert model().train(1, fits).step == 7
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model().train(1, (x[:, :5], y), batch_size=8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

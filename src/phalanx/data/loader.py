@@ -98,6 +98,11 @@ class ShardedLoader:
         return self._loading.source.dataset
 
     @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The names of the columns of a batch, in order, where a pipeline says them."""
+        return None if self._loading.pipeline is None else self._loading.pipeline.columns
+
+    @property
     def drops_last(self) -> bool:
         """Whether a last batch that is not full is left out."""
         return self._loading.drop_last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ def inputs_and_target(batch: Any, *, has_target: bool = True) -> tuple[tuple[Any
         ConfigError: If there are too few columns.
     """
     if not has_target:
-        return tuple(_columns(batch).values()), None
-    columns = _columns(batch)
+        return tuple(columns_of(batch).values()), None
+    columns = columns_of(batch)
     if len(columns) < 2:
         found = f"a {type(batch).__name__} of {len(columns)} column{'s' * (len(columns) != 1)}"
         raise ConfigError(
@@ -63,7 +65,7 @@ def inputs_of(batch: Any, net: nn.Module) -> tuple[Any, ...]:
     Raises:
         ConfigError: If the net takes neither.
     """
-    takes, every = inspect.signature(net.forward), tuple(_columns(batch).values())
+    takes, every = inspect.signature(net.forward), tuple(columns_of(batch).values())
     others = inputs_and_target(batch)[0] if len(every) > 1 else every
     if not _binds(takes, len(others)) and _binds(takes, len(every)):
         return every
@@ -71,10 +73,50 @@ def inputs_of(batch: Any, net: nn.Module) -> tuple[Any, ...]:
     return others
 
 
-def _columns(batch: Any) -> dict[Any, Any]:
+def columns_of(batch: Any, names: Sequence[str] | None = None) -> dict[Any, Any]:
+    """Return the columns of a batch by name, or by number where neither the batch nor `names` say one."""
     if isinstance(batch, dict):
         return batch
-    return dict(enumerate(batch)) if isinstance(batch, tuple | list) else {0: batch}
+    columns = batch if isinstance(batch, tuple | list) else (batch,)
+    return dict(zip(names if names and len(names) == len(columns) else range(len(columns)), columns, strict=True))
+
+
+_SPEAKS_OF_TYPES = re.compile("same d?type|should be the same|expected scalar type|same datatype|[Ff]ound dtype")
+"""Torch's words about operands whose element types do not go together."""
+
+
+@contextlib.contextmanager
+def types_explained(net: nn.Module, columns: Mapping[Any, Any]) -> Iterator[None]:
+    """Let torch's error about element types say which column of a batch has another than the net.
+
+    Args:
+        net: Called in the block.
+        columns: The batch it is called with, by name or number.
+
+    Raises:
+        ConfigError: Instead of torch's error, if there is such a column; says what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        own = {param.dtype for param in net.parameters() if param.is_floating_point()}
+        others = {name: part.dtype for name, part in columns.items() if isinstance(part, Tensor)}
+        # Whole numbers beside a float64 column are labels or indices, as a rule.
+        found = {name: dtype for name, dtype in others.items() if dtype not in own}
+        found = {name: dtype for name, dtype in found.items() if dtype.is_floating_point} or found
+        if len(own) != 1 or not found or not _SPEAKS_OF_TYPES.search(str(error)):
+            raise
+        wanted, (name, dtype) = _short(own.pop()), next(iter(found.items()))
+        said = name if isinstance(name, str) else f"column{name}"  # as pipelines call it
+        raise ConfigError(
+            f"column {name!r} of the batch is {_short(dtype)} and {type(net).__name__} computes in {wanted}, which "
+            f"torch does not mix. Convert it where the data is made, array.astype({wanted!r}) or "
+            f"tensor.to(torch.{wanted}), or in a pipeline: .map(vision.TypeCast({wanted!r}), {said!r})."
+        ) from error
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_call(net: nn.Module, inputs: tuple[Any, ...], *, has_target: bool) -> None:

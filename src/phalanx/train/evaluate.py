@@ -20,6 +20,7 @@ from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import gather_from
+from phalanx.train.batches import columns_of, types_explained
 from phalanx.train.expanded_loss import cut_of_logits
 from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, RowMetric, read_metrics, takes_loss
@@ -75,7 +76,8 @@ def evaluate(
     with evaluation_mode(model), torch.no_grad():
         for batch in _with_progress(loader):
             assert loader.share is not None
-            out, target = (forward or forward_tuple)(model, batch)
+            with types_explained(model, columns_of(batch, loader.columns)):
+                out, target = (forward or forward_tuple)(model, batch)
             whole = out if cut is None else whole_output(out, cut)
             # A padded row may hold anything, and counts on another rank.
             if loader.share.rows:

@@ -35,7 +35,16 @@ from phalanx.train.assemble import (
     training_loader,
 )
 from phalanx.train.auto_context import close_context
-from phalanx.train.batches import LossFunction, MeanLoss, check_call, inputs_and_target, inputs_of, own_loss
+from phalanx.train.batches import (
+    LossFunction,
+    MeanLoss,
+    check_call,
+    columns_of,
+    inputs_and_target,
+    inputs_of,
+    own_loss,
+    types_explained,
+)
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
 from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
@@ -251,12 +260,16 @@ class Model:
         with evaluation_mode(self.net), torch.no_grad():
             if data and all(isinstance(part, Tensor | np.ndarray) for part in data):
                 check_call(self.net, data, has_target=False)
-                return self._output(tuple(moved(torch.as_tensor(part), here.device) for part in data))
+                inputs = tuple(moved(torch.as_tensor(part), here.device) for part in data)
+                return self._output(inputs, columns_of(inputs))
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
                 raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
             loader = rows_in_order(one_pass(data[0]), batch_size)
-            return outputs_in_order(loader, lambda batch: self._output(inputs_of(batch, self.net)))
+            names = loader.columns
+            return outputs_in_order(
+                loader, lambda batch: self._output(inputs_of(batch, self.net), columns_of(batch, names))
+            )
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -314,7 +327,8 @@ class Model:
         inputs, target = inputs_and_target(batch, has_target=self.loss_fn is not None)
         step = self._step(inputs, captured)
         before = step.train_s, step.compile_s
-        loss = step(inputs[0] if len(inputs) == 1 else inputs, target).loss
+        columns = columns_of(batch, run.loader.columns)
+        loss = step(inputs[0] if len(inputs) == 1 else inputs, target, columns=columns).loss
         run.train_s += step.train_s - before[0]
         run.compile_s += step.compile_s - before[1]
         return run.batch_done(loss)
@@ -348,9 +362,11 @@ class Model:
         assert made is not None
         return made.plan.step.compiled if self._compiled is None else self._compiled
 
-    def _output(self, inputs: tuple[Any, ...]) -> Any:
+    def _output(self, inputs: tuple[Any, ...], columns: Mapping[Any, Any]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
-        output, cut = self.net(*inputs), cut_of_logits(self.net)
+        with types_explained(self.net, columns):
+            output = self.net(*inputs)
+        cut = cut_of_logits(self.net)
         return output if cut is None else whole_output(output, cut)
 
     def _output_and_target(self, net: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from phalanx.parallel.out_of_memory import memory_explained
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import warn_if_apart
+from phalanx.train.batches import types_explained
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
 
@@ -116,13 +117,14 @@ class TrainStep:
         """Graphs compiled for the optimizer."""
         return self._update_graphs.count
 
-    def __call__(self, *batch: Any) -> StepOutput:
+    def __call__(self, *batch: Any, columns: Mapping[Any, Any] | None = None) -> StepOutput:
         """Run one step on one batch.
 
         Collective: every rank calls it with its own batch.
 
         Args:
             *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0.
+            columns: The same by the names that the script has for them, for errors.
 
         Returns:
             The loss and the fetches of this rank's batch.
@@ -131,7 +133,11 @@ class TrainStep:
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
-        with memory_explained(self._model, (inputs,) if self._call is self._model else inputs):
+        named = {"inputs": inputs, "target": target} if columns is None else columns
+        with (
+            types_explained(self._model, named),
+            memory_explained(self._model, (inputs,) if self._call is self._model else inputs),
+        ):
             loss, fetched = self._backward(inputs, target)
             tell_loss(loss)
             if self.compiled:
