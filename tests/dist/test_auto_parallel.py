@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx import fleet
+from phalanx.auto.traffic import traffic
+from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
@@ -23,7 +28,7 @@ from phalanx.parallel.watch import assembly
 from phalanx.plan.files import load_plan
 from phalanx.plan.value import Plan
 from ranks import run_ranks
-from tensor_models import Case, Transformer, difference, tokens, trained, trained_alone, whole_loss
+from tensor_models import Case, Transformer, difference, made, tokens, trained, trained_alone, whole_loss
 
 pytestmark = pytest.mark.dist
 
@@ -82,6 +87,10 @@ LIMITS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+BYTES = {name: sum(param.nbytes for param in build().double().parameters()) for name, (build, _) in MODELS.items()}
+"""Of all parameters."""
+
+
 @cache
 def plans(name: str, ranks: int, searches: int) -> dict[str, Plan]:
     """Return the Plans of several searches by what they say of themselves, each once."""
@@ -108,12 +117,18 @@ def case_of(name: str, plan: Plan | None = None) -> Case:
     return Case(build=build, styles={}, options={}, batch=(make, ROWS), plan=plan)
 
 
+def ignore_views() -> None:
+    """Torch warns of units whose output is a view, such as linear layers over sequences.
+
+    An in-place operator on it would lose gradients; nothing here does that.
+    """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
 def of_plans(named: dict[str, dict[str, Plan]]) -> dict[str, float]:
     """Return by how much training under each Plan differs from training in one process."""
     px.init()
-    # Torch warns of units whose output is a view, such as linear layers over sequences: an in-place operator on it
-    # would lose gradients. Nothing here does that.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    ignore_views()
     found = {}
     for name, several in named.items():
         alone = trained_alone(case_of(name))
@@ -236,3 +251,89 @@ def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tm
         assert re.search("AUTO_PARALLEL makes its Plan for a batch .* Call train first", found["early"])
         assert "only real numbers here" in found["refused"]
     assert any(reason.setting.startswith("planner: data=") for reason in load_plan(tmp_path / "plan.json").because)
+
+
+LISTENED = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+}
+"""Calls of a group, what kind they are, and which argument is the whole that the kind counts."""
+
+TALK_BYTES = 400
+"""Below this, ranks tell each other what they are about to do."""
+
+
+def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float]]]:
+    """Return the collectives of the second step under each Plan."""
+    px.init()
+    ignore_views()
+    sent: Counter[tuple[str, float]] = Counter()
+
+    def listen(name: str, kind: str, place: int) -> None:
+        called = getattr(SharedMemoryGroup, name)
+
+        def heard(self: Any, *given: Any) -> Any:
+            whole = tree_leaves(given[place])
+            sent[kind, float(sum(leaf.nbytes for leaf in whole))] += 1
+            return called(self, *given)
+
+        setattr(SharedMemoryGroup, name, heard)
+
+    for name, (kind, place) in LISTENED.items():
+        listen(name, kind, place)
+    found = []
+    for name, plan in several:
+        model, optimizer, data = made(case_of(name, plan))
+        model, optimizer, loader = px.distribute(
+            model, optimizer, TensorDataset(*data), global_batch=ROWS, shuffle=False, plan=plan
+        )
+        for step, (inputs, target) in enumerate(loader):
+            sent.clear()
+            whole_loss(model(inputs), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                found.append(Counter(sent))
+        del model, optimizer, loader
+        assembly.__init__()
+        gc.collect()
+    return found
+
+
+def bytes_by_kind(sent: Counter[tuple[str, float]]) -> dict[str, float]:
+    found = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), 0.0)
+    for (kind, size), times in sent.items():
+        found[kind] += size * times
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
+    several, priced = [], []
+    for name, limits in [
+        ("hybrid", ("tp=2", "classifier.0=column", "classifier.2=row")),
+        ("hybrid", ("tp=1", "zero=0", "classifier.0=column", "classifier.2=row")),
+        ("hybrid", ("zero=3",)),
+        ("transformer", ("tp=2", "blocks.0.q=column", "blocks.0.mlp.0=column", "tokens=vocab", "head=whole")),
+        ("transformer", ("tp=1", "zero=0", "blocks.0.mlp.0=row", "head=whole")),
+        ("transformer", ("zero=2", "recompute=full")),
+    ]:
+        build, make = MODELS[name]
+        answer = px.auto_parallel(
+            build().double(), make(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=("pp=1", *limits), top_k=1
+        )
+        several.append((name, answer.plan))
+        priced.append(traffic(answer.searched.best, answer.layers))
+    for executed in run_ranks(of_traffic, ranks, several):
+        for (name, plan), mine, sent in zip(several, priced, executed, strict=True):
+            loud = Counter({one: times for one, times in sent.items() if one[1] >= TALK_BYTES})
+            # Gradients share buckets, and units are padded to equal parts: of those the bytes are compared.
+            whole = Counter({one: times for one, times in mine.items() if times == round(times)})
+            in_layers = {one: times for one, times in whole.items() if TALK_BYTES <= one[1] < 0.5 * BYTES[name]}
+            assert {one: loud[one] for one in in_layers} == in_layers, plan.because[-1].setting
+            assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(mine), rel=0.03, abs=2 * TALK_BYTES)

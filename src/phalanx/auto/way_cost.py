@@ -21,7 +21,7 @@ from phalanx.cluster.measured import Kind
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel together until they fill this many bytes, as `plan.value.AllReduce` says."""
 
-_TOLD_BYTES = 64
+_TOLD_BYTES = 72
 """Bytes that ranks tell each other of their rows before a layer gathers them."""
 
 
@@ -78,7 +78,7 @@ class WayCost:
         return sum(op.written_bytes for op in work.operators if op.flops) * share.rows * share.outer
 
     def _sent_by_rows(self, work: Work, way: Way) -> Times:
-        """Return the collectives of a layer that gathers the rows of all ranks."""
+        """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
         ranks, where = self._at.data, self._at.over_data
         said = self._speed.collective_s
         taken, given = work.taken, work.given
@@ -86,9 +86,9 @@ class WayCost:
         if way.style == "column":
             exchanged = said("all_to_all", given / ranks, where)
             forward = told + said("all_gather", taken, where) + exchanged
-            return Times(forward, exchanged + (0.0 if work.is_first else said("reduce_scatter", taken, where)))
+            return Times(forward, exchanged + (0.0 if work.is_first else said("all_to_all", taken, where)))
         exchanged = said("all_to_all", taken / ranks, where)
-        forward = told + exchanged + said("reduce_scatter", given, where)
+        forward = told + exchanged + said("all_to_all", given, where)
         return Times(forward, said("all_gather", given, where) + (0.0 if work.is_first else exchanged))
 
     def _sent(self, work: Work, way: Way) -> Times:
