@@ -200,10 +200,23 @@ def of_fleet(data: tuple[Tensor, Tensor]) -> list[float]:
     return losses
 
 
-def of_model(folder: str) -> dict[str, Any]:
+def of_stages(plan: Plan | None) -> list[float]:
+    """Train in stages, as a Plan says."""
+    torch.manual_seed(0)
+    net, losses = Hybrid().double(), Losses()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    px.Model(net, whole_loss, optimizer, plan=plan).train(1, images(24), losses, global_batch=ROWS, shuffle=False)
+    del net, optimizer
+    assembly.__init__()
+    gc.collect()
+    return losses.seen
+
+
+def of_model(folder: str, staged: list[Plan]) -> dict[str, Any]:
     """Train twice: on rows in an order drawn here, and on a pipeline that draws random numbers."""
     px.init()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"stages": [of_stages(plan) for plan in staged or [None]]}
+    px.reset_auto_parallel_context()
     px.set_auto_parallel_context(
         parallel_mode="auto_parallel",
         auto_parallel_search_mode="dynamic_programming",
@@ -239,9 +252,14 @@ def of_model(folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2])
 def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
     nowhere = {"XDG_CACHE_HOME": str(tmp_path)}  # where no measured figures are
-    (alone,) = run_ranks(of_model, 1, str(tmp_path), env=nowhere)
-    several = run_ranks(of_model, ranks, str(tmp_path), env=nowhere)
+    staged = px.auto_parallel(
+        Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=["pp=2"], top_k=3
+    ).top_k
+    assert len({plan.schedule.microbatches for plan in staged}) > 1
+    (alone,) = run_ranks(of_model, 1, str(tmp_path), [], env=nowhere)
+    several = run_ranks(of_model, ranks, str(tmp_path), list(staged), env=nowhere)
     for found in several:
+        assert found["stages"] == [pytest.approx(alone["stages"][0], abs=1e-10)] * len(staged)
         for name in ("rows", "noisy"):
             assert found[name] == pytest.approx(alone[name], abs=1e-4)
             assert found[f"{name} evaluated"] == pytest.approx(alone[f"{name} evaluated"], abs=1e-4)
