@@ -49,6 +49,15 @@ REPLACED: dict[str, str] = {
     "save_dygraph": "px.save(folder, model, optimizer), or px.export_state_dict(model, path) for weights alone",
     "load_dygraph": "px.load(folder, model, optimizer), or px.load(path, model) for weights alone",
     "TracedLayer": "px.export_program(model, inputs, path)",
+    # data pipelines
+    "create_dict_iterator": "px.data.ShardedLoader(dataset.as_dicts())",
+    "create_tuple_iterator": "px.data.ShardedLoader(dataset)",
+    "device_que": "nothing: px.data.ShardedLoader hands out batches on the device",
+    "get_col_names": "dataset.columns, of a reader dataset.pipeline().columns",
+    "num_parallel_workers": "num_workers=4 of px.data.ShardedLoader, px.distribute and px.Model.train",
+    "skip": "px.data.Pipeline(torch.utils.data.Subset(data, range(n, len(data))), columns)",
+    "take": "px.data.Pipeline(torch.utils.data.Subset(data, range(n)), columns)",
+    # optimizers
     "clear_gradients": "optimizer.zero_grad()",
     "clear_grad": "optimizer.zero_grad()",
 }

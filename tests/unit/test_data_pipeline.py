@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from phalanx.comm import context
 from phalanx.data import GeneratorDataset, Pipeline, QueueDataset, ShardedLoader, vision
@@ -213,6 +213,34 @@ def test_a_reader_keeps_its_shard_in_and_out_of_a_pipeline() -> None:
 def test_a_pipeline_says_who_iterates_it() -> None:
     with pytest.raises(TypeError, match=r"Iterate over ShardedLoader\(dataset\)"):
         next(iter(numbers(3).batch(2)))
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("create_dict_iterator", r"ShardedLoader\(dataset\.as_dicts\(\)\)"),
+        ("create_tuple_iterator", r"ShardedLoader\(dataset\)"),
+        ("device_que", "nothing: px.data.ShardedLoader"),
+        ("get_col_names", r"dataset\.columns"),
+        ("take", r"Subset\(data, range\(n\)\)"),
+        ("skip", r"Subset\(data, range\(n, len"),
+    ],
+)
+def test_verbs_of_older_frameworks_say_what_to_write(word: str, instead: str) -> None:
+    for dataset in (numbers(3), numbers(3).batch(2), Reader(3, (0, 1))):
+        with pytest.raises(AttributeError, match=f"'{word}' belongs to an older framework. Write instead: .*{instead}"):
+            getattr(dataset, word)
+
+
+def test_arguments_of_older_frameworks_say_what_to_write() -> None:
+    told = r"has no argument 'num_parallel_workers'\. .* Write instead: num_workers=4 of px\.data\.ShardedLoader"
+    for verb, asked in (("map", {"operations": abs}), ("batch", {"batch_size": 2}), ("shuffle", {"buffer_size": 2})):
+        with pytest.raises(ConfigError, match=f"{verb} {told}"):
+            getattr(numbers(3), verb)(**asked, num_parallel_workers=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        numbers(3).batch(batchsize=4)  # type: ignore[call-arg]
+    first = Pipeline(Subset(TensorDataset(torch.arange(9)), range(3)), ["number"])
+    assert rows_of(ShardedLoader(first.batch(2), shuffle=False)) == [0, 1, 2]
 
 
 def test_every_pass_is_another_order_and_repeats_are_passes() -> None:

@@ -10,9 +10,11 @@ for the order is in `docs/design/data.md`; columns in `data/columns.py`.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +27,25 @@ from phalanx.data.ranks import read_shard, shards_expected
 from phalanx.data.shards import EpochPlan, asked_rows
 from phalanx.data.sources import decides_batches, read_source
 from phalanx.errors import ConfigError
+from phalanx.old_names import replacement
 
 Operations = Callable[..., Any] | Sequence[Callable[..., Any]]
 Names = str | Sequence[str]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _names_old_words(verb: Callable[P, R]) -> Callable[P, R]:
+    """Let a verb that is given an argument of older frameworks say what to write instead."""
+
+    @functools.wraps(verb)
+    def checked(*args: P.args, **named: P.kwargs) -> R:
+        for word in named:
+            if word not in inspect.signature(verb).parameters and (instead := replacement(word)):
+                raise ConfigError(f"{verb.__name__} has no argument {word!r}. {instead}.")
+        return verb(*args, **named)
+
+    return checked
 
 
 class Verbs:
@@ -36,10 +54,19 @@ class Verbs:
     shard: tuple[int, int] | None = None
     """(index, count) the user gave with `num_shards` and `shard_id`; None: as the ranks read."""
 
+    if not TYPE_CHECKING:  # a type checker would believe every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if old := replacement(name):
+                raise AttributeError(f"{message}. {old}.", name=name)
+            raise AttributeError(message, name=name, obj=self)  # to which Python adds the nearest name
+
     def pipeline(self) -> Pipeline:
         """Return the pipeline so far; of a dataset, the one that only reads."""
         return Pipeline(self)
 
+    @_names_old_words
     def map(
         self, operations: Operations, input_columns: Names | None = None, *, output_columns: Names | None = None
     ) -> Pipeline:
@@ -69,6 +96,7 @@ class Verbs:
         )
         return here.then(maps=(*recipe.maps, step), columns=step.names(recipe.columns))
 
+    @_names_old_words
     def shuffle(self, buffer_size: int, seed: int = 0) -> Pipeline:
         """Order anew in every pass, within windows: rows, or after `batch` whole batches of this many rows.
 
@@ -85,6 +113,7 @@ class Verbs:
             return here.then(ordering=replace(ordering, unit_windows=(*ordering.unit_windows, window)))
         return here.then(ordering=replace(ordering, row_windows=(*ordering.row_windows, window)))
 
+    @_names_old_words
     def batch(
         self, batch_size: int | None = None, drop_remainder: bool = False, *, global_batch: int | None = None
     ) -> Pipeline:
@@ -107,6 +136,7 @@ class Verbs:
         ordering = replace(here.recipe.ordering, unit=next(iter(sizes.values())))
         return here.then(**sizes, drop_remainder=bool(drop_remainder), ordering=ordering)
 
+    @_names_old_words
     def repeat(self, count: int) -> Pipeline:
         """Go through the data `count` times per epoch; before `batch`, batches may run from one pass into the next."""
         here = self.pipeline()
