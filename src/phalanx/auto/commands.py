@@ -1,4 +1,4 @@
-"""The commands `phalanx predict` and `phalanx plan`."""
+"""The command `phalanx predict`, and `phalanx plan` of a described transformer."""
 
 from __future__ import annotations
 
@@ -78,31 +78,33 @@ def _cause(one: Prediction) -> str:
     return f"{largest.replace('_', ' ')} {seconds[largest] / one.step_time_s:.0%}"
 
 
-@click.command("plan")
-@click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16. Default: the file's own.")
-@click.option(
-    "--limit", "limits", multiple=True, help="Something to keep to, such as tp<=8 or recompute=none; repeat it."
-)
-@click.option("--why-not", "alternative", multiple=True, help="Say what it would cost to keep to this limit too.")
-@click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")
-@click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@drawn_options
-def plan_command(
+def plan_described(
     file: TextIO,
+    *,
     cluster: str | None,
     limits: tuple[str, ...],
-    alternative: tuple[str, ...],
+    alternatives: tuple[str, ...],
     top: int,
     time_limit: float | None,
     as_json: bool,
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
-    """Find the fastest way to cut a described transformer over a cluster, and prove how good it is.
+    """Print the fastest ways to cut a transformer that a file describes.
 
-    FILE holds one run as `phalanx predict` takes it, without what is searched; - reads it from standard input.
+    Args:
+        file: One run as `phalanx predict` takes it, without what is searched.
+        cluster: Words; the file's own when None.
+        limits: What to keep to.
+        alternatives: Further limits whose cost is said.
+        top: How many choices to show.
+        time_limit: Seconds.
+        as_json: Whether to print one JSON object.
+        trace: Where to write the events of the best.
+        timeline: Where to draw it.
+
+    Raises:
+        ConfigError: If the file describes no run.
     """
     try:
         described = json.load(file)
@@ -111,7 +113,7 @@ def plan_command(
     if not isinstance(described, dict):
         raise ConfigError(f"{file.name}: a run is a JSON object, found {type(described).__name__}.")
     found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
-    reasons = [found.why_not(one) for one in alternative]
+    reasons = [found.why_not(one) for one in alternatives]
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"why_not": reasons}))
     else:

@@ -106,6 +106,8 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         plan: A Plan to apply instead of the one the strategy makes.
         expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
     """
+    if assembly.planner is not None and assembly.loader is not None:
+        assembly.planner(model, None)
     context = join("distributed_model")
     if plan is None:
         check_model(model)

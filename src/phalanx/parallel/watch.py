@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ class Assembly:
     """Models whose optimizer should come by a call of its own."""
 
     loader: ShardedLoader | None = None
+    planner: Callable[[nn.Module, Any], NoReturn] | None = None
+    """In a run that only plans, called with a model and its loss function, if known, in place of training it."""
+
     has_warned: bool = False
     has_compared: bool = False
 

@@ -24,6 +24,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import join
+from phalanx.parallel.watch import assembly
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.assemble import (
@@ -310,6 +311,8 @@ class Model:
         return here
 
     def _distribute(self, loader: ShardedLoader | None = None) -> None:
+        if assembly.planner is not None and loader is not None:
+            assembly.planner(self.net, self.loss_fn)
         if self._is_distributed:
             return
         here = context.current()

@@ -1,0 +1,93 @@
+"""The command `phalanx plan`: of a training script, or of a transformer that a file describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import click
+from rich.console import Console
+
+from phalanx.auto.simulate_files import drawn_options
+
+if TYPE_CHECKING:  # a described transformer needs no torch
+    from phalanx.auto.planned import Planned
+
+
+@click.command("plan", context_settings={"ignore_unknown_options": True})
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS]...")
+@click.option("--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16. Default: the file's own, or here.")
+@click.option(
+    "--limit", "limits", multiple=True, help="Something to keep to, such as tp<=8 or recompute=none; repeat it."
+)
+@click.option("--why-not", "alternatives", multiple=True, help="Say what it would cost to keep to this limit too.")
+@click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")
+@click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Of a script. Default: adam.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write a script's Plan to this file.")
+@drawn_options
+def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
+    """Find the fastest way to train on a cluster, and prove how good it is. The cluster need not be there.
+
+    FILE is a training script, which runs until it would train, with its own arguments after it; or one run as
+    `phalanx predict` takes it, without what is searched (- reads it from standard input).
+    """
+    if file.suffix == ".py":
+        _plan_script(file, arguments, **options)
+        return
+    if arguments or options.pop("optimizer") or options.pop("save"):
+        raise click.UsageError("Arguments, --optimizer and --save are for a script, FILE.py.")
+    from phalanx.auto.commands import plan_described
+
+    with click.open_file(str(file), encoding="utf-8") as opened:
+        plan_described(cast(TextIO, opened), **options)
+
+
+def _plan_script(
+    script: Path,
+    arguments: tuple[str, ...],
+    *,
+    cluster: str | None,
+    limits: tuple[str, ...],
+    alternatives: tuple[str, ...],
+    top: int,
+    time_limit: float | None,
+    as_json: bool,
+    optimizer: str | None,
+    save: Path | None,
+    trace: Path | None,
+    timeline: Path | None,
+) -> None:
+    if trace or timeline:
+        raise click.UsageError("--trace and --timeline are for a described run, FILE.json.")
+    from phalanx.train.plan_script import plan_script
+
+    answer = plan_script(
+        script,
+        arguments,
+        cluster=cluster,
+        limits=limits,
+        optimizer=optimizer or "adam",
+        top_k=top,
+        time_limit=time_limit,
+    )
+    reasons = [answer.why_not(one) for one in alternatives]
+    if as_json:
+        click.echo(json.dumps(answer.to_json() | {"why_not": reasons}))
+    else:
+        _print(answer, reasons)
+    if save is not None:
+        from phalanx.plan.files import save_plan
+
+        save_plan(answer.plan, save)
+        click.echo(f"{save}: train with it, px.distribute(..., plan=phalanx.plan.load_plan({str(save)!r}))", err=True)
+
+
+def _print(answer: Planned, reasons: list[str]) -> None:
+    console = Console()
+    console.print(answer)
+    for reason in reasons:
+        console.print(reason, highlight=False)
