@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import phalanx as px
 from phalanx.data import ShardedLoader
 from phalanx.data.pipeline import Pipeline
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.parallel import apply
 from phalanx.train.callbacks import progress
 from phalanx.train.callbacks.run import Run
 
@@ -540,6 +542,26 @@ def test_parts_of_another_kind_are_named(parts: tuple[Any, ...], message: str) -
 def test_a_strategy_and_a_plan_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="takes a strategy or a plan, found both"):
         px.Model(small(), strategy=px.DistributedStrategy(), plan=px.Plan(mesh=()))
+
+
+def test_models_one_after_the_other_have_strategies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "_applied", WeakKeyDictionary())  # other tests keep models
+    strategies = (
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"recompute": True, "recompute_configs": {"checkpoints": ["0"]}},
+        {"amp": True, "amp_configs": {"dtype": "bfloat16"}},
+        {"ema": True},
+        {},
+    )
+    for settings in strategies:
+        made = model(strategy=px.DistributedStrategy(**settings), metrics=["acc1"])
+        made.train(1, data(), [Losses()], batch_size=8, valid_dataset=data())
+        told = (
+            r"while a Sequential that was .* is alive; they differ in .*localsgd.* For models one after the other, let"
+        )
+        with pytest.raises(StrategyError, match=told):
+            model(strategy=px.DistributedStrategy(localsgd=True)).train(1, data(), batch_size=8)
+        del made
 
 
 def test_a_strategy_for_a_distributed_net_is_too_late() -> None:

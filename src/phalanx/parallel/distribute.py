@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,18 +39,31 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """Set the strategy of this process, or return the one in use when None; the default one if there is none.
 
+    Models that train side by side have one strategy: it says how each optimizer goes with each model. Once all models
+    of one are gone, the next may have another.
+
     Raises:
-        StrategyError: If a model was distributed under a different strategy already.
+        StrategyError: If a model that lives was distributed under a different strategy; names it and what differs.
     """
     if strategy is not None:
         strategy = check_strategy(strategy)
         if assembly.strategy not in (None, strategy) and applied():
-            raise StrategyError(
-                "a model was distributed under another strategy already. Give the strategy once, to init or to the "
-                "first call."
-            )
+            gc.collect()  # a model and its optimizer refer to each other through their hooks
+            gc.collect()  # and what those held may be such a ring again
+            if models := distributed_models():
+                raise StrategyError(_explain_strategies(models[0], assembly.strategy, strategy))
         assembly.strategy = strategy
     return assembly.strategy or DistributedStrategy()
+
+
+def _explain_strategies(model: nn.Module, first: DistributedStrategy | None, second: DistributedStrategy) -> str:
+    before, now = (first or DistributedStrategy()).model_dump(), second.model_dump()
+    names = [name for name in now if now[name] != before[name]]
+    return (
+        f"a strategy was given while a {type(model).__name__} that was distributed under another is alive; they differ "
+        f"in {', '.join(names)}. Models of one process have one strategy: give it once, to init or to the first call. "
+        "For models one after the other, let go of the first before: del model, optimizer and all that refers to them."
+    )
 
 
 def distribute(
