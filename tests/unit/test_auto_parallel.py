@@ -13,10 +13,15 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto.choices import Choices
 from phalanx.auto.planned import Planned
+from phalanx.auto.trial import may_be_cut
 from phalanx.auto.ways import ways_of
 from phalanx.cluster.description import read_cluster
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.describe import shape_of
+from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan.files import load_plan, save_plan
+from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.tensor_rules import Styled, with_cut_layers
 from tensor_models import Transformer
 
 
@@ -250,3 +255,79 @@ def test_a_plan_is_kept_in_a_small_file(tmp_path):
 def test_two_searches_find_the_same():
     found = [px.auto_parallel(Transformer(), TOKENS, of_tokens, cluster="a100x2").plan.digest() for _ in range(2)]
     assert found[0] == found[1]
+
+
+class Scaled(nn.Module):
+    """Parameters of the model itself, the one without dims."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shape))
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.scale)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 10), nn.ReLU()])
+def test_a_model_without_parts_has_plans(model):
+    answer = px.auto_parallel(model, (torch.zeros(4, 8), torch.zeros(4).long()), F.cross_entropy, cluster="a100x2")
+    assert answer.plan.world_size == 2
+    assert "not searched: pipelines, as the model holds no modules with parameters" in str(answer)
+
+
+def test_what_sharding_cannot_cut_is_not_sharded():
+    sample = torch.zeros(4, 64), torch.zeros(4).long()
+    flat = px.auto_parallel(Scaled(), sample, F.cross_entropy, cluster="a100x4")
+    assert flat.space["zero"] == (0,)
+    assert flat.left_out == ("sharding, as parameter 'scale' has no dim to cut: give it shape (1,)",)
+    outside = px.auto_parallel(Scaled(1), sample, F.cross_entropy, cluster="a100x4")
+    assert {at.zero for at in outside.searched.arrangements if at.stages == 1} == {0, 1, 2, 3}
+    assert {at.zero for at in outside.searched.arrangements if at.stages > 1} == {0}
+    assert "sharding of stages, as parameter 'scale' is in no unit alone" in str(outside)
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer that may compute anything."""
+
+
+OwnLinear.__name__ = "Linear"
+
+
+def test_only_layers_that_can_have_a_style_are_cut():
+    def layers(first: nn.Module) -> nn.Module:
+        return nn.Sequential(first, nn.ReLU(), nn.Linear(4096, 8))
+
+    sample = torch.zeros(4, 4096), torch.zeros(4).long()
+    normed = nn.utils.spectral_norm(nn.Linear(4096, 4096))
+    for first in (OwnLinear(4096, 4096), normed):
+        answer = px.auto_parallel(layers(first), sample, F.cross_entropy, cluster="a100x2", limits=["tp=2"])
+        assert set(answer.searched.best.cut) == {"2"}
+    tokens = torch.zeros(4, 4, dtype=torch.long), torch.zeros(4, 4, 512)
+    kept = nn.Sequential(nn.Embedding(4096, 4096, max_norm=1.0), nn.Linear(4096, 512))
+    answer = px.auto_parallel(kept, tokens, F.mse_loss, cluster="a100x2", limits=["tp=2"])
+    assert set(answer.searched.best.cut) == {"1"}
+
+
+def test_what_the_planner_may_cut_is_what_px_shard_takes():
+    model = nn.Sequential(nn.Linear(8, 8), OwnLinear(8, 8), nn.Embedding(8, 8), nn.Embedding(8, 8, max_norm=1.0))
+    styles = {"Linear": "column", "Embedding": "vocab"}
+    for path, module in model.named_children():
+        strategy = px.DistributedStrategy()
+        strategy.tensor_parallel = True
+        strategy.tensor_parallel_configs = {"tensor_parallel_degree": 2}
+        plan = plan_from_strategy(strategy, shape_of(model), 2)
+        bias = f"{path}.bias" if isinstance(module, nn.Linear) else None
+        cut = Styled(module=path, style=styles[type(module).__name__], weight=f"{path}.weight", bias=bias)
+        plan = with_cut_layers(plan, [cut], "model")
+        if path in may_be_cut(model):
+            check_styles(plan, model)
+        else:
+            with pytest.raises(PlanError):
+                check_styles(plan, model)
+
+
+def test_sparse_gradients_are_refused_before_a_search():
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match=r"module '0' makes sparse gradients.*Build it with sparse=False"):
+        px.auto_parallel(model, torch.zeros(4, dtype=torch.long), lambda out: out.sum(), cluster="a100x2")

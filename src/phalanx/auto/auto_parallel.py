@@ -16,13 +16,13 @@ from phalanx.auto.graph import Captured
 from phalanx.auto.job import KNOBS, Limit, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
-from phalanx.auto.pieces import Pieces, pieces_of
+from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
 from phalanx.auto.predict import USABLE
 from phalanx.auto.rates import STATES, Speed, speed_of_devices, speed_of_machine
 from phalanx.auto.segments import Segment, segments
-from phalanx.auto.trial import cannot_run_cut
+from phalanx.auto.trial import cannot_run_cut, may_be_cut
 from phalanx.auto.written_plan import check_base
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.errors import ConfigError, PlanError, did_you_mean
@@ -66,25 +66,28 @@ def auto_parallel(
 
     Raises:
         ConfigError: If the model cannot be captured, or something asked for is not known.
-        PlanError: If no Plan fits; says how many bytes every one needs.
+        PlanError: If no Plan fits; says how many bytes every one needs. If the model makes sparse gradients.
     """
     base = strategy or DistributedStrategy()
     check_base(base)
     found = read_cluster("here" if cluster is None else cluster).weakest()
     room = USABLE * found.nodes[0].device.memory if memory is None else memory
+    _check_sparse(model)
     captured = capture(model, sample, loss_fn)
     found_segments = segments(captured)
-    pieces, whole = _pieces(model, captured, found_segments)
+    pieces, unstaged = _pieces(model, captured, found_segments)
+    unsharded = _unsharded(captured)
     layers = Layers(
         captured=captured,
         segments=found_segments,
+        may_be_cut=may_be_cut(model),
         pieces=pieces,
         optimizer=_kind_of(optimizer),
         blocks=_outermost(captured.blocks),
     )
     speed = speed_of(found, _precision(captured, base))
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
-    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work)
+    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded)
     said = tuple(limits)
     return Planned(
         searched=search(said),
@@ -94,9 +97,19 @@ def auto_parallel(
         room=room,
         where=str(found),
         base=base,
-        left_out=() if whole is None else (whole,),
+        left_out=tuple(dict.fromkeys(why for why in (unstaged, *unsharded.values()) if why is not None)),
         search_again=lambda more: search((*said, *more)),
     )
+
+
+def _check_sparse(model: nn.Module) -> None:
+    sparse = (name for name, module in model.named_modules() if getattr(module, "sparse", None) is True)
+    name = next(sparse, None)
+    if name is not None:
+        raise PlanError(
+            f"auto_parallel was asked for a Plan of a model whose module {name!r} makes sparse gradients, which ranks "
+            "cannot add up. Build it with sparse=False."
+        )
 
 
 def speed_of(cluster: Cluster, precision: str) -> Speed:
@@ -126,6 +139,9 @@ class _Search:
     time_limit: float | None
     layers: Layers
     work: LayerWork
+    unsharded: Mapping[bool, str]
+    """Why it is not sharded, with stages and without, where it cannot be."""
+
     runs: dict[Region, bool] = field(default_factory=dict)
 
     def __call__(self, limits: tuple[str, ...]) -> Searched:
@@ -150,13 +166,14 @@ class _Search:
 
     def _arrangements(self) -> Iterator[Arrangement]:
         pieces = self.layers.pieces
-        return arrangements_of(
+        found = arrangements_of(
             self.cluster.devices,
             has_blocks=bool(self.layers.blocks),
             per_node=self.cluster.nodes[0].devices,
             pieces=1 if pieces is None else len(pieces.starts),
             rows=_rows(self.layers.segments),
         )
+        return (at for at in found if not at.zero or (at.stages > 1) not in self.unsharded)
 
     def _failing(self, candidate: Candidate) -> Iterator[Region]:
         """Yield regions of a candidate in which the model's code needs activations whole that are cut."""
@@ -225,6 +242,16 @@ def _pieces(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) ->
         return pieces_of(model, captured, found), None
     except PlanError as error:
         return None, f"pipelines, as {error}"
+
+
+def _unsharded(captured: Captured) -> dict[bool, str]:
+    """Return why a model cannot be sharded, by whether it is in stages."""
+    flat = next((param.name for param in captured.parameters if not param.shape), None)
+    if flat is not None:
+        why = f"sharding, as parameter {flat!r} has no dim to cut: give it shape (1,)"
+        return {False: why, True: why}
+    alone = in_no_unit_alone(captured)
+    return {} if alone is None else {True: f"sharding of stages, as parameter {alone!r} is in no unit alone"}
 
 
 def _rows(found: tuple[Segment, ...]) -> int:

@@ -59,6 +59,9 @@ class Layers:
 
     captured: Captured
     segments: tuple[Segment, ...]
+    may_be_cut: frozenset[str]
+    """Paths of the layers that can have a style."""
+
     optimizer: str = "sgd"
     """`sgd`, `momentum` or `adam`."""
 

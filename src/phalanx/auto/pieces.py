@@ -41,6 +41,10 @@ def pieces_of(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) 
         PlanError: If its forward pass cannot be cut; says why.
     """
     names = units(ModelShape(captured.parameters))
+    if not names:
+        raise PlanError("the model holds no modules with parameters")
+    if not names:
+        raise PlanError("the model has no modules to begin a stage with")
     visits = [_unit(segment.path, names) for segment in found]
     met = [place for place in dict.fromkeys(visits) if place is not None]
     if met != list(range(len(names))):
@@ -54,6 +58,15 @@ def pieces_of(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) 
         now = now if visit is None else max(now, piece_of[visit])
         of.append(now)
     return Pieces(starts=starts, of=tuple(of), crossing=tuple(_crossing(found, of, len(starts))))
+
+
+def in_no_unit_alone(captured: Captured) -> str | None:
+    """Return a parameter that no unit holds, or that several do: stages cannot shard it. None if there is none."""
+    names = units(ModelShape(captured.parameters))
+    for name, other in [*((param.name, param.name) for param in captured.parameters), *captured.tied]:
+        if _unit(name, names) is None or _unit(name, names) != _unit(other, names):
+            return name
+    return None
 
 
 def _unit(path: str, names: list[str]) -> int | None:

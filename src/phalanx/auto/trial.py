@@ -16,6 +16,22 @@ from phalanx.auto.capture_copy import copied
 from phalanx.auto.layers import Way
 from phalanx.errors import ConfigError
 
+_CUT = (nn.Linear, nn.Embedding, nn.Dropout)
+"""Layers that have styles, of exactly these classes: subclasses may compute something else."""
+
+
+def may_be_cut(model: nn.Module) -> frozenset[str]:
+    """Return the paths of the layers that `px.shard` takes: `parallel/tensor/styles` says which."""
+    return frozenset(path for path, module in model.named_modules() if _has_styles(module))
+
+
+def _has_styles(module: nn.Module) -> bool:
+    if type(module) not in _CUT:
+        return False
+    # Some wrappers of weights, as spectral_norm is, leave the class and hold the weight under another name.
+    whole = isinstance(module, nn.Dropout) or module._parameters.get("weight") is not None
+    return whole and not any(getattr(module, word, None) for word in ("max_norm", "scale_grad_by_freq", "sparse"))
+
 
 def cannot_run_cut(
     model: nn.Module, sample: Any, loss_fn: LossFunction | None, cut: Mapping[str, Way], ranks: int

@@ -140,8 +140,9 @@ class _Listed:
         )
 
     def _can_be_cut(self, segment: Segment) -> bool:
-        """Return whether a layer is called once, and holds its parameters alone."""
-        return segment.path in self._once and not any(param.name in self._shared for param in segment.parameters)
+        """Return whether a layer can have a style, is called once, and holds its parameters alone."""
+        is_alone = not any(param.name in self._shared for param in segment.parameters)
+        return is_alone and segment.path in self._once and segment.path in self._layers.may_be_cut
 
     def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
         """Yield which ways of neighbours leave an activation cut where it is taken whole, or the reverse."""

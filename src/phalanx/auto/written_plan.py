@@ -87,7 +87,9 @@ def _styled(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
     for path, way in candidate.ways.items():
         if way.style is not None:
             yield _layer(path, way, names)
-        elif kinds.get(path) == "Dropout":  # it draws the mask of the whole and uses its part
+        elif (
+            kinds.get(path) == "Dropout" and path in layers.may_be_cut
+        ):  # it draws the mask of the whole and uses its part
             yield Styled(module=path, style="column", inputs=-1)
 
 
