@@ -1,8 +1,9 @@
-"""Train a ResNet-50 on CIFAR-10, alone, data parallel or hybrid parallel: one word on the command line.
+"""Train a ResNet-50 on CIFAR-10, alone or in parallel as you say or a planner finds: one word on the command line.
 
 python examples/cifar_auto_parallel/train.py --data cifar-10-batches-bin --parallel_mode STAND_ALONE
 phalanx run -n 8 examples/cifar_auto_parallel/train.py --data cifar-10-batches-bin --parallel_mode DATA_PARALLEL
 phalanx run -n 2 examples/cifar_auto_parallel/train.py --parallel_mode HYBRID_PARALLEL
+phalanx run -n 2 examples/cifar_auto_parallel/train.py --parallel_mode AUTO_PARALLEL
 pytest -s -v examples/cifar_auto_parallel/train.py
 
 Without CIFAR-10's binary files it trains on scikit-learn's handwritten digits, enlarged to CIFAR's size. `--norm group`

@@ -123,3 +123,16 @@ def test_the_same_file_runs_with_the_launcher(tmp_path: Path, alone: dict[str, A
     found = result_of(done.log("workerlog.0"))
     assert found["loss"] == pytest.approx(alone["graph"]["loss"], abs=1e-4)
     assert found["world_size"] == 2
+
+
+def test_the_planner_finds_how_to_train_the_network(tmp_path: Path) -> None:
+    train = str(EXAMPLES / "cifar_auto_parallel" / "train.py")
+    # Later losses differ by 1e-2 between one process with one thread and one with two.
+    said = ("--smoke", "--steps", "3", "--norm", "group", "--lr", "0.001", "--parallel_mode")
+    done = launch(tmp_path, "-n", "2", train, *said, "AUTO_PARALLEL")
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"AUTO_PARALLEL trains with data=\d model=\d .* predicted .* ms a step", done.log("workerlog.0"))
+    alone = python(tmp_path, train, *said, "STAND_ALONE")
+    losses = [re.findall(r"loss: (\d\.\d+)", seen) for seen in (done.log("workerlog.0"), alone.stdout)]
+    assert len(losses[0]) == 3
+    assert [float(loss) for loss in losses[0]] == pytest.approx([float(loss) for loss in losses[1]], abs=2e-3)
