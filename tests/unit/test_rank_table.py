@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import hand_started, network, rank_table
+from phalanx.cluster import description_file, hand_started, network, rank_table
 from phalanx.cluster.role import Role
 from phalanx.errors import ConfigError, RoleError
 
@@ -69,6 +69,36 @@ def test_a_trailing_comma_is_passed_over_with_a_notice_and_text_is_left_alone():
     line = text[: text.index('"eth1,]"')].count("\n") + 1
     assert read.notices == (f"t.json: the comma before a closing bracket in line {line} is passed over",)
     assert rank_table.parse(json.dumps(groups()), "t.json").notices == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        ([0], None),
+        ([4, 5, 6, 7], None),
+        (list(range(8)), None),
+        (list(range(16)), None),
+        ([0, 1, 2], "10.0.0.1 has 3 devices, where collectives of other frameworks want 1, 2, 4 or 8; it works here."),
+        (list(range(12)), "10.0.0.1 has 12 devices"),
+        ([3, 4], "10.0.0.1 has devices 3, 4, of both fours 0-3 and 4-7; it works here. Where only"),
+    ],
+)
+def test_numbers_of_devices_that_are_unusual_are_told(devices: list[int], told: str | None):
+    listed = [{"device_id": str(n), "device_ip": "", "rank_id": str(rank)} for rank, n in enumerate(devices)]
+    table = {"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": listed}]}
+    notices = rank_table.parse(json.dumps({**table, "status": "completed"}), "t.json").notices
+    assert len(notices) == (told is not None)
+    assert told is None or told in notices[0]
+
+
+def test_a_planner_that_is_given_such_a_table_says_it_too(tmp_path: Path):
+    file = tmp_path / "three.json"
+    listed = [{"device_id": str(n), "device_ip": "", "rank_id": str(n)} for n in range(3)]
+    table = {"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": listed}]}
+    file.write_text(json.dumps({**table, "status": "completed"}))
+    cluster = description_file.read(file, "h100")
+    assert cluster.nodes[0].devices == 3
+    assert any("has 3 devices" in said for said in cluster.assumed)
 
 
 def at(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:

@@ -144,4 +144,4 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
         kind, gbps = found.nodes[0].device, found.nodes[0].gbps / found.nodes[0].devices
         assumed = (f"{kind.name}, as here, on every server of {table.source}; device= says another", *found.assumed)
     nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
-    return Cluster(nodes=nodes, assumed=assumed)
+    return Cluster(nodes=nodes, assumed=(*assumed, *table.notices))

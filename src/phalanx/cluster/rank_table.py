@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,28 @@ def parse(text: str, source: str) -> RankTable:
     board_id, devices = layouts.read_groups(table) if layout == "group" else ("", layouts.read_servers(table))
     _check_ranks(devices, source)
     ordered = tuple(sorted(devices, key=lambda device: device.rank))
-    return RankTable(source=source, layout=layout, devices=ordered, board_id=board_id, notices=notices)
+    read = RankTable(source=source, layout=layout, devices=ordered, board_id=board_id, notices=notices)
+    return replace(read, notices=(*notices, *_unusual(read)))
+
+
+def _unusual(table: RankTable) -> list[str]:
+    """Return what works here and not, or slower, on the machines that rank tables are for: 8 devices in two fours."""
+    found = []
+    for server in table.servers:
+        ids = [device.device_id for device in table.on(server)]
+        where = f"{table.source}: {server} has"
+        if len(ids) not in (1, 2, 4) and len(ids) % 8:
+            found.append(
+                f"{where} {len(ids)} devices, where collectives of other frameworks want 1, 2, 4 or 8; it works here. "
+                "Where groups of 4 devices are linked, list 4 or 8 for the full speed of the links"
+            )
+        elif 1 < len(ids) <= 4 and min(ids) < 4 <= max(ids):
+            said = ", ".join(map(str, sorted(ids)))
+            found.append(
+                f"{where} devices {said}, of both fours 0-3 and 4-7; it works here. Where only the devices of a "
+                "four are linked with each other, list those of one"
+            )
+    return found
 
 
 def _decode(text: str, source: str) -> tuple[Any, tuple[str, ...]]:

@@ -61,7 +61,7 @@ def make(hosts: str, devices: int | None, out: str | None) -> None:
         for device_id in range(count)
     )  # fmt: skip
     text = RankTable(source="--hosts", layout="server", devices=made).to_json("server")
-    rank_table.parse(text, f"--hosts {hosts}")
+    _show_notices(rank_table.parse(text, f"--hosts {hosts}"))
     _write(text, out)
 
 
@@ -111,9 +111,13 @@ def convert(file: str, out: str | None) -> None:
 
 def _load(file: str) -> RankTable:
     table = rank_table.load(file)
+    _show_notices(table)
+    return table
+
+
+def _show_notices(table: RankTable) -> None:
     for notice in table.notices:
         click.echo(notice, err=True)
-    return table
 
 
 def _write(text: str, out: str | None) -> None:
