@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.auto import planner
 from phalanx.auto.choices import Choices
 from phalanx.auto.planned import Planned
 from phalanx.auto.trial import may_be_cut
@@ -331,3 +332,23 @@ def test_sparse_gradients_are_refused_before_a_search():
     model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     with pytest.raises(PlanError, match=r"module '0' makes sparse gradients.*Build it with sparse=False"):
         px.auto_parallel(model, torch.zeros(4, dtype=torch.long), lambda out: out.sum(), cluster="a100x2")
+
+
+def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
+    """Whatever was not solved by then may be as fast as its own bound says."""
+    best, solve_one, late = planned("hybrid", SLOW), planner._solved, []
+
+    def slow(choices, *, time_limit, below):
+        if late and time_limit is not None:
+            raise TimeoutError
+        late.append(choices)
+        return solve_one(choices, time_limit=None, below=below)
+
+    monkeypatch.setattr(planner, "_solved", slow)
+    answer = px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster=SLOW, optimizer="sgd", time_limit=60)
+    assert len(late) == 1
+    assert answer.bound <= best.seconds * (1 + 1e-9)
+    assert answer.gap >= 0
+    monkeypatch.undo()
+    stopped = px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster=SLOW, optimizer="sgd", time_limit=0)
+    assert 0 < stopped.bound <= best.seconds * (1 + 1e-9) <= stopped.seconds * (1 + 2e-9)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.auto.choices import Choices, Link, Node, Option
+from phalanx.auto.program import Answer, Program
 from phalanx.auto.solve import solve
 
 FIELDS = ("forward_s", "backward_s", "exchange_s", "update_s", "held", "kept", "working")
@@ -148,3 +149,25 @@ def test_tied_nodes_with_other_options_are_refused():
     one, two = Option(label="one"), Option(label="two")
     with pytest.raises(ValueError, match="different numbers of options"):
         Choices(nodes=(Node(name="a", decision="d", options=(one,)), Node(name="b", decision="d", options=(one, two))))
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_what_time_leaves_open_is_not_said_to_be_impossible(monkeypatch, is_found: bool):
+    options = Option(label="slow", forward_s=3), Option(label="fast", forward_s=1)
+    choices = Choices(nodes=(Node(name="a", decision="a", options=options),))
+
+    def solved(program: Program, *, time_limit: float | None, below: float) -> Answer:
+        if not is_found:
+            raise TimeoutError
+        return Answer([1.0, 0.0, 0.0], bound=0.5 / program.second, is_proved=False)
+
+    monkeypatch.setattr(Program, "solved", solved)
+    with pytest.raises(TimeoutError):
+        solve(choices, time_limit=1.0, below=2.0)
+
+
+def test_a_program_that_has_no_time_says_so():
+    choices = random_choices(Random(3))
+    program = Program(choices, 1.0)
+    with pytest.raises(TimeoutError, match="in time"):
+        program.solved(time_limit=0.0, below=math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -147,6 +148,7 @@ class _Search:
     def __call__(self, limits: tuple[str, ...]) -> Searched:
         """Search, and search again without the ways that do not run, until all that was found does."""
         shape, unwanted = _read_limits(limits, self.layers.segments)
+        stop = None if self.time_limit is None else time.monotonic() + self.time_limit
         arrangements = [at for at in self._arrangements() if all(one.allows(_knobs(at)) for one in shape)]
         while True:
             layers = replace(self.layers, unwanted=unwanted)
@@ -157,7 +159,7 @@ class _Search:
                 self.speed,
                 room=self.room,
                 top_k=self.top_k,
-                time_limit=self.time_limit,
+                time_limit=None if stop is None else stop - time.monotonic(),
             )
             failing = {region for one in searched.candidates for region in self._failing(one)}
             if not failing:

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement
 from phalanx.auto.choices import Choices, Option
@@ -133,8 +133,13 @@ def search_plans(
                 heapq.heappush(queue, (max(low, lower_bound(ways.choices)), i, ways))
             continue
         # The first is solved whatever the time: there is to be a Plan.
-        solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
+        try:
+            solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
+        except TimeoutError:
+            bound = min(bound, low)
+            break
         if solved is not None:
+            solved = replace(solved, bound=max(low, solved.bound))  # of one that time stopped it may be nothing
             found.append(_candidate(layers, space[i], ways, solved))
             bound = min(bound, solved.bound)
     if not listed:

@@ -53,6 +53,8 @@ class Answer:
 
     values: Sequence[float]
     bound: float
+    is_proved: bool
+    """Whether no values are better; else time was over."""
 
 
 class Program:
@@ -129,7 +131,11 @@ class Program:
         }
 
     def solved(self, *, time_limit: float | None, below: float) -> Answer | None:
-        """Return the best values; None if there are none, or none of less cost than `below`, in units."""
+        """Return the best values; None if there are none, or none of less cost than `below`, in units.
+
+        Raises:
+            TimeoutError: If there are none so far.
+        """
         import highspy  # 0.1 s that only a planner waits for
 
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -150,10 +156,12 @@ class Program:
             solver.setOptionValue(name, value)
         solver.passModel(self._model())
         solver.run()
-        info = solver.getInfo()
+        info, is_late = solver.getInfo(), solver.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            if is_late:
+                raise TimeoutError("no values were found in time")
             return None
-        return Answer(solver.getSolution().col_value, info.mip_dual_bound)
+        return Answer(solver.getSolution().col_value, info.mip_dual_bound, not is_late)
 
     def _add_link(self, link: Link) -> None:
         pairs: dict[tuple[int, int], int] = {}

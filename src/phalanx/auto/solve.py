@@ -30,8 +30,11 @@ def solve(choices: Choices, *, time_limit: float | None = None, below: float = m
 
     Args:
         choices: What can be chosen.
-        time_limit: Seconds after which the best so far is returned with a bound; None if there is none so far.
+        time_limit: Seconds after which the best so far is returned with a bound.
         below: Seconds that others have reached: slower choices are of no interest.
+
+    Raises:
+        TimeoutError: If none is known to be faster than `below` when time is over, and one may be.
     """
     program = Program(choices, unit_of(choices.nodes))
     _add_times(program, choices)
@@ -44,8 +47,21 @@ def solve(choices: Choices, *, time_limit: float | None = None, below: float = m
         if choices.fits(pick):
             seconds = choices.seconds(pick)
             bound = min(choices.fixed_s + answer.bound * program.second, seconds)
-            return Solved(pick=pick, seconds=seconds, bound=bound) if seconds < below else None
+            return faster(Solved(pick=pick, seconds=seconds, bound=bound), below, is_proved=answer.is_proved)
         program.forbid(pick)  # within the solver's tolerance of the room, and over it
+
+
+def faster(found: Solved, below: float, *, is_proved: bool) -> Solved | None:
+    """Return what was found if it is faster than `below`.
+
+    Raises:
+        TimeoutError: If it is not, and a better one may be.
+    """
+    if found.seconds < below:
+        return found
+    if not is_proved:
+        raise TimeoutError("nothing faster was found in time")
+    return None
 
 
 def unit_of(nodes: tuple[Node, ...]) -> float:

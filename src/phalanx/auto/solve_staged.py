@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from phalanx.auto.choices import Option
 from phalanx.auto.program import Program, Term
-from phalanx.auto.solve import Solved, unit_of
+from phalanx.auto.solve import Solved, faster, unit_of
 from phalanx.auto.staged import StagedChoices
 
 
@@ -22,8 +22,11 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
 
     Args:
         choices: What can be chosen.
-        time_limit: Seconds after which the best so far is returned with a bound; None if there is none so far.
+        time_limit: Seconds after which the best so far is returned with a bound.
         below: Seconds that others have reached.
+
+    Raises:
+        TimeoutError: If none is known to be faster than `below` when time is over, and one may be.
     """
     if choices.pieces[-1] + 1 < choices.stages:
         return None
@@ -38,7 +41,7 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
             seconds = choices.seconds(pick, stages)
             bound = min(answer.bound * program.second, seconds)
             found = Solved(pick=pick, seconds=seconds, bound=bound, stages=stages)
-            return found if seconds < below else None
+            return faster(found, below, is_proved=answer.is_proved)
         made.forbid(pick, stages)
 
 
