@@ -18,7 +18,11 @@ _COMMANDS = {
     "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
     "rank-table": ("phalanx.launch.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
-    "plan": ("phalanx.cli.plan", "command", "Find the fastest way to train a script or a described model on a cluster."),
+    "plan": (
+        "phalanx.cli.plan",
+        "command",
+        "Find the fastest way to train a script or a described model on a cluster.",
+    ),
     "calibrate": ("phalanx.diagnose.calibrate", "command", "Measure this machine, for predictions and plans on it."),
     "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
