@@ -205,6 +205,37 @@ def test_logits_cut_by_classes_give_the_loss_of_whole_ones_at_any_magnitude() ->
         assert found["by_hand"][0] == pytest.approx(found["by_hand"][1], rel=1e-6)
 
 
+class AtStep(px.Callback):
+    def __init__(self, act: Any) -> None:
+        self._act = act
+
+    def on_step_end(self, run: Run) -> None:
+        self._act()
+
+
+def acting_inside() -> tuple[list[list[float]], list[str]]:
+    """Losses of a training plain and evaluated at every step; what a mistake of rank 1 alone gives here."""
+    rank, losses, told = px.init().rank, [], []
+    for look in (False, True):
+        model, seen = script(px.ParallelMode.DATA_PARALLEL), Losses()
+        evaluate = AtStep(lambda model=model: model.eval(data(), batch_size=9))
+        model.train(1, data(), [seen, evaluate] if look else [seen], global_batch=16)
+        losses.append(seen.global_losses)
+    again = AtStep(lambda: model.train(1, data(), global_batch=16) if rank == 1 else None)
+    for mistake in (again, px.EarlyStopping("acc1" if rank == 0 else "acc")):
+        with pytest.raises(ConfigError) as caught:
+            model.train(1, data(), mistake, global_batch=16, valid_dataset=data())
+        told.append(str(caught.value))
+    return losses, told
+
+
+def test_evaluating_inside_changes_nothing_and_mistakes_of_one_rank_end_all() -> None:
+    for losses, told in run_ranks(acting_inside, 2):
+        assert losses[0] == losses[1]
+        assert "Model.train was called while this Model trains" in told[0]
+        assert "EarlyStopping follows the metric 'acc', and the evaluation gives acc1, loss" in told[1]
+
+
 def test_one_eighth_of_cifar_is_195_batches_and_the_monitor_prints_their_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
