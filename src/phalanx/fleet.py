@@ -20,6 +20,7 @@ from phalanx.comm.transfers import wait_for_all
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
+from phalanx.parallel.watch import assembly
 from phalanx.strategy import DistributedStrategy, check_strategy
 
 if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
@@ -94,7 +95,8 @@ def init(
             f"{len(role.server_endpoints)} of them. Launch without --server_num/--servers, or "
             "call fleet.init(is_collective=False)."
         )
-    engine.use_strategy(strategy)
+    if strategy is not None:
+        assembly.initial = engine.use_strategy(strategy)
     return context_of.init(role)
 
 

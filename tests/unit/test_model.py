@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx as px
+from phalanx import fleet
 from phalanx.data import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel import apply
+from phalanx.parallel.apply import applied_to
 from phalanx.train.callbacks import progress
 from phalanx.train.callbacks.run import Run
 
@@ -562,6 +564,18 @@ def test_models_one_after_the_other_have_strategies_of_their_own(monkeypatch: py
         with pytest.raises(StrategyError, match=told):
             model(strategy=px.DistributedStrategy(localsgd=True)).train(1, data(), batch_size=8)
         del made
+
+
+def test_what_fleet_was_told_holds_for_a_model_that_says_nothing() -> None:
+    strategy = px.DistributedStrategy()
+    strategy.gradient_merge = True
+    strategy.gradient_merge_configs = {"k_steps": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    net = small()
+    model(net).train(1, data(), global_batch=4)
+    made = applied_to(net)
+    assert made is not None
+    assert made.plan.step.accumulate == 2
 
 
 def test_a_strategy_for_a_distributed_net_is_too_late() -> None:

@@ -29,6 +29,9 @@ class Assembly:
     """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
 
     strategy: DistributedStrategy | None = None
+    initial: DistributedStrategy | None = None
+    """What `fleet.init` was given: that of models for which nobody says another."""
+
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     incomplete: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Models whose optimizer should come by a call of its own."""

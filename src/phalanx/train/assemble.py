@@ -130,7 +130,7 @@ def distribute_net(
             )
         plan = load_plan(read_file)
     if plan is None:
-        chosen = strategy_in(mode, strategy, net)
+        chosen = strategy_in(mode, strategy or assembly.initial, net)
         if compiled is not None:
             chosen.graph = compiled
         require_cuts(mode, chosen, net, here.world_size)
