@@ -352,3 +352,12 @@ def test_a_search_that_time_stops_keeps_a_bound(monkeypatch):
     monkeypatch.undo()
     stopped = px.auto_parallel(Hybrid(), IMAGES, F.cross_entropy, cluster=SLOW, optimizer="sgd", time_limit=0)
     assert 0 < stopped.bound <= best.seconds * (1 + 1e-9) <= stopped.seconds * (1 + 2e-9)
+
+
+def test_rows_that_do_not_divide_are_counted_where_most_of_them_are():
+    at = {at.data: at for at in planner.arrangements_of(4, has_blocks=False, rows=6) if at.model == at.stages == 1}[4]
+    assert at.row_parts == 3  # two of six rows on the ranks that have most
+    uneven = [at for at in planner.arrangements_of(4, has_blocks=False, pieces=4, rows=5) if at.stages == 2]
+    assert {at.micro_batches for at in uneven if at.data == 2} == {1}
+    single = planner.arrangements_of(8, has_blocks=False, pieces=4, rows=1)
+    assert {at.data for at in single if at.stages > 1} == {1}

@@ -96,7 +96,8 @@ def test_as_many_activations_are_kept_as_the_schedule_has_in_flight(ranks, virtu
         virtual=virtual,
         micro_batches=micro,
     )
-    kind = "interleaved" if virtual > 1 else "1f1b"
+    # As `parallel/pipeline_schedule` chooses.
+    kind = "interleaved" if virtual > 1 else "1f1b" if micro >= ranks else "gpipe"
     schedule = Schedule(kind=kind, microbatches=micro, virtual=virtual)
     for rank, order in enumerate(order_of(schedule, ranks)):
         most = in_flight(order)

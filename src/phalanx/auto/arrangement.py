@@ -47,15 +47,18 @@ class Arrangement:
     per_node: int = field(default=1 << 30, compare=False)
     """Ranks of one machine."""
 
+    rows: int = field(default=0, compare=False)
+    """Rows of a global batch; 0 if they divide evenly."""
+
     @property
     def ranks(self) -> int:
         """All of them."""
         return self.data * self.model * self.stages
 
     @property
-    def row_parts(self) -> int:
-        """Parts of a global batch that are computed one by one, or apart."""
-        return self.data * self.micro_batches
+    def row_parts(self) -> float:
+        """Parts of a global batch that are computed one by one, or apart, as large as the largest."""
+        return self.micro_batches * (self.rows / -(-self.rows // self.data) if self.rows else self.data)
 
     @property
     def cuts_by_rows(self) -> bool:

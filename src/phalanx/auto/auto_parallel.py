@@ -257,9 +257,9 @@ def _unsharded(captured: Captured) -> dict[bool, str]:
 
 
 def _rows(found: tuple[Segment, ...]) -> int:
-    """Return the rows of the sample."""
+    """Return the rows of the sample; 0 if no tensor of it is read."""
     shapes = (s.value.shape for one in found for s in one.inputs if isinstance(s.source, str) and "sample" in s.source)
-    return next((shape[0] for shape in shapes if shape), 1)
+    return next((shape[0] for shape in shapes if shape), 0)
 
 
 def _kind_of(optimizer: Optimizer | str) -> str:

@@ -190,7 +190,7 @@ def _solved(choices: Choices | StagedChoices, *, time_limit: float | None, below
 
 
 def arrangements_of(
-    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 1
+    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 0
 ) -> Iterator[Arrangement]:
     """Yield every way to arrange ranks.
 
@@ -199,7 +199,7 @@ def arrangements_of(
         has_blocks: Whether there is something to compute again.
         per_node: Ranks of one machine; all when None.
         pieces: Stages that the model may be cut into at most.
-        rows: Rows of a global batch.
+        rows: Rows of a global batch; 0 if they are not known.
     """
     node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
     for stages, model in itertools.product(_divisors(ranks), repeat=2):
@@ -208,22 +208,29 @@ def arrangements_of(
         data = ranks // stages // model
         orders = (True, False) if model > 1 and model < ranks and node < ranks else (True,)
         zeros = ZERO if data > 1 else ZERO[:1]
-        for virtual, micro in _schedules(stages, pieces, rows // data):
+        for virtual, micro in _schedules(stages, pieces, _micro_batches(rows, data)):
             for zero, recompute, inside in itertools.product(zeros, again, orders):
                 yield Arrangement(
                     data=data, model=model, zero=zero, recompute=recompute, stages=stages, virtual=virtual,
-                    micro_batches=micro, model_inside=inside, per_node=node,
+                    micro_batches=micro, model_inside=inside, per_node=node, rows=rows,
                 )  # fmt: skip
 
 
-def _schedules(stages: int, pieces: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield stages of each rank and numbers of micro-batches."""
+def _micro_batches(rows: int, data: int) -> list[int]:
+    """Return numbers of equal micro-batches into which the rows of every rank can be cut."""
+    if rows % data == 0:
+        return _divisors(max(1, rows // data))
+    return [1] if rows > data else []  # some ranks have a row more, or others none
+
+
+def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield stages of each rank and numbers of micro-batches, of those that the rows allow."""
     if stages == 1:
         yield 1, 1
         return
     for virtual in (1, 2, 4):
         # Interleaved stages take micro-batches in groups of the number of ranks.
-        fitting = (micro for micro in _divisors(max(1, rows)) if virtual == 1 or micro % stages == 0)
+        fitting = (micro for micro in micro_batches if virtual == 1 or micro % stages == 0)
         if stages * virtual <= pieces:
             yield from ((virtual, micro) for micro in fitting)
 

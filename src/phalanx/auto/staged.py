@@ -55,7 +55,8 @@ class StagedChoices:
         """Return of how many micro-batches a stage keeps activations at most."""
         rank = stage % self.ranks
         if self.virtual == 1:
-            return min(self.ranks - rank, self.micro_batches)
+            # With fewer micro-batches than stages all go forward before one goes back.
+            return self.micro_batches if self.micro_batches < self.ranks else self.ranks - rank
         begun = 2 * (self.ranks - rank - 1) + (self.virtual - 1) * self.ranks + 1
         return min(-(-begun // self.virtual), self.micro_batches)
 
