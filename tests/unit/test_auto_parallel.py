@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto import planner
 from phalanx.auto.choices import Choices
+from phalanx.auto.operator_cost import Share
 from phalanx.auto.planned import Planned
 from phalanx.auto.trial import may_be_cut
 from phalanx.auto.ways import ways_of
@@ -361,3 +362,19 @@ def test_rows_that_do_not_divide_are_counted_where_most_of_them_are():
     assert {at.micro_batches for at in uneven if at.data == 2} == {1}
     single = planner.arrangements_of(8, has_blocks=False, pieces=4, rows=1)
     assert {at.data for at in single if at.stages > 1} == {1}
+
+
+def test_what_is_frozen_has_no_backward_pass():
+    def works(*frozen: int) -> list[tuple[bool, float]]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        for place in frozen:
+            model[place].requires_grad_(False)
+        answer = px.auto_parallel(model, (torch.zeros(4, 64), torch.zeros(4, 64)), F.mse_loss, cluster="a100x1")
+        return [(one.is_first, answer.work.times(one, Share()).backward) for one in answer.work.all]
+
+    trained, front, middle = works(), works(0, 2), works(2)
+    assert [first for first, _ in trained] == [True, False, False, False, False, False]
+    assert [first for first, _ in front] == [True, True, True, True, True, False]
+    assert [seconds == 0 for _, seconds in front] == [True, True, True, True, False, False]
+    assert trained[2][1] / 2 <= middle[2][1] < 0.6 * trained[2][1]  # of products, the gradient of its inputs alone
+    assert all(middle[place] == trained[place] for place in (0, 1, 3, 4, 5))

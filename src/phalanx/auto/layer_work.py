@@ -22,6 +22,9 @@ class Work:
     is_first: bool
     """Whether nobody needs the gradient of its inputs."""
 
+    trains: bool
+    """Whether its parameters get gradients."""
+
     taken: float
     """Bytes of its inputs."""
 
@@ -43,6 +46,8 @@ class LayerWork:
         self, captured: Captured, found: tuple[Segment, ...], blocks: tuple[str, ...], speed: Operators
     ) -> None:
         self._speed = speed
+        trains = [any(param.trainable for param in segment.parameters) for segment in found]
+        is_first = _first(found, trains)
         block_of = [next((b for b in blocks if is_inside(segment.path, (b,))), None) for segment in found]
         first: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -54,7 +59,8 @@ class LayerWork:
             Work(
                 segment=segment,
                 operators=tuple(captured.operators[i] for i in segment.operators),
-                is_first=all(isinstance(source.source, str) for source in segment.inputs),
+                is_first=is_first[place],
+                trains=trains[place],
                 taken=_bytes(source.value for source in segment.inputs),
                 given=_bytes(segment.outputs),
                 in_block=block is not None,
@@ -65,14 +71,14 @@ class LayerWork:
             )
             for place, (segment, block) in enumerate(zip(found, block_of, strict=True))
         )
-        self._times: dict[tuple[int, bool, Share], Times] = {}
+        self._times: dict[tuple[int, bool, bool, Share], Times] = {}
         self._again: dict[tuple[int, Recompute, Share], float] = {}
 
     def times(self, work: Work, share: Share) -> Times:
         """Return the seconds of both passes of a part of a segment."""
-        key = work.segment.like, work.is_first, share
+        key = work.segment.like, work.is_first, work.trains, share
         if key not in self._times:
-            self._times[key] = times_of(work.operators, self._speed, share, is_first=work.is_first)
+            self._times[key] = times_of(work.operators, self._speed, share, is_first=work.is_first, trains=work.trains)
         return self._times[key]
 
     def again_s(self, work: Work, share: Share, recompute: Recompute) -> float:
@@ -94,6 +100,15 @@ class LayerWork:
             found = (self.times(work, share) for share in (shares if _may_be_cut(work.segment) else (whole,)))
             least += min(one.forward + one.backward for one in found)
         return least
+
+
+def _first(found: tuple[Segment, ...], trains: list[bool]) -> list[bool]:
+    """Return for every segment whether nothing before it trains."""
+    first: list[bool] = []
+    for segment in found:
+        before = [source.source for source in segment.inputs if isinstance(source.source, int)]
+        first.append(all(first[place] and not trains[place] for place in before))
+    return first
 
 
 def _may_be_cut(segment: Segment) -> bool:

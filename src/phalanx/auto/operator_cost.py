@@ -48,7 +48,9 @@ class Times:
     backward: float
 
 
-def times_of(operators: Iterable[Operator], speed: Operators, share: Share, *, is_first: bool) -> Times:
+def times_of(
+    operators: Iterable[Operator], speed: Operators, share: Share, *, is_first: bool, trains: bool = True
+) -> Times:
     """Return the seconds of forward operators and of their backward passes.
 
     Args:
@@ -56,38 +58,40 @@ def times_of(operators: Iterable[Operator], speed: Operators, share: Share, *, i
         speed: Of the rank.
         share: The part it computes.
         is_first: Whether nobody needs the gradient of their inputs.
+        trains: Whether their parameters get gradients.
     """
-    found = [_times(op, speed, share, is_first) for op in operators if op.written_bytes]
+    found = [_times(op, speed, share, is_first, trains) for op in operators if op.written_bytes]
     return Times(sum(one.forward for one in found), sum(one.backward for one in found))
 
 
-def _times(op: Operator, speed: Operators, share: Share, is_first: bool) -> Times:
+def _times(op: Operator, speed: Operators, share: Share, is_first: bool, trains: bool) -> Times:
     shapes = [read.value.shape for read in op.reads()]
     if "attention" in op.name and shapes and len(shapes[0]) == 4:
         rows, heads, seq, dim = shapes[0]
         extent = (rows * heads * share.rows * share.outer, seq, dim)
-        return Times(speed.attention_s(*extent), speed.attention_s(*extent, backward=True))
+        return Times(speed.attention_s(*extent), 0.0 if is_first else speed.attention_s(*extent, backward=True))
     if op.name.startswith("aten.convolution"):
-        return _convolution(op, shapes, speed, share, is_first)
+        return _convolution(op, shapes, speed, share, (not is_first) + trains)
     product = _product(op, shapes, share)
     if product is not None:
         batch, m, n, k = product
         forward = batch * speed.matmul_s(m, n, k)
         to_weight, to_input = batch * speed.matmul_s(n, k, m), batch * speed.matmul_s(m, k, n)
-        return Times(forward, to_weight + (0.0 if is_first else to_input))
+        has_right = trains if op.parameters else not is_first
+        return Times(forward, (to_weight if has_right else 0.0) + (0.0 if is_first else to_input))
     name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
     size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
     return Times(speed.operator_s(name, size), 0.0 if is_first else speed.operator_s(name, size, backward=True))
 
 
-def _convolution(op: Operator, shapes: list[tuple[int, ...]], speed: Operators, share: Share, is_first: bool) -> Times:
+def _convolution(op: Operator, shapes: list[tuple[int, ...]], speed: Operators, share: Share, gradients: int) -> Times:
     image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
     groups: int = max(1, image[1] // weight[1])
     m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
     extent = m, weight[0] // groups, k, groups
     pointwise = math.prod(weight[2:]) == 1
     backward = speed.conv_s(*extent, backward=True, pointwise=pointwise)
-    return Times(speed.conv_s(*extent, pointwise=pointwise), backward / 2 if is_first else backward)
+    return Times(speed.conv_s(*extent, pointwise=pointwise), backward * gradients / 2)
 
 
 def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:
