@@ -378,3 +378,25 @@ def test_what_is_frozen_has_no_backward_pass():
     assert [seconds == 0 for _, seconds in front] == [True, True, True, True, False, False]
     assert trained[2][1] / 2 <= middle[2][1] < 0.6 * trained[2][1]  # of products, the gradient of its inputs alone
     assert all(middle[place] == trained[place] for place in (0, 1, 3, 4, 5))
+
+
+def test_sharding_holds_what_it_gathers():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False).requires_grad_(False))
+    sample = torch.zeros(8, 64), torch.zeros(8, 64)
+    answer = px.auto_parallel(model, sample, F.mse_loss, cluster="a100x4", optimizer="momentum")
+    size = 64 * 64 * 4.0
+
+    def bytes_of(zero: int, stages: int) -> list[tuple[float, float]]:
+        """Return bytes held by each layer and of what is whole while it runs, without activations."""
+        found = (at for at in answer.searched.arrangements if at.zero == zero and at.model == at.virtual == 1)
+        at = next(at for at in found if at.stages == stages and at.micro_batches == 1)
+        options = [node.options[0] for node in ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes]
+        return [
+            (one.held / size, (one.working - work.given / at.row_parts) / size)
+            for one, work in zip(options[:2], answer.work.all, strict=False)
+        ]
+
+    assert bytes_of(0, 1) == [(3, 0), (1, 0)]
+    assert bytes_of(1, 1) == bytes_of(2, 1) == [(1.75, 1), (1.25, 0)]  # slices of all, and parameters gathered
+    assert bytes_of(3, 1) == [(0.75, 2), (0.25, 1)]
+    assert bytes_of(3, 2) == bytes_of(1, 2) == [(3.5, 0), (1.5, 0)]  # both are whole for all of a step

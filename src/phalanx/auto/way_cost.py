@@ -60,16 +60,18 @@ class WayCost:
             kept = self._kept_of_products(work, share)
             kept += work.taken / at.row_parts if work.opens_block else 0.0
             working += work.kept_inside / at.row_parts  # as if nothing were cut
+        # Stages gather once for all micro-batches of a step, at every stage of sharding.
+        before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_s * (at.zero == 3))
         return Option(
             label=str(way),
-            forward_s=times.forward + sent.forward + held.gather_s,
-            backward_s=times.backward + sent.backward + again + (held.gather_s if at.zero == 3 else 0.0),
-            sent_s=sent.forward + sent.backward + held.gather_s * (2 if at.zero == 3 else 1),
-            exchange_s=held.exchange_s,
+            forward_s=times.forward + sent.forward + before,
+            backward_s=times.backward + sent.backward + again + again_back,
+            sent_s=sent.forward + sent.backward + before + again_back,
+            exchange_s=held.exchange_s + (held.gather_s if at.stages > 1 else 0.0),
             update_s=held.update_s,
             held=held.bytes,
             kept=kept,
-            working=working,
+            working=working + held.whole_bytes,
         )
 
     def _kept_of_products(self, work: Work, share: Share) -> float:
@@ -110,23 +112,31 @@ class WayCost:
         own = [param for param in segment.parameters if param.name not in self._seen]
         trained = [param for param in own if param.trainable]
         size, count = sum(param.bytes for param in trained) / parts, sum(param.count for param in trained) / parts
-        frozen = sum(param.bytes for param in own if not param.trainable)
+        frozen = sum(param.bytes for param in own if not param.trainable) / parts
         copies = at.data if at.model > 1 or parts == 1 else 1
+        bucket = self._bucket / parts
         exchange = gather = 0.0
         if copies > 1 and size:
             kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
-            bucket = self._bucket / parts
             exchange = said(kind, bucket, at.over_data) * size / bucket
-            gather = said("all_gather", bucket, at.over_data) * size / bucket if at.zero else 0.0
+        if at.zero and size + frozen:
+            gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
         slices = at.data if at.zero else 1
         state = STATES[self._layers.optimizer] * size / slices
-        gradients, values = size / (slices if at.zero >= 2 else 1), size / (slices if at.zero == 3 else 1)
+        # A rank's slices stand beside what is gathered; stages keep that, and whole gradients, for a whole step.
+        keeps_whole = at.zero in (1, 2) or (at.zero > 0 and at.stages > 1)
+        values = (size + frozen) / slices + (size + frozen if keeps_whole else 0.0)
+        gradients = size / slices + (size if at.zero and at.stages > 1 else 0.0)
+        passing = 0.0 if not at.zero or at.stages > 1 else size + (size + frozen if at.zero == 3 else 0.0)
         update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
-        return _Held(values + gradients + state + frozen, exchange, gather, update if trained else 0.0)
+        return _Held(values + gradients + state, passing, exchange, gather, update if trained else 0.0)
 
 
 class _Held(NamedTuple):
     bytes: float
+    whole_bytes: float
+    """Of parameters and gradients that are whole while the layer runs."""
+
     exchange_s: float
     gather_s: float
     update_s: float
