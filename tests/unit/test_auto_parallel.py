@@ -185,6 +185,26 @@ def test_a_model_that_cannot_be_cut_into_stages_says_why():
     assert answer.to_json()["space"]["stages"] == [1]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_attention_that_drops_scores_is_not_cut(share):
+    """Each rank would drop the same of its heads."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            seen = F.scaled_dot_product_attention(q, k, v, dropout_p=share)
+            return self.o(seen.transpose(1, 2).flatten(2)).mean((1, 2))
+
+    limits = ("tp=2", "[qkv]=column", "o=row")
+    sample = torch.zeros(8, 16, 64), torch.zeros(8)
+    answer = px.auto_parallel(Attention(), sample, F.mse_loss, cluster="a100x2", limits=limits)
+    assert str(answer.searched.best.ways["o"]) == ("row" if share else "row from cut")
+
+
 def test_code_that_names_its_heads_is_not_left_with_some():
     answer = planned("heads", "a100x2", "tp=2", "q=column", "o=row")
     ways = {path: str(way) for path, way in answer.searched.best.cut.items()}

@@ -136,8 +136,16 @@ class _Listed:
             one.last_dim_parts
             and one.last_dim_parts % self._at.model == 0
             and not any(source.follows and isinstance(source.source, str) for source in one.inputs)
+            and (one.kind == "Dropout" or not any(map(self._draws, one.operators)))
             for one in alike
         )
+
+    def _draws(self, place: int) -> bool:
+        """Return whether an operator draws random numbers: parts would draw the same. A module for it knows better."""
+        operator = self._layers.captured.operators[place]
+        if "attention" in operator.name:
+            return any(isinstance(value, float) and value > 0 for value in operator.arguments)  # its dropout
+        return "dropout" in operator.name or "bernoulli" in operator.name
 
     def _can_be_cut(self, segment: Segment) -> bool:
         """Return whether a layer can have a style, is called once, and holds its parameters alone."""
