@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.plan.diff import Change, diff
 from phalanx.plan.explain import Explanation, explain
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.rules import plan_from_strategy
@@ -9,10 +10,12 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Plan
 
 __all__ = [
+    "Change",
     "Explanation",
     "ModelShape",
     "ParamShape",
     "Plan",
+    "diff",
     "explain",
     "load_plan",
     "plan_from_strategy",

@@ -23,20 +23,21 @@ _FIELDS = {
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a Plan as indented JSON; defaults are left out, so the file says only what was decided."""
-    Path(path).write_text(json.dumps({"version": plan.version, **_decided(plan)}, indent=2) + "\n")
+    Path(path).write_text(json.dumps({"version": plan.version, **decided(plan)}, indent=2) + "\n")
 
 
-def _decided(value: Any) -> Any:
+def decided(value: Any) -> Any:
+    """Return a part of a Plan as plain values, without what is the default."""
     if isinstance(value, Value):
         fields = type(value).model_fields
         return {
-            name: _decided(found)
+            name: decided(found)
             for name, found in value
             if name == "kind" or found != fields[name].get_default(call_default_factory=True)
         }
     if isinstance(value, dict):
-        return {name: _decided(found) for name, found in value.items()}
-    return [_decided(found) for found in value] if isinstance(value, tuple) else value
+        return {name: decided(found) for name, found in value.items()}
+    return [decided(found) for found in value] if isinstance(value, tuple) else value
 
 
 def load_plan(path: str | Path) -> Plan:
