@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from phalanx.auto import planner
 from phalanx.auto.choices import Choices
 from phalanx.auto.operator_cost import Share
 from phalanx.auto.planned import Planned
+from phalanx.auto.planned_picture import picture_of_plan
 from phalanx.auto.trial import may_be_cut
 from phalanx.auto.ways import ways_of
 from phalanx.cluster.description import read_cluster
@@ -257,6 +259,15 @@ def test_an_answer_says_what_was_searched_and_why():
 def test_limits_that_cannot_be_are_named(limits, message):
     with pytest.raises((ConfigError, PlanError), match=message):
         planned("hybrid", SLOW, *limits)
+
+
+def test_a_plan_is_drawn_with_every_layer_and_its_place():
+    picture = picture_of_plan(planned("transformer", "slow", "pp=2"))
+    root = ElementTree.fromstring(picture)
+    said = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"tokens", "block.q", "head", "loss"} <= set(said)
+    assert "whole, stage 0" in said
+    assert "whole, stage 1" in said
 
 
 def test_settings_that_the_planner_decides_are_refused():

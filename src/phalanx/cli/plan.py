@@ -14,6 +14,8 @@ from phalanx.auto.simulate_files import drawn_options
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planned import Planned
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
 
 @click.command("plan", context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
@@ -27,7 +29,8 @@ if TYPE_CHECKING:  # a described transformer needs no torch
 @click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Of a script. Default: adam.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write a script's Plan to this file.")
+@click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
+@click.option("--picture", type=_FILE, metavar="FILE.svg", help="Draw a script's model with its placements.")
 @drawn_options
 def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     """Find the fastest way to train on a cluster, and prove how good it is. The cluster need not be there.
@@ -38,8 +41,8 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     if file.suffix == ".py":
         _plan_script(file, arguments, **options)
         return
-    if arguments or options.pop("optimizer") or options.pop("save"):
-        raise click.UsageError("Arguments, --optimizer and --save are for a script, FILE.py.")
+    if any([arguments, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
+        raise click.UsageError("Arguments, --optimizer, --save and --picture are for a script, FILE.py.")
     from phalanx.auto.commands import plan_described
 
     with click.open_file(str(file), encoding="utf-8") as opened:
@@ -58,6 +61,7 @@ def _plan_script(
     as_json: bool,
     optimizer: str | None,
     save: Path | None,
+    picture: Path | None,
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
@@ -79,6 +83,10 @@ def _plan_script(
         click.echo(json.dumps(answer.to_json() | {"why_not": reasons}))
     else:
         _print(answer, reasons)
+    if picture is not None:
+        from phalanx.auto.planned_picture import picture_of_plan
+
+        picture.write_text(picture_of_plan(answer))
     if save is not None:
         from phalanx.plan.files import save_plan
 
