@@ -51,6 +51,7 @@ def no_context_left() -> Iterator[None]:
     watch = sys.modules.get("phalanx.parallel.watch")
     if watch is not None:
         watch.assembly.__init__()
+        sys.modules["phalanx.parallel.apply"]._applied.clear()
     auto_context = sys.modules.get("phalanx.train.auto_context")
     if auto_context is not None:
         auto_context.reset_auto_parallel_context()

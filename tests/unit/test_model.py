@@ -6,7 +6,6 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from phalanx import fleet
 from phalanx.data import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel import apply
 from phalanx.parallel.apply import applied_to
 from phalanx.train.callbacks import progress
 from phalanx.train.callbacks.run import Run
@@ -547,7 +545,6 @@ def test_a_strategy_and_a_plan_are_one_too_many() -> None:
 
 
 def test_models_one_after_the_other_have_strategies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "_applied", WeakKeyDictionary())  # other tests keep models
     strategies = (
         {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
         {"recompute": True, "recompute_configs": {"checkpoints": ["0"]}},
