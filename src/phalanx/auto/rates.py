@@ -49,6 +49,20 @@ class Operators(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds of Python and autograd; none by default."""
+
+    collective_call_s: float = 0.0
+    checkpoint_s: float = 0.0
+    selective_op_s: float = 0.0
+
+    @classmethod
+    def of(cls, constants: Constants) -> Host:
+        """Return those of the constants."""
+        return cls(constants.collective_call_s, constants.checkpoint_s, constants.selective_op_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Speed:
     """How fast ranks compute and communicate."""
 
@@ -57,14 +71,17 @@ class Speed:
     contention: float
     """Extra seconds for each second that collectives and computation share; 1 gains nothing."""
 
+    host: Host = Host()
+    """What the host takes for each thing that it starts, beside operators."""
 
-def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
+
+def speed_of_machine(rates: Rates, backend: str = "shm", constants: Constants = DEFAULT) -> Speed:
     """Return the speed of a measured machine, for the number of ranks that the rates are of."""
 
     def collective_s(kind: Kind, size: float, layout: Layout) -> float:
         return rates.collective_s(kind, size, layout.ranks, backend)
 
-    return Speed(rates, collective_s, min(1.0, rates.contention(backend)))
+    return Speed(rates, collective_s, min(1.0, rates.contention(backend)), Host.of(constants))
 
 
 def speed_of_devices(cluster: Cluster, precision: str = "bf16", constants: Constants = DEFAULT) -> Speed:
@@ -81,7 +98,9 @@ def speed_of_devices(cluster: Cluster, precision: str = "bf16", constants: Const
             return links.send(size, across=layout.in_node == 1, sharing=layout.sharing)
         return links.all_gather(size, layout)
 
-    return Speed(_OnDevice(Kernels(node.device, constants, precision)), collective_s, constants.contention)
+    return Speed(
+        _OnDevice(Kernels(node.device, constants, precision)), collective_s, constants.contention, Host.of(constants)
+    )
 
 
 @dataclass(frozen=True, slots=True)

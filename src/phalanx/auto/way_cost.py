@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.choices import Option
+from phalanx.auto.collective_cost import Layout
 from phalanx.auto.layer_work import LayerWork, Work
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.operator_cost import Share, Times
@@ -54,9 +55,12 @@ class WayCost:
         held = self._held(work.segment, ranks if way.style is not None else 1)
         kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives_cut or way.style == "row" else 1)
         kept += work.taken if own_rows else 0.0
-        working, again = work.given / at.row_parts / (ranks if way.gives_cut else 1), 0.0
+        working, again, selected = work.given / at.row_parts / (ranks if way.gives_cut else 1), 0.0, 0.0
+        if at.recompute == "selective" and work.in_block:
+            selected = len(work.operators) * self._speed.host.selective_op_s
         if at.recompute != "none" and work.in_block:
-            again = sent.forward + self._work.again_s(work, share, at.recompute)
+            again = sent.forward + self._work.again_s(work, share, at.recompute) + selected
+            again += self._speed.host.checkpoint_s if work.opens_block else 0.0
             kept = self._kept_of_products(work, share)
             kept += work.taken / at.row_parts if work.opens_block else 0.0
             working += work.kept_inside / at.row_parts  # as if nothing were cut
@@ -64,7 +68,7 @@ class WayCost:
         before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_s * (at.zero == 3))
         return Option(
             label=str(way),
-            forward_s=times.forward + sent.forward + before,
+            forward_s=times.forward + sent.forward + selected + before,
             backward_s=times.backward + sent.backward + again + again_back,
             sent_s=sent.forward + sent.backward + before + again_back,
             exchange_s=held.exchange_s + (held.gather_s if at.stages > 1 else 0.0),
@@ -74,6 +78,10 @@ class WayCost:
             working=working + held.whole_bytes,
         )
 
+    def _called(self, kind: Kind, size: float, where: Layout) -> float:
+        """Return the seconds of a collective of a layer, with what autograd and Python add."""
+        return self._speed.collective_s(kind, size, where) + self._speed.host.collective_call_s
+
     def _kept_of_products(self, work: Work, share: Share) -> float:
         if self._at.recompute == "full":
             return 0.0
@@ -81,8 +89,7 @@ class WayCost:
 
     def _sent_by_rows(self, work: Work, way: Way) -> Times:
         """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
-        ranks, where = self._at.data, self._at.over_data
-        said = self._speed.collective_s
+        ranks, where, said = self._at.data, self._at.over_data, self._called
         taken, given = work.taken, work.given
         told = said("all_gather", _TOLD_BYTES * ranks, where)
         if way.style == "column":
@@ -97,7 +104,7 @@ class WayCost:
         """Return the collectives of a layer whose ranks read the same rows."""
         if way.style is None:
             return Times(0.0, 0.0)
-        where, said = self._at.over_model, self._speed.collective_s
+        where, said = self._at.over_model, self._called
         taken, given = work.taken / self._at.row_parts, work.given / self._at.row_parts
         if way.style == "column":
             forward = 0.0 if way.gives_cut else said("all_gather", given, where)
