@@ -58,7 +58,7 @@ def best_by_trying(choices: Choices) -> float:
     return min((choices.seconds(p) for p in all_picks(choices) if choices.fits(p)), default=math.inf)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(graphs())
 def test_the_solver_finds_what_trying_everything_finds(choices: Choices):
     found, best = solve(choices), best_by_trying(choices)
@@ -101,7 +101,7 @@ def random_choices(random: Random) -> Choices:
 
 def test_the_solver_finds_the_best_of_chains_with_repeated_parts():
     random = Random(0)
-    for _ in range(1000):
+    for _ in range(500):
         choices = random_choices(random)
         found, best = solve(choices), best_by_trying(choices)
         assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
