@@ -41,6 +41,8 @@ def test_degrees_make_the_mesh_in_fleets_order_and_copies_take_the_rest() -> Non
     assert mesh(4, sharding=True, sharding_configs={"sharding_degree": 2}) == {"data": 2, "shard": 2}
     assert mesh(4, pipeline=True) == {"stage": 4}
     assert mesh(4, pipeline=True, hybrid_configs={"dp_degree": 2}) == {"data": 2, "stage": 2}
+    assert mesh(4, context_parallel=True, context_parallel_configs={"degree": 2}) == {"data": 2, "context": 2}
+    assert list(mesh(8, hybrid_configs={"mp_degree": 2, "sep_degree": 2})) == ["data", "context", "model"]
     assert mesh(4, tensor_parallel=True, tensor_parallel_configs={"tensor_parallel_degree": 4}) == {"model": 4}
 
 
@@ -59,7 +61,8 @@ def test_rows_are_split_along_copies_and_shards_only() -> None:
             {"sharding": True, "sharding_configs": {"sharding_degree": 4}, "hybrid_configs": {"sharding_degree": 2}},
             "hybrid_configs says 2 and sharding_configs says 4: one degree is meant",
         ),
-        ({"hybrid_configs": {"sep_degree": 2}}, "sep_degree=2, which this version does not do"),
+        ({"context_parallel": True}, "context_parallel needs to know over how many ranks"),
+        ({"hybrid_configs": {"sep_degree": 3}}, "asks for sep=3 ranks, which do not make up the 8"),
     ],
 )
 def test_degrees_that_do_not_make_up_the_ranks_are_refused(settings: dict, message: str) -> None:

@@ -73,6 +73,54 @@ def test_sequence_styles_cut_the_tokens_between_layers_and_add_up_gradients_of_w
     assert plan.rule_for("block.o.weight").update.axes is None
 
 
+def test_context_takes_the_outermost_modules_and_adds_up_the_gradients_of_all_in_them():
+    plan = plan_of(px.shard(Transformer(), {"block*": "context"}), hybrid_configs={"sep_degree": 2})
+    assert [(axis.name, axis.size) for axis in plan.mesh] == [("data", 2), ("context", 2)]
+    assert plan.step.batch_axes == ("data",)
+    assert flows(plan) == {"block": (-2, -2)}
+    assert plan.rule_for("block.o.weight").update.axes == ("data", "context")
+    assert plan.rule_for("head.weight").update.axes is None
+    assert plan_of(px.shard(Transformer(), {"block": "context"}, size=4)).axis_size("context") == 4
+    with pytest.raises(PlanError, match="asks for 2 ranks that compute parts of the same sequences"):
+        plan_of(Transformer(), hybrid_configs={"sep_degree": 2})
+
+
+def tied() -> tuple[nn.Module, nn.Module]:
+    inner, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.weight = inner.weight
+    return inner, head
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([nn.Sequential(nn.LSTM(4, 4))], r"'0.0' in it \(LSTM\) mixes tokens, of which each rank would have some"),
+        ([nn.MultiheadAttention(4, 2)], r"'0' in it \(MultiheadAttention\) mixes tokens"),
+        ([nn.Conv1d(4, 4, 3)], r"'0' in it \(Conv1d\) mixes tokens"),
+        ([nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 4)})])], "a ModuleDict there has no forward pass"),
+        (tied(), r"modules\[0\] has style 'context' and shares a parameter with '1' \(weight\)"),
+    ],
+)
+def test_what_cannot_compute_a_part_of_the_sequence_is_refused(modules, message):
+    model = px.shard(nn.Sequential(*modules), {"0": "context"}, size=2)
+    with pytest.raises(PlanError, match=message):
+        check_styles(plan_of(model), model)
+
+
+def test_a_module_is_in_one_part_only():
+    rules = (
+        ModuleRule(match=name, style="context", inputs={"model": Shard(dim=-2)}) for name in ("block", "block.mlp")
+    )
+    with pytest.raises(PlanError, match=r"modules\[block.mlp\] is in two modules with style 'context'"):
+        check_styles(written(*rules, params={}), Transformer())
+
+
+def test_layers_in_a_part_of_the_sequence_are_cut_along_another_axis():
+    model = px.shard(px.shard(Transformer(), {"block": "context"}, axis="model", size=2), BLOCK, axis="model", size=2)
+    with pytest.raises(PlanError, match=r"modules\[block.q\] has style 'column' along 'model', along which ranks have"):
+        check_styles(plan_of(model), model)
+
+
 def test_rows_are_gathered_where_ranks_read_rows_of_their_own():
     plan = plan_of(px.shard(mlp(), {"*": "column", "5": "row"}))
     assert [(axis.name, axis.size) for axis in plan.mesh] == [("data", 4)]
@@ -120,9 +168,17 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
     [
         ({"hed": "column"}, r"px.shard\('hed': 'column'\) matches no module. Did you mean 'head'\?"),
         ({"zzz.*": "column"}, r"matches no module. print\(model\) shows the names"),
+        ({"blok": "context"}, r"px.shard\('blok': 'context'\) matches no module. Did you mean 'block'\?"),
+        (
+            {"block": "context", "head": "column"},
+            r"style \"context\" beside 'column' for 'head', and they are cut along",
+        ),
         ({"norm*": "column"}, r"matches only LayerNorm. Styles column and row are for nn.Linear itself"),
         ({"tokens": "row"}, r"matches only Embedding"),
-        ({"head": "colum"}, r"px.shard knows the styles column, row, vocab, sequence, found 'colum' for 'head'"),
+        (
+            {"head": "colum"},
+            r"px.shard knows the styles column, row, vocab, sequence, context, found 'colum' for 'head'",
+        ),
     ],
 )
 def test_a_pattern_that_cannot_act_is_an_error(styles, message):

@@ -14,7 +14,7 @@ from phalanx.plan.tensor_rules import Styled, with_cut_layers
 from phalanx.plan.value import Plan, Reason
 from phalanx.strategy import DistributedStrategy
 
-PLANNED = ("sharding", "pipeline", "tensor_parallel", "recompute")
+PLANNED = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "recompute")
 """Techniques that the planner decides on."""
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.parallel.forwards import Forward, buffers_kept, wrap_forward
+from phalanx.parallel.tensor.context import part_in_force
 from phalanx.plan.value import ModuleRule, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -103,13 +104,13 @@ def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: An
 def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
     """Return what surrounds the forward pass and its repetition."""
     first, again = create_selective_checkpoint_contexts(_kept()) if selective else (nullcontext(), nullcontext())
-    return first, _repeat(again, module)
+    return first, _repeat(again, module, part_in_force())
 
 
 @contextmanager
-def _repeat(around: Context, module: nn.Module) -> Iterator[None]:
-    """Compute again without moving the module's buffers again."""
-    with buffers_kept(module), around:
+def _repeat(around: Context, module: nn.Module, part: Context) -> Iterator[None]:
+    """Compute again without moving the module's buffers again, on the part of the sequence that it was."""
+    with buffers_kept(module), around, part:
         yield
 
 

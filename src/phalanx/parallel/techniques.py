@@ -150,7 +150,7 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter |
         from phalanx.parallel.sharded import ShardedStages  # a job that shards nothing does not wait for this
 
         made.sharded = ShardedStages(plan, model, mesh, update)
-    if mesh.size(mesh.batch_axes) > 1:
+    if buckets or mesh.size(mesh.batch_axes) > 1:
         buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
         made.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
     return made

@@ -20,8 +20,11 @@ STAGE_AXIS = "stage"
 MODEL_AXIS = "model"
 """Ranks that hold one copy of the cut layers together."""
 
-_NAMES = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "mp": MODEL_AXIS}
-_ORDER = ("dp", "pp", "sharding", "mp")
+CONTEXT_AXIS = "context"
+"""Ranks that compute parts of the same sequences."""
+
+_NAMES = {"dp": DATA_AXIS, "pp": STAGE_AXIS, "sharding": SHARD_AXIS, "sep": CONTEXT_AXIS, "mp": MODEL_AXIS}
+_ORDER = ("dp", "pp", "sharding", "sep", "mp")
 
 
 def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[Axis, ...]:
@@ -60,17 +63,19 @@ def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
 def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
     """Return the degrees a strategy says, by Fleet's short names; -1 and left out are not said."""
     hybrid = strategy.hybrid_configs
-    if hybrid.get("sep_degree", 1) > 1:
-        raise PlanError(
-            f"hybrid_configs asks for sep_degree={hybrid['sep_degree']}, which this version does not do. The style "
-            '"sequence" of px.shard splits sequences over the ranks of mp_degree.'
-        )
     said = {
         "dp": hybrid.get("dp_degree", -1),
         "pp": hybrid.get("pp_degree", -1),
         "sharding": _one_degree(
             ("hybrid_configs", hybrid.get("sharding_degree", -1)),
             ("sharding_configs", strategy.sharding_configs.get("sharding_degree", -1) if strategy.sharding else -1),
+        ),
+        "sep": _one_degree(
+            ("hybrid_configs", hybrid.get("sep_degree", -1)),
+            (
+                "context_parallel_configs",
+                strategy.context_parallel_configs.get("degree", -1) if strategy.context_parallel else -1,
+            ),
         ),
         "mp": _one_degree(
             ("hybrid_configs", hybrid.get("mp_degree", -1)),
@@ -85,6 +90,11 @@ def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
         raise PlanError(
             "strategy.tensor_parallel needs to know over how many ranks. Set tensor_parallel_configs = "
             '{"tensor_parallel_degree": 2}, or hybrid_configs = {"mp_degree": 2}.'
+        )
+    if strategy.context_parallel and "sep" not in found:
+        raise PlanError(
+            "strategy.context_parallel needs to know over how many ranks. Set context_parallel_configs = "
+            '{"degree": 2}, or hybrid_configs = {"sep_degree": 2}.'
         )
     return found
 

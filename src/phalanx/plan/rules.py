@@ -29,7 +29,7 @@ ACTING = frozenset(
     (
         "graph", "amp", "recompute", "gradient_merge", "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc",
         "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "sharding", "pipeline",
-        "tensor_parallel", "clip", "ema", "a_sync",
+        "tensor_parallel", "context_parallel", "clip", "ema", "a_sync",
     )
 )  # fmt: skip
 """Techniques that this version carries out."""
@@ -50,6 +50,7 @@ EFFECTS = {
     "sharding": "each rank holds a part of optimizer state, gradients and parameters",
     "pipeline": "each rank computes some stages of the model",
     "tensor_parallel": "layers that px.shard names are cut over ranks",
+    "context_parallel": "modules that px.shard names compute a part of the sequence on each rank",
     "clip": "gradients are clipped before the update",
     "ema": "a running mean of the weights is kept; px.ema_of(model) returns it",
 }
@@ -58,7 +59,7 @@ EFFECTS = {
 ACROSS_RANKS = frozenset(
     (
         "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
-        "sharding", "pipeline", "tensor_parallel",
+        "sharding", "pipeline", "tensor_parallel", "context_parallel",
     )
 )  # fmt: skip
 """Techniques that do nothing with one rank."""

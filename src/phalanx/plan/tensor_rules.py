@@ -22,9 +22,12 @@ from phalanx.plan.value import (
     Shard,
 )
 
-Style = Literal["column", "row", "vocab", "sequence"]
+Style = Literal["column", "row", "vocab", "sequence", "context"]
 
-STYLES: tuple[Style, ...] = ("column", "row", "vocab", "sequence")
+STYLES: tuple[Style, ...] = ("column", "row", "vocab", "sequence", "context")
+
+ON_TOKENS = ("sequence", "context")
+"""Styles of modules whose parameters stay whole, and see some of the tokens on each rank."""
 
 CUT_DIM = {"column": 0, "vocab": 0, "row": 1}
 """Dim of a layer's weight that each style cuts; a bias is cut where outputs are."""
@@ -126,7 +129,7 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
 
 def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
     for one in styled:
-        if one.style in ("vocab", "sequence"):
+        if one.style in ("vocab", *ON_TOKENS):
             raise PlanError(
                 f"module {one.module!r} has style {one.style!r}, which needs ranks that read the same rows, but rows "
                 f'are split along {axis!r}. Use another axis: px.shard(..., axis="model").'

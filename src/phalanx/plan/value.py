@@ -188,7 +188,7 @@ class ModuleRule(Value):
     """How the modules whose name matches are computed."""
 
     match: str
-    style: Literal["column", "row", "vocab", "sequence"] | None = None
+    style: Literal["column", "row", "vocab", "sequence", "context"] | None = None
     inputs: Layout | None = None
     outputs: Layout | None = None
     stage: int | None = Field(default=None, ge=0)

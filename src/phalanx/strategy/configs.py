@@ -271,6 +271,15 @@ class TensorParallelConfigs(TypedDict, total=False):
     tensor_init_seed: Annotated[int, Field(ge=-1)]
 
 
+class ContextParallelConfigs(TypedDict, total=False):
+    """Ours. Ranks that compute parts of the same sequences."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+
+    degree: Count
+    """Ranks that compute a sequence together; `sep_degree` of `hybrid_configs` says the same."""
+
+
 class HybridConfigs(TypedDict, total=False):
     """The mesh: how many ranks each kind of parallelism has."""
 
@@ -283,6 +292,8 @@ class HybridConfigs(TypedDict, total=False):
     pp_degree: Count
     sharding_degree: Count
     sep_degree: Count
+    """Ranks that compute parts of the same sequences, as `context_parallel_configs` says too."""
+
     order: list[Literal["dp", "pp", "sharding", "sep", "mp"]]
     """["dp", "pp", "sharding", "sep", "mp"]: from the slowest axis to the fastest."""
 

@@ -24,6 +24,7 @@ TECHNIQUES = (
     "sharding",
     "pipeline",
     "tensor_parallel",
+    "context_parallel",
     "clip",
     "ema",
     "a_sync",
@@ -61,9 +62,11 @@ def _errors() -> dict[frozenset[str], str]:
             found[local, other] = _APART
         for other in ("sharding", "pipeline", "tensor_parallel"):
             found[local, other] = _WHOLE
+        found[local, "context_parallel"] = "ranks with parts of one sequence add up their gradients in every step"
         found[local, "sync_batch_norm"] = "synchronised layers make the ranks meet in every step"
     for other in (
-        "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc", "sharding", "pipeline", "tensor_parallel", "ema",
+        "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc", "sharding", "pipeline", "tensor_parallel",
+        "context_parallel", "ema",
     ):  # fmt: skip
         found["a_sync", other] = _SERVERS
     return {frozenset(pair): why for pair, why in found.items()}

@@ -139,6 +139,11 @@ class DistributedStrategy(BaseModel):
 
     tensor_parallel_configs: shapes.TensorParallelConfigs = Field(default_factory=shapes.TensorParallelConfigs)
 
+    context_parallel: bool = False
+    """Let ranks compute parts of the same sequences in the modules that `px.shard` gives style `context`."""
+
+    context_parallel_configs: shapes.ContextParallelConfigs = Field(default_factory=shapes.ContextParallelConfigs)
+
     hybrid_configs: shapes.HybridConfigs = Field(default_factory=shapes.HybridConfigs)
     """The mesh: how many ranks each kind of parallelism has."""
 
@@ -188,7 +193,8 @@ class DistributedStrategy(BaseModel):
     @property
     def techniques(self) -> set[str]:
         """Names of the switches that are on; a degree above 1 turns its technique on too."""
-        degrees, said = {"pp": "pipeline", "sharding": "sharding", "mp": "tensor_parallel"}, dict(self.hybrid_configs)
+        degrees = {"pp": "pipeline", "sharding": "sharding", "sep": "context_parallel", "mp": "tensor_parallel"}
+        said = dict(self.hybrid_configs)
         by_degree = {degrees[kind] for kind in degrees if said.get(f"{kind}_degree", 1) != 1}
         return by_degree | {name for name in TECHNIQUES if getattr(self, name)}
 

@@ -83,8 +83,10 @@ def strategy_in(
         if aside:
             logger.info("parallel_mode AUTO_PARALLEL finds out itself what to cut: %s set aside", ", ".join(aside))
         return chosen
-    degrees = {name for name in ("pp_degree", "mp_degree") if chosen.hybrid_configs.get(name, 1) not in (1, -1)}
-    switches = {name for name in ("pipeline", "tensor_parallel") if getattr(chosen, name)}
+    degrees = {
+        name for name in ("pp_degree", "sep_degree", "mp_degree") if chosen.hybrid_configs.get(name, 1) not in (1, -1)
+    }
+    switches = {name for name in ("pipeline", "tensor_parallel", "context_parallel") if getattr(chosen, name)}
     if aside or degrees or switches:
         said = [*sorted(switches), *sorted(degrees), *aside]
         logger.info("parallel_mode DATA_PARALLEL holds the whole model on every rank: %s set aside", ", ".join(said))
@@ -101,7 +103,7 @@ def require_cuts(mode: ParallelMode | None, strategy: DistributedStrategy, model
     if mode not in (ParallelMode.HYBRID_PARALLEL, ParallelMode.SEMI_AUTO_PARALLEL) or world_size == 1:
         return
     is_cut = is_marked(model) or any(is_module_held(param) for param in model.parameters())
-    if not is_cut and strategy.techniques.isdisjoint(("pipeline", "tensor_parallel", "sharding")):
+    if not is_cut and strategy.techniques.isdisjoint(("pipeline", "tensor_parallel", "context_parallel", "sharding")):
         raise ConfigError(
             f"parallel_mode {mode.name} has nothing to cut: no layer is marked and the strategy asks for no stages. "
             'Say which layers, px.shard(net, {"classifier": "column"}), or write DATA_PARALLEL.'

@@ -25,11 +25,22 @@ class CutDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's slice after dropout."""
-        if not self.training or self.p == 0:
-            return input
-        dim = self.dim % input.dim()
-        sizes = transfers.part_sizes(input, dim, None, self.dim != -1, self.cut.group)
-        shape = (*input.shape[:dim], sum(sizes), *input.shape[dim + 1 :])
-        mask = F.dropout(input.new_ones(shape), self.p)
-        mine = Cut(self.cut.group, self.cut.index, tuple(sizes)).part(mask, dim)
-        return input * mine
+        return drop_part(input, self.p, self.dim, self.cut) if self.training and self.p else input
+
+
+def drop_part(x: Tensor, p: float, dim: int, cut: Cut) -> Tensor:
+    """Return this rank's slice of an activation after dropout, by its slice of the mask of the whole.
+
+    Collective when cut by features (dim -1), whose slices may differ in size.
+
+    Args:
+        x: The slice.
+        p: Share of the units that are dropped.
+        dim: Dim along which the activation is cut.
+        cut: Names the group.
+    """
+    place = dim % x.dim()
+    sizes = transfers.part_sizes(x, place, None, dim != -1, cut.group)
+    shape = (*x.shape[:place], sum(sizes), *x.shape[place + 1 :])
+    mask = F.dropout(x.new_ones(shape), p)
+    return x * Cut(cut.group, cut.index, tuple(sizes)).part(mask, place)

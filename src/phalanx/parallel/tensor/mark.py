@@ -13,8 +13,8 @@ from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.describe import is_module_held
 from phalanx.parallel.tensor.rows import ModelParallelLinear
-from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
-from phalanx.plan.tensor_rules import STYLES, Style, Styled, with_cut_layers
+from phalanx.plan.mesh_rules import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS
+from phalanx.plan.tensor_rules import ON_TOKENS, STYLES, Style, Styled, with_cut_layers
 from phalanx.plan.value import OnRanks, Plan, Shard, matches
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -57,12 +57,13 @@ def shard(
             `vocab`: an `nn.Embedding` by rows, or the `nn.Linear` that makes logits, which stay cut
             (`vocab_cross_entropy` takes them).
             `sequence`: anything that works on each token alone (a norm, a dropout), on this rank's part of the
-            sequence.
+            sequence. `context`: blocks of a transformer, or the list of them, on this rank's part of the sequence, with
+            attention (`F.scaled_dot_product_attention`) to all of it; inputs are cut, outputs put together.
         axis: Mesh axis whose ranks hold the slices. `data`, or another along which ranks read rows of their own: each
             layer gathers the rows of all. `model`: ranks read the same rows. When None, the mesh's `model` axis if the
-            strategy made one, else `data`.
+            strategy made one, else `data`; `context` for that style.
         size: Ranks along an axis that the strategy does not make; all ranks when None.
-        sequence_dim: Dim of activations along which `sequence` cuts them.
+        sequence_dim: Dim of activations along which `sequence` and `context` cut them.
 
     Returns:
         The same module.
@@ -78,9 +79,11 @@ def shard(
     chosen: dict[str, Style] = {}
     for pattern, style in styles.items():
         chosen.update(dict.fromkeys(_fitting(model, pattern, style), style))
-    sequence = sequence_dim if "sequence" in chosen.values() else None
+    if "context" in chosen.values():
+        cut, axis = _parts(chosen, sequence_dim), axis or CONTEXT_AXIS
+    else:
+        cut = _flows(model, chosen, sequence_dim if "sequence" in chosen.values() else None)
     first = {id(param): name for name, param in model.named_parameters()}
-    cut = _flows(model, chosen, sequence)
     styled = tuple(_styled(model.get_submodule(name), one, first) for name, one in cut.items())
     _asked.setdefault(model, []).append(_Asked(styled, axis, size))
     return model
@@ -96,12 +99,19 @@ def with_marks(plan: Plan, model: nn.Module) -> Plan:
         has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
         axis = asked.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
         plan = with_cut_layers(plan, asked.styled, axis, asked.size)
-    idle = [axis for axis in plan.mesh if axis.name == MODEL_AXIS and axis.size > 1]
-    if idle and not any(rule.style for rule in plan.modules) and not any(is_module_held(p) for p in model.parameters()):
+    sizes, styles = {axis.name: axis.size for axis in plan.mesh}, {rule.style for rule in plan.modules} - {None}
+    if sizes.get(CONTEXT_AXIS, 1) > 1 and "context" not in styles:
         raise PlanError(
-            f"the strategy asks for {idle[0].size} ranks that hold one copy of the layers together (tensor_parallel, "
-            "mp_degree), and no layer of this model is cut. Say which before it is distributed: px.shard(model, "
-            '{"classifier.*": "column"}).'
+            f"the strategy asks for {sizes[CONTEXT_AXIS]} ranks that compute parts of the same sequences "
+            "(context_parallel, sep_degree), and no module of this model is to. Say which before it is distributed: "
+            'px.shard(model, {"blocks": "context"}).'
+        )
+    is_cut = bool(styles - {"context"}) or any(is_module_held(p) for p in model.parameters())
+    if sizes.get(MODEL_AXIS, 1) > 1 and not is_cut:
+        raise PlanError(
+            f"the strategy asks for {sizes[MODEL_AXIS]} ranks that hold one copy of the layers together "
+            "(tensor_parallel, mp_degree), and no layer of this model is cut. Say which before it is distributed: "
+            'px.shard(model, {"classifier.*": "column"}).'
         )
     return _with_layers_made_cut(plan, model)
 
@@ -163,11 +173,29 @@ def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
 
 
 def _can_be(module: nn.Module, style: Style, *, is_named: bool) -> bool:
-    if style == "sequence":
+    if style in ON_TOKENS:
         return type(module) is nn.Dropout or next(module.parameters(), None) is not None
     if style == "column" and is_named and not isinstance(module, nn.Linear | nn.Embedding):
         return type(module) is nn.Dropout or next(module.parameters(), None) is not None
     return type(module) is nn.Linear or (style == "vocab" and type(module) is nn.Embedding)
+
+
+def _parts(chosen: Mapping[str, Style], dim: int) -> dict[str, Styled]:
+    """Return the outermost of the modules that compute a part of the sequence each.
+
+    Raises:
+        ConfigError: If others of the call are cut another way.
+    """
+    other = next((name for name, style in chosen.items() if style != "context"), None)
+    if other is not None:
+        raise ConfigError(
+            f'px.shard got style "context" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
+            "their own. Call it once for each."
+        )
+    names = [
+        name for name in chosen if not any(name != outer and f"{name}.".startswith(f"{outer}.") for outer in chosen)
+    ]
+    return {name: Styled(module=name, style="context", inputs=dim, outputs=dim) for name in names}
 
 
 def _flows(model: nn.Module, chosen: Mapping[str, Style], sequence: int | None) -> dict[str, Styled]:
@@ -217,7 +245,7 @@ def _pairs(
 
 def _styled(module: nn.Module, one: Styled, first: Mapping[int, str]) -> Styled:
     """Return it with the plain names of the module's parameters."""
-    if one.style == "sequence" or not isinstance(module, nn.Linear | nn.Embedding):
+    if one.style in ON_TOKENS or not isinstance(module, nn.Linear | nn.Embedding):
         return replace(one, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
     own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
     return replace(one, weight=own.get("weight"), bias=own.get("bias"))

@@ -9,12 +9,13 @@ from torch import nn
 
 from phalanx.errors import PlanError
 from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.tensor.context import check_context
 from phalanx.parallel.tensor.cut import even_sizes
 from phalanx.parallel.tensor.dropout import CutDropout
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.rows import ModelParallelLinear, RowwiseLinear
 from phalanx.parallel.tensor.vocab import VocabEmbedding
-from phalanx.plan.tensor_rules import CUT_DIM
+from phalanx.plan.tensor_rules import CUT_DIM, ON_TOKENS
 from phalanx.plan.value import ModuleRule, OnRanks, Plan, Shard, matches
 
 _SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
@@ -60,6 +61,8 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
         _check_kind(plan, one)
         _check_shards(plan, one)
         _check_embedding(one)
+    _check_axes(planned)
+    check_context(model, [(one.name, one.module) for one in planned if one.rule.style == "context"])
     names = {id(param): name for name, param in model.named_parameters()}
     for name, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False):
@@ -83,7 +86,7 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[Planned]:
         shards = tuple(
             (own, shard)
             for own, param in module.named_parameters(recurse=False)
-            if (shard := _shard_of(plan, names[id(param)])) and rule.style != "sequence"
+            if (shard := _shard_of(plan, names[id(param)])) and rule.style not in ON_TOKENS
         )
         axis = _axis_of(plan, rule, [names[id(param)] for param in module.parameters(recurse=False)])
         if axis is not None:
@@ -93,7 +96,7 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[Planned]:
 
 
 def _knows(module: nn.Module, rule: ModuleRule) -> bool:
-    return rule.style == "sequence" or (type(module), rule.style) in _SAME_ROWS
+    return rule.style in ON_TOKENS or (type(module), rule.style) in _SAME_ROWS
 
 
 def _shard_of(plan: Plan, name: str) -> Shard | None:
@@ -106,7 +109,7 @@ def _shard_of(plan: Plan, name: str) -> Shard | None:
 
 def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
     """Return the axis along which a module's weight is cut, or else its input."""
-    for name in params if rule.style != "sequence" else ():
+    for name in params if rule.style not in ON_TOKENS else ():
         place = plan.rule_for(name).place
         if _shard_of(plan, name) and isinstance(place, OnRanks):
             return next(axis for axis, placed in place.layout.items() if isinstance(placed, Shard))
@@ -128,7 +131,7 @@ def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
 
 def _check_kind(plan: Plan, one: Planned) -> None:
     style, kinds = one.rule.style, kinds_of(plan, one)
-    if style != "sequence" and (type(one.module), style) not in kinds:
+    if style not in ON_TOKENS and (type(one.module), style) not in kinds:
         known = ", ".join(sorted({kind.__name__ for kind, named in kinds if named == style})) or "nothing"
         form = f"along {one.axis!r}, where ranks read {'rows of their own' if kinds is _OWN_ROWS else 'the same rows'}"
         raise PlanError(
@@ -141,6 +144,18 @@ def _check_kind(plan: Plan, one: Planned) -> None:
             f"modules[{one.name}] gathers rows along {one.axis!r}, and rows are split along {', '.join(others)} too. "
             "Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
         )
+
+
+def _check_axes(planned: list[Planned]) -> None:
+    """Raise if a layer is cut along the axis along which the module around it has other tokens on each rank."""
+    for part in planned:
+        inside = {id(module) for module in part.module.modules()} if part.rule.style == "context" else set()
+        for one in planned:
+            if id(one.module) in inside and one.axis == part.axis and one.rule.style != "context":
+                raise PlanError(
+                    f"modules[{one.name}] has style {one.rule.style!r} along {one.axis!r}, along which ranks have "
+                    f"other tokens in modules[{part.name}] (style 'context'). Use another axis for one of them."
+                )
 
 
 def _check_shards(plan: Plan, one: Planned) -> None:

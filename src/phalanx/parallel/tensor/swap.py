@@ -8,6 +8,7 @@ from torch import nn
 
 from phalanx.comm.groups import Group
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.tensor.context import cut_sequence
 from phalanx.parallel.tensor.cut import Cut, hold
 from phalanx.parallel.tensor.cut_logits import CutLogits
 from phalanx.parallel.tensor.dropout import CutDropout
@@ -15,6 +16,7 @@ from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.same_rows import SameRows, share_random_stream
 from phalanx.parallel.tensor.styles import Planned, kinds_of, planned_modules, sizes_of
 from phalanx.parallel.tensor.vocab import VocabEmbedding
+from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import Layout, Plan, Shard
 
 logger = logging.getLogger("phalanx.parallel")
@@ -35,6 +37,12 @@ def cut_layers(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
         whole = Cut(mesh.group((one.axis,)), mesh.index((one.axis,)), ())
         cuts = {name: _hold(one.module, name, shard, whole, ranks, held) for name, shard in one.shards}
         _become(plan, one, cuts.get("weight", whole))
+        if one.rule.style == "context":
+            dim = _dim(one.rule.inputs, one.axis)
+            assert dim is not None
+            part = cut_sequence(one.name, one.module, dim, whole, ranks)
+            if mesh.size((STAGE_AXIS,)) == 1:  # else it may be in the stage of another rank
+                model.register_forward_hook(part.look)
         if one.rule.style == "vocab" and isinstance(one.module, nn.Linear):
             _leave_logits_cut(one, whole.group)
         if one.axis not in plan.step.batch_axes:
