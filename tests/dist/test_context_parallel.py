@@ -202,21 +202,20 @@ def test_ranks_that_compute_parts_of_sequences_train_as_one_process(
 LAYERS, ROWS, LONG = 2, 2, 64
 
 
-def kept() -> tuple[int, int]:
+def kept(dropout: float) -> tuple[int, int]:
     """Return the bytes that a forward pass keeps on this rank, and in one process."""
     context = px.init()
-    model, inputs = nn.Sequential(*(Block() for _ in range(LAYERS))), torch.randn(ROWS, LONG, WIDTH)
+    model, inputs = nn.Sequential(*(Block(dropout=dropout) for _ in range(LAYERS))), torch.randn(ROWS, LONG, WIDTH)
     in_one = saved_bytes(model, inputs)
     px.shard(model, {"": "context"}, size=context.world_size)
     px.distribute(model)
-    model.eval()  # nothing of how training looks at inputs
     return saved_bytes(model, inputs), in_one
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "dropout"), [(2, 0.0), (2, 0.3), (4, 0.0)])
+def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(ranks: int, dropout: float) -> None:
     item = ROWS * LONG * WIDTH * 4
-    for rank, (mine, in_one) in enumerate(run_ranks(kept, ranks)):
+    for rank, (mine, in_one) in enumerate(run_ranks(kept, ranks, dropout)):
         gathered, first, mask = LAYERS * 2 * item, item // ranks, (LONG // ranks) ** 2 * (rank + 1) * 4
         assert mine == pytest.approx(in_one / ranks + gathered + first + (mask if rank else 0), abs=64)
 

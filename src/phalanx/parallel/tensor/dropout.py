@@ -43,4 +43,5 @@ def drop_part(x: Tensor, p: float, dim: int, cut: Cut) -> Tensor:
     sizes = transfers.part_sizes(x, place, None, dim != -1, cut.group)
     shape = (*x.shape[:place], sum(sizes), *x.shape[place + 1 :])
     mask = F.dropout(x.new_ones(shape), p)
-    return x * Cut(cut.group, cut.index, tuple(sizes)).part(mask, place)
+    mine = Cut(cut.group, cut.index, tuple(sizes)).part(mask, place).clone()  # a view would keep the whole mask
+    return x * mine
