@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from phalanx.auto import solve_staged as solve_staged_module
 from phalanx.auto.choices import Link, Node, Option
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
@@ -76,6 +78,23 @@ def test_the_solver_finds_what_trying_everything_finds():
             assert choices.fits(found.pick, found.stages)
             assert solve_staged(choices, below=best) is None
     assert 3 < none < 120
+
+
+def test_layers_with_one_way_each_are_cut_as_the_program_would(monkeypatch):
+    random = Random(1)
+    for _ in range(40):
+        drawn = random_choices(random)
+        nodes = tuple(replace(node, options=node.options[:1]) for node in drawn.nodes)
+        choices = replace(drawn, nodes=nodes, links=())
+        monkeypatch.setattr(solve_staged_module, "_FEW", 0)
+        programmed = solve_staged(choices)
+        monkeypatch.setattr(solve_staged_module, "_FEW", 50_000)
+        found = solve_staged(choices)
+        assert (found is None) == (programmed is None)
+        if found is not None:
+            assert found.seconds == pytest.approx(programmed.seconds, rel=1e-7)
+            assert choices.seconds(found.pick, found.stages) == pytest.approx(found.seconds, rel=1e-9)
+            assert choices.fits(found.pick, found.stages)
 
 
 def test_fewer_pieces_than_stages_cannot_be():

@@ -127,7 +127,14 @@ def _found(
     if auto_context.search_mode is not None:
         logger.info("search_mode=%s: %s all mean the one search", auto_context.search_mode, ", ".join(SEARCH_MODES))
     answer = auto_parallel(
-        net, sample, loss_fn, cluster=cluster_of(here), optimizer=optimizer, strategy=strategy, time_limit=SEARCH_S
+        net,
+        sample,
+        loss_fn,
+        cluster=cluster_of(here),
+        optimizer=optimizer,
+        strategy=strategy,
+        top_k=1,
+        time_limit=SEARCH_S,
     )
     best = answer.searched.best
     cut = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
