@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -22,6 +21,7 @@ from phalanx.parallel.watch import assembly
 from phalanx.plan.memory import StateOf, memory_of, memory_table
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
+from phalanx.strategy.shown import as_text
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -72,10 +72,7 @@ def _account(made: Applied, model: nn.Module, inputs: Sequence[Any] | None) -> s
     rank, shape = context_of.current().rank, as_trained(made.shape, model)
     state, averaged = _state_of(model), is_averaged(model)
     memory = memory_of(made.plan, shape, rank, state, averaged=averaged)
-    console = Console(width=100, color_system=None)
-    with console.capture() as captured:
-        console.print(memory_table(memory, rank))
-    lines = [line.rstrip() for line in captured.get().splitlines()]
+    lines = as_text(memory_table(memory, rank), width=100).splitlines()
     activations = None if inputs is None else _activations(made, model, inputs)
     if activations is not None:
         lines.append(f"one forward pass of this batch keeps about {activations:,} bytes of activations")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -19,9 +19,7 @@ from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Table
-
-_WIDTH = 120
-"""Columns of a printed table; log files have no terminal to ask."""
+from phalanx.strategy.shown import as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +110,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        console = Console(width=_WIDTH, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return as_text(self)
 
     def __rich__(self) -> RenderableType:
         mesh = " x ".join(f"{axis.name}={axis.size}" for axis in self.plan.mesh) or "one rank"

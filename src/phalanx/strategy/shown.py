@@ -1,10 +1,10 @@
-"""A strategy as a table: what is on, and what was set."""
+"""Tables as text, and a strategy as one: what is on, and what was set."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -37,9 +37,14 @@ def strategy_table(strategy: DistributedStrategy) -> Table | Text:
 
 def printed(strategy: DistributedStrategy) -> str:
     """Return the table as text."""
-    console = Console(width=_WIDTH, color_system=None)
+    return as_text(strategy_table(strategy))
+
+
+def as_text(shown: RenderableType, width: int = _WIDTH) -> str:
+    """Return what would be printed, without colours and spaces at line ends."""
+    console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        console.print(strategy_table(strategy))
+        console.print(shown)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
