@@ -103,3 +103,8 @@ class Arrangement:
         ranks, stride = sizes[name], math.prod(sizes.get(one, 1) for one in later)
         in_node = min(ranks, max(1, self.per_node // stride))
         return Layout(ranks, in_node, max(1, self.per_node // in_node) if in_node < ranks else 1)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the whole numbers that divide a number, rising."""
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.auto.arrangement import RECOMPUTE
 from phalanx.auto.described_run import Run, read_run
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.errors import ConfigError, did_you_mean
@@ -15,7 +16,6 @@ from phalanx.errors import ConfigError, did_you_mean
 KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 """What a search chooses, and what limits may name."""
 
-RECOMPUTE = ("none", "selective", "full")
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 
 

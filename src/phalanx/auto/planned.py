@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,14 +15,15 @@ from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
+from phalanx.auto.traffic import traffic
 from phalanx.auto.ways import ways_of
 from phalanx.auto.written_plan import written
 from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.shown import as_text
 
 MIB = 2**20
-_WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Planned:
             mark = "> " if option.label == picked else "  "
             cells = [f"{seconds * 1e3:.3f}" for seconds in times]
             grid.add_row(mark + option.label, *cells, f"{(option.held + option.kept) / MIB:.2f}")
-        return _printed(grid)
+        return as_text(grid)
 
     def why_not(self, *limits: str) -> str:
         """Return what it would cost to keep to further limits, such as `tp=1` or `classifier.4=column`.
@@ -145,9 +146,17 @@ class Planned:
             "left_out": list(self.left_out),
             "space": {name: list(values) for name, values in self.space.items()},
             "arrangements": len(found.arrangements),
+            "listed": found.solved,
+            "traffic": None if found.best.arrangement.stages > 1 else self._traffic(),
             "top_k": [_told(one) for one in found.candidates],
             "plan": self.plan.model_dump(mode="json"),
         }
+
+    def _traffic(self) -> list[dict[str, Any]]:
+        """Return the collectives of a rank's step, the most bytes first."""
+        found = traffic(self.searched.best, self.layers)
+        told = [{"kind": kind, "bytes": size, "count": count} for (kind, size), count in found.items()]
+        return sorted(told, key=lambda one: -one["bytes"] * one["count"])
 
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
@@ -157,7 +166,7 @@ class Planned:
         return {**found, "layers": (f"{len({one.like for one in self.layers.segments})} decisions",)}
 
     def __str__(self) -> str:
-        return _printed(self)
+        return as_text(self)
 
     def __rich__(self) -> RenderableType:
         found = self.searched
@@ -172,7 +181,8 @@ class Planned:
             cells = [f"{seconds * 1e3:.3f}" for seconds in (one.seconds, *one.parts.values())]
             grid.add_row(str(one.arrangement), self._cut(one), *cells, f"{one.peak / MIB:.1f}")
         space = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in self.space.items())
-        said = [f"searched: {space}", *(f"not searched: {why}" for why in self.left_out)]
+        count = f"{len(found.arrangements)} arrangements, {found.solved} of them layer by layer"
+        said = [f"searched: {count}; {space}", *(f"not searched: {why}" for why in self.left_out)]
         return Group(Text(head), grid, *map(Text, said))
 
     def _cut(self, candidate: Candidate) -> str:
@@ -198,10 +208,3 @@ def _told(candidate: Candidate) -> dict[str, Any]:
         "memory_bytes": candidate.peak,
         **{f"{name.replace(' ', '_')}_s": seconds for name, seconds in candidate.parts.items()},
     }
-
-
-def _printed(shown: RenderableType) -> str:
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as said:
-        console.print(shown)
-    return said.get().rstrip()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement
+from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement, divisors
 from phalanx.auto.choices import Choices, Option
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
@@ -202,7 +202,7 @@ def arrangements_of(
         rows: Rows of a global batch; 0 if they are not known.
     """
     node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
-    for stages, model in itertools.product(_divisors(ranks), repeat=2):
+    for stages, model in itertools.product(divisors(ranks), repeat=2):
         if ranks % (stages * model) or stages > pieces:
             continue
         data = ranks // stages // model
@@ -219,7 +219,7 @@ def arrangements_of(
 def _micro_batches(rows: int, data: int) -> list[int]:
     """Return numbers of equal micro-batches into which the rows of every rank can be cut."""
     if rows % data == 0:
-        return _divisors(max(1, rows // data))
+        return divisors(max(1, rows // data))
     return [1] if rows > data else []  # some ranks have a row more, or others none
 
 
@@ -233,10 +233,6 @@ def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[t
         fitting = (micro for micro in micro_batches if virtual == 1 or micro % stages == 0)
         if stages * virtual <= pieces:
             yield from ((virtual, micro) for micro in fitting)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _candidate(layers: Layers, at: Arrangement, ways: Ways, solved: Solved) -> Candidate:

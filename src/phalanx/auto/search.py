@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.auto.arrangement import RECOMPUTE, divisors
 from phalanx.auto.constants import DEFAULT, Constants
 from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import Footprint, footprint
-from phalanx.auto.job import RECOMPUTE, Job, read_job, read_limit
+from phalanx.auto.job import Job, read_job, read_limit
 from phalanx.auto.predict import USABLE, Prediction, predict
 from phalanx.cluster.description import Cluster
 from phalanx.cluster.devices import GIB
@@ -198,13 +199,13 @@ def lower_bound(run: Run) -> float:
 def choices_of(job: Job) -> Iterator[Run]:
     """Yield every run of the space that keeps to the limits."""
     base, devices = job.base, job.devices
-    for tp, pp in itertools.product(_divisors(devices), repeat=2):
+    for tp, pp in itertools.product(divisors(devices), repeat=2):
         if devices % (tp * pp) or not _can_cut(base, tp, pp):
             continue
         dp = devices // tp // pp
         if base.batch.whole % dp:
             continue
-        sizes = _divisors(base.batch.whole // dp)
+        sizes = divisors(base.batch.whole // dp)
         virtual = _virtual_stages(base.model.layers, pp)
         zeros = (0,) if dp == 1 else (0, 1, 2, 3)
         for micro, vpp, zero, recompute in itertools.product(sizes, virtual, zeros, RECOMPUTE):
@@ -247,11 +248,7 @@ def _can_cut(base: Run, tp: int, pp: int) -> bool:
 def _virtual_stages(layers: int, pp: int) -> list[int]:
     if pp == 1 or layers % pp:
         return [1]
-    return [v for v in _divisors(layers // pp) if v <= _MAX_VIRTUAL]
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    return [v for v in divisors(layers // pp) if v <= _MAX_VIRTUAL]
 
 
 def _too_large(job: Job, total: float, run: Run, held: Footprint | None) -> str:

@@ -15,7 +15,7 @@ from phalanx.auto.layers import Layers
 from phalanx.auto.planner import Candidate
 from phalanx.auto.rates import Speed
 from phalanx.auto.way_cost import WayCost
-from phalanx.cluster.measured import Kind, Precision
+from phalanx.cluster.measured import Kind
 
 Sent = tuple[Kind, float]
 """Kind of a collective and its bytes, as `phalanx.cluster.measured` counts them."""
@@ -62,27 +62,7 @@ def _seconds(candidate: Candidate, layers: Layers, work: LayerWork, priced: _Pri
 class _Free:
     """Operators that take no time."""
 
-    def matmul_s(self, m: float, n: float, k: float, dtype: Precision = "fp32") -> float:
+    def _no_time(self, *_: object, **__: object) -> float:
         return 0.0
 
-    def conv_s(
-        self,
-        m: float,
-        n: float,
-        k: float,
-        groups: float = 1,
-        *,
-        backward: bool = False,
-        dtype: Precision = "fp32",
-        pointwise: bool = False,
-    ) -> float:
-        return 0.0
-
-    def attention_s(self, batch_heads: float, seq: float, head_dim: float, *, backward: bool = False) -> float:
-        return 0.0
-
-    def operator_s(self, name: str, size: float, *, backward: bool = False) -> float:
-        return 0.0
-
-    def optimizer_s(self, kind: str, elements: float, tensors: float) -> float:
-        return 0.0
+    matmul_s = conv_s = attention_s = operator_s = optimizer_s = _no_time
