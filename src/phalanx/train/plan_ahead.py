@@ -126,6 +126,7 @@ def _found(
 
     if auto_context.search_mode is not None:
         logger.info("search_mode=%s: %s all mean the one search", auto_context.search_mode, ", ".join(SEARCH_MODES))
+    logger.info("AUTO_PARALLEL looks for the fastest Plan of %s, for %g s at most", type(net).__name__, SEARCH_S)
     answer = auto_parallel(
         net,
         sample,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.watch import assembly
 from phalanx.train.batches import LossFunction
 from phalanx.train.plan_ahead import global_batch
+
+logger = logging.getLogger("phalanx.train")
 
 
 def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Planned:
@@ -72,6 +75,7 @@ def _stop(model: nn.Module, loss_fn: LossFunction | None) -> NoReturn:
 
 def _planned(model: nn.Module, loss_fn: LossFunction | None, options: dict[str, Any]) -> Planned:
     assert assembly.loader is not None
+    logger.info("planning %s; --time-limit ends the search with the best so far", type(model).__name__)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     columns = global_batch(assembly.loader, device, has_target=loss_fn is not None)
     if loss_fn is not None:
