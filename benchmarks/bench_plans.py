@@ -129,7 +129,8 @@ def main() -> None:
     asked = parser.parse_args()
     calibrate(max(asked.ranks), quick=asked.quick)
     told = []
-    for name, ranks in track(list(itertools.product(asked.cases.split(","), asked.ranks)), "measuring Plans"):
+    cases = list(itertools.product(asked.cases.split(","), asked.ranks))
+    for name, ranks in track(cases, "measuring Plans", console=Console(stderr=True)):
         make, batch, loss_fn = MODELS[name]
         torch.manual_seed(0)
         answer = auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
