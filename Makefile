@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples]" --group dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples,jobs,postgresql,s3,kubernetes]" --group dev
 	touch $(STAMP)
 
 setup: $(STAMP)  ## make .venv and install phalanx into it

@@ -5,7 +5,10 @@
     │   ├── StrategyError    a DistributedStrategy setting                    (also a TypeError for a wrong type)
     │   ├── PlanError        a Plan that does not fit the model or the mesh
     │   ├── RoleError        environment variables that are missing or disagree
-    │   └── LaunchError      a launcher flag, host, port or script
+    │   ├── LaunchError      a launcher flag, host, port or script
+    │   └── SpecError        a job that could never run as it is written
+    ├── AccessError      you may not do that in this workspace, or are not known
+    ├── NotFoundError    there is no job, workspace, ... of that name     (also a LookupError)
     ├── DataError        a file or record from outside is broken; names file and offset
     ├── PeerLostError    another rank or host failed, or did not come in time
     ├── ClosedError      you closed it already
@@ -47,6 +50,18 @@ class RoleError(ConfigError):
 
 class LaunchError(ConfigError):
     """A launcher flag, host, port or script cannot work."""
+
+
+class SpecError(ConfigError):
+    """A job, or a code or dataset configuration, could never work as it is written."""
+
+
+class AccessError(PhalanxError):
+    """Who asks is not known, or has no role that allows it."""
+
+
+class NotFoundError(PhalanxError, LookupError):
+    """There is no job, workspace, code, dataset or secret of that name that the one who asks may see."""
 
 
 class DataError(PhalanxError):

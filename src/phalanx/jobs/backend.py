@@ -1,0 +1,78 @@
+"""What an engine that runs jobs must do: the one interface behind which this machine, Slurm and Kubernetes stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.jobs.records import Failure
+from phalanx.jobs.spec import TrainingJob
+
+
+class Phase(StrEnum):
+    """What a backend knows of an attempt. `GONE` is what it no longer knows: finished long ago, or lost."""
+
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Status:
+    """An attempt as its backend sees it; `reason` in the backend's own words, as "Resources" or "ImagePullBackOff"."""
+
+    phase: Phase
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One attempt at a job, as it is handed to a backend.
+
+    Attributes:
+        job: The job's id; a backend marks what it starts with `job` and `attempt`, so that it finds it again.
+        attempt: Number of the attempt, from 1.
+        spec: The resolved spec: commits instead of refs, datasets in full.
+        folder: The attempt's own folder (`jobs/layout.py`), which on Slurm all nodes see.
+        secrets: Values by name. They go into no file that outlives the attempt, no command line and no manifest.
+    """
+
+    job: str
+    attempt: int
+    spec: TrainingJob
+    folder: Path
+    secrets: dict[str, str]
+
+
+class Backend(Protocol):
+    """An engine that runs attempts. Every call may be repeated: doing twice what was done once changes nothing."""
+
+    name: str
+
+    def check(self, spec: TrainingJob) -> None:
+        """Raise SpecError if this engine could never run `spec`: too large, an option it lacks, not reachable."""
+
+    def render(self, submission: Submission) -> str:
+        """Return what `submit` would hand over, as text a person can read: a command, a batch script, a manifest."""
+
+    def submit(self, submission: Submission) -> str:
+        """Start the attempt, or find it if it was started before; return the engine's name for it."""
+
+    def status(self, submission: Submission, handle: str) -> Status:
+        """Return where the attempt is."""
+
+    def collect(self, submission: Submission, handle: str) -> None:
+        """Bring new log text into the attempt's folder; nothing to do where nodes write there themselves."""
+
+    def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
+        """Ask the attempt to end, and end it `grace_s` seconds later; returns at once."""
+
+    def cleanup(self, submission: Submission, handle: str) -> None:
+        """Remove what the engine still holds of an attempt that has ended: secrets, objects, processes."""

@@ -1,0 +1,46 @@
+"""Where things lie under PHALANX_HOME, and what the files of an attempt are called. Pure.
+
+HOME/
+    phalanx.db  key                        the store, and the key its secrets are encrypted with
+    code/DIGEST/                           trees of code, by content
+    cache/                                 datasets that were fetched
+    jobs/JOB/attempt-N/
+        attempt.json                       what every node runs (no secrets)
+        work/                              the working copy of the code
+        node-K.json                        how node K ended; written by node K, once, by renaming
+        node-K.beat                        touched by node K while it lives
+        logs/node-K.log                    what the launcher of node K printed
+        logs/workerlog.R, serverlog.R ...  what rank R printed; logs/*.events.jsonl its run events
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """Return the folder of all state: PHALANX_HOME, or `phalanx` in the user's data folder."""
+    if chosen := os.environ.get("PHALANX_HOME"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "phalanx"
+
+
+def attempt_folder(root: Path, job: str, attempt: int) -> Path:
+    """Return the folder of one attempt under the home `root`."""
+    return root / "jobs" / job / f"attempt-{attempt}"
+
+
+def logs(folder: Path) -> Path:
+    """Return the folder of an attempt's log files."""
+    return folder / "logs"
+
+
+def exit_record(folder: Path, node: int) -> Path:
+    """Return the file in which node `node` says how it ended."""
+    return folder / f"node-{node}.json"
+
+
+def heartbeat(folder: Path, node: int) -> Path:
+    """Return the file whose time of change says that node `node` lives."""
+    return folder / f"node-{node}.beat"

@@ -1,0 +1,36 @@
+"""Amounts as people write them: `8Gi` of memory, `2h` of time. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def to_bytes(said: str | int) -> int:
+    """Return the bytes that `said` means, as `8Gi`, `500M` or a plain number.
+
+    Raises:
+        ValueError: If it is no positive amount.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?|Ki)?[Bb]?", str(said).strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{said!r} is no amount of memory; write it as 8Gi, 500Mi or 2G")
+    return int(float(found[1]) * _BYTES[found[2] or ""])
+
+
+def to_seconds(said: str | float) -> float:
+    """Return the seconds that `said` means, as `90`, `90s`, `30m`, `2h`, `1h30m` or `1d`.
+
+    Raises:
+        ValueError: If it is no positive time.
+    """
+    text = str(said).strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", text):
+        text += "s"
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
+        raise ValueError(f"{said!r} is no length of time; write it as 90s, 30m, 2h or 1h30m")
+    return seconds

@@ -1,0 +1,111 @@
+"""What the store holds, as plain values: workspaces, members, codes, datasets, jobs, attempts, events. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from phalanx.jobs.states import Cause, State
+
+
+class Role(StrEnum):
+    """What a member may do in a workspace; each role may do what those before it may."""
+
+    VIEWER = "viewer"
+    DEVELOPER = "developer"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who asks. `owner` is the user who owns the store's files, who may do everything everywhere."""
+
+    name: str
+    owner: bool = False
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A space of jobs, codes, datasets and secrets that only its members see."""
+
+    name: str
+    created: datetime
+    members: dict[str, Role] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A code or dataset configuration of a workspace: its name and its validated content as JSON."""
+
+    workspace: str
+    name: str
+    config: dict[str, Any]
+    created: datetime
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed: the cause, and what a person needs to act on it.
+
+    `rank` is None where no rank is to blame; `detail` is the traceback or the last lines, `exit_code` negative for a
+    signal, as subprocess has it.
+    """
+
+    cause: Cause
+    message: str
+    node: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a job to its backend. `handle` is the backend's own name for it, empty until submitted."""
+
+    job: str
+    number: int
+    state: State
+    handle: str = ""
+    reason: str = ""
+    failure: Failure | None = None
+    created: datetime | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a job's append-only history; `data` is JSON."""
+
+    job: str
+    number: int
+    time: datetime
+    kind: str
+    message: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted job. `spec` is the resolved TrainingJob as JSON; submitting it again trains the same thing.
+
+    `reason` says why the job is in its state: why it is still queued, what is being prepared, who stopped it.
+    """
+
+    id: str
+    workspace: str
+    name: str
+    owner: str
+    state: State
+    reason: str
+    backend: str
+    priority: int
+    spec: dict[str, Any]
+    created: datetime
+    started: datetime | None = None
+    ended: datetime | None = None
+    attempt: int = 0
+    failure: Failure | None = None

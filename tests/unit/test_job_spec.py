@@ -1,0 +1,42 @@
+"""What a job may say, and the amounts in it."""
+
+import pytest
+from pydantic import ValidationError
+
+from phalanx.jobs.quantities import to_bytes, to_seconds
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import State, may_follow
+
+
+def test_amounts_are_read_as_people_write_them():
+    assert to_bytes("8Gi") == 8 * 2**30
+    assert to_bytes("500M") == 500_000_000
+    assert to_bytes(1024) == 1024
+    assert to_seconds("1h30m") == 5400
+    assert to_seconds(90) == 90
+    for said in ("8 gigs", "-1Gi", "", "0"):
+        with pytest.raises(ValueError, match="no amount of memory"):
+            to_bytes(said)
+    for said in ("soon", "1h later", "", "0s"):
+        with pytest.raises(ValueError, match="no length of time"):
+            to_seconds(said)
+
+
+def test_a_job_keeps_what_it_says_through_json():
+    job = TrainingJob(
+        name="mnist", command="python train.py", resources={"memory": "8Gi"}, max_runtime="2h", datasets=[{"name": "d"}]
+    )
+    assert TrainingJob.model_validate_json(job.model_dump_json()) == job
+
+
+def test_unknown_fields_and_names_that_some_engine_refuses_are_errors():
+    with pytest.raises(ValidationError, match="commnd"):
+        TrainingJob(name="a", command="python t.py", commnd="x")
+    for name in ("A", "a_b", "-a", "a-", "x" * 41, "../up"):
+        with pytest.raises(ValidationError, match="name"):
+            TrainingJob(name=name, command="python t.py")
+
+
+def test_nothing_follows_an_end():
+    for state in State:
+        assert state.terminal == (not any(may_follow(state, after) for after in State))
