@@ -18,7 +18,7 @@ Seconds = Annotated[float, BeforeValidator(to_seconds)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Code(_Model):
