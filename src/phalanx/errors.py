@@ -9,6 +9,7 @@
     │   └── SpecError        a job that could never run as it is written
     ├── AccessError      you may not do that in this workspace, or are not known
     ├── NotFoundError    there is no job, workspace, ... of that name     (also a LookupError)
+    ├── StateError       a job is in a state that does not allow it; look again
     ├── DataError        a file or record from outside is broken; names file and offset
     ├── PeerLostError    another rank or host failed, or did not come in time
     ├── ClosedError      you closed it already
@@ -62,6 +63,10 @@ class AccessError(PhalanxError):
 
 class NotFoundError(PhalanxError, LookupError):
     """There is no job, workspace, code, dataset or secret of that name that the one who asks may see."""
+
+
+class StateError(PhalanxError):
+    """A job is in a state that does not allow what was asked; it may have moved on meanwhile."""
 
 
 class DataError(PhalanxError):
