@@ -84,6 +84,13 @@ def test_the_order_is_the_one_torch_runs(kind: Any, virtual: int, ranks: int, mi
     assert ours == of_torch(kind, ranks, virtual, microbatches)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 3), (8, 2)])
+def test_fewer_micro_batches_than_stages_all_go_forward_first(ranks: int, microbatches: int) -> None:
+    # As `parallel/pipeline_schedule` runs them: torch's 1F1B refuses so few.
+    found = order_of(Schedule(kind="1f1b", microbatches=microbatches), ranks)
+    assert found == of_torch("gpipe", ranks, 1, microbatches)
+
+
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [*SIZES, (4, 1), (8, 3)])
 def test_every_stage_runs_every_pass_of_every_micro_batch_once(kind: Any, ranks: int, microbatches: int) -> None:

@@ -24,6 +24,7 @@ from phalanx.comm.groups import Group
 from phalanx.parallel import pipeline_values
 from phalanx.parallel.pipeline_streams import Streams
 from phalanx.parallel.pipeline_values import Border, Form, pack, unpack
+from phalanx.plan.pipeline_order import is_gpipe
 from phalanx.plan.value import Schedule
 
 logger = logging.getLogger("phalanx.parallel")
@@ -146,9 +147,9 @@ def schedule_for(
         return (ScheduleZBVZeroBubble if route.schedule.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
     if kind == "interleaved":
         return ScheduleInterleaved1F1B(made, **settings)
-    # With fewer micro-batches than stages the two are the same, and torch's 1F1B refuses.
-    is_gpipe = kind == "gpipe" or microbatches < route.count
-    return (ScheduleGPipe if is_gpipe else Schedule1F1B)(made[0], **settings)
+    # torch's 1F1B refuses fewer micro-batches than stages.
+    all_first = is_gpipe(route.schedule, microbatches, route.count)
+    return (ScheduleGPipe if all_first else Schedule1F1B)(made[0], **settings)
 
 
 def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> bool:

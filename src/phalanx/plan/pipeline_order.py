@@ -50,11 +50,16 @@ def order_of(schedule: Schedule, ranks: int) -> list[list[Action]]:
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
     _check(schedule, ranks)
-    if schedule.kind == "gpipe":
+    if is_gpipe(schedule, schedule.microbatches, ranks):
         return [_gpipe(rank, schedule.microbatches) for rank in range(ranks)]
     if schedule.is_v:
         return [_zero_bubble_v(rank, ranks, schedule.microbatches) for rank in range(ranks)]
     return [_one_forward_one_backward(schedule, rank, ranks) for rank in range(ranks)]
+
+
+def is_gpipe(schedule: Schedule, microbatches: int, ranks: int) -> bool:
+    """Return whether all micro-batches go forward before one goes back: 1F1B needs one for each of its stages."""
+    return schedule.kind == "gpipe" or (schedule.kind in ("1f1b", "none") and microbatches < ranks)
 
 
 def _check(schedule: Schedule, ranks: int) -> None:
