@@ -1,7 +1,7 @@
 """Predicted against measured: all Plans of a small model on this machine, as `phalanx calibrate` measured it.
 
 Says how well the prediction orders the Plans (Spearman), how much slower the picked one is than the fastest of those
-measured (regret), and how far predictions are off.
+measured (regret), and how far predictions are off. What was measured can be kept, and predicted again later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,9 +26,13 @@ from rich.table import Table
 
 from benchmarks.plans_rank import MODELS
 from benchmarks.report import machine
+from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.auto_parallel import auto_parallel
+from phalanx.auto.choices import Choices
+from phalanx.auto.layers import Way
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, arrangements_of
+from phalanx.auto.ways import ways_of
 from phalanx.auto.written_plan import written
 from phalanx.cluster.measured import read_measured
 from phalanx.errors import ConfigError, PlanError
@@ -37,11 +42,24 @@ RANK_SCRIPT = ROOT / "benchmarks" / "plans_rank.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One Plan, predicted and measured, in seconds."""
+class Trained:
+    """One Plan and what was measured of it."""
 
-    candidate: Candidate
+    arrangement: Arrangement
+    picked: tuple[Way, ...]
+    """How each segment is computed."""
+
     seconds: float
+    """Of a step."""
+
+    faults: float
+    """Pages that a rank touches for the first time, a step."""
+
+    @classmethod
+    def read(cls, kept: dict[str, Any]) -> Trained:
+        """Return one that was kept as JSON."""
+        picked = tuple(Way(*way) for way in kept["picked"])
+        return cls(Arrangement(**kept["arrangement"]), picked, kept["seconds"], kept["faults"])
 
 
 GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
@@ -85,10 +103,10 @@ def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
     return [ordered[round(place * step)] for place in range(min(most, len(ordered)))]
 
 
-def measured(
+def trained(
     answer: Planned, chosen: list[Candidate], name: str, ranks: int, *, steps: int, rounds: int
-) -> list[float]:
-    """Train all Plans in one job; return their seconds."""
+) -> list[Trained]:
+    """Train all Plans in one job."""
     plans = [written(one, answer.layers).model_dump(mode="json") for one in chosen]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans.json"
@@ -99,8 +117,17 @@ def measured(
         done = subprocess.run([*launch, *map(str, work)], env=env, capture_output=True, text=True, timeout=3000)
     if done.returncode:
         raise RuntimeError(f"{name} on {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    line = next(line for line in done.stdout.splitlines() if "SECONDS " in line)
-    return [float(one) for one in json.loads(line.partition("SECONDS ")[2])]
+    line = next(line for line in done.stdout.splitlines() if "STEPS " in line)
+    found = json.loads(line.partition("STEPS ")[2])
+    return [Trained(one.arrangement, one.picked, *step) for one, step in zip(chosen, found, strict=True)]
+
+
+def predicted_s(answer: Planned, one: Trained) -> float:
+    """Return what the planner says a step takes."""
+    found = ways_of(answer.layers, answer.work, one.arrangement, answer.speed)
+    assert isinstance(found.choices, Choices)
+    segments = zip(answer.layers.segments, one.picked, strict=True)
+    return found.choices.seconds({str(it.like): found.ways[str(it.like)].index(way) for it, way in segments})
 
 
 def calibrate(ranks: int, *, quick: bool) -> None:
@@ -124,6 +151,8 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(MODELS), help="which models, separated by commas")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--most", type=int, default=40, help="Plans of a case to measure")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is measured, a file a case")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="predict what was kept; measure nothing")
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     asked = parser.parse_args()
@@ -134,35 +163,49 @@ def main() -> None:
         make, batch, loss_fn = MODELS[name]
         torch.manual_seed(0)
         answer = auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
-        everything = list(every_candidate(answer, name, ranks))
-        chosen = chosen_of(everything, 4 if asked.quick else asked.most)
-        seconds = measured(answer, chosen, name, ranks, steps=3 if asked.quick else 9, rounds=1 if asked.quick else 3)
-        told.append(_told(name, ranks, len(everything), chosen, seconds))
+        file = f"{name}_{ranks}.json"
+        if asked.again:
+            kept = json.loads((asked.again / file).read_text())
+            count, found = kept["plans"], [Trained.read(one) for one in kept["trained"]]
+        else:
+            everything = list(every_candidate(answer, name, ranks))
+            chosen = chosen_of(everything, 4 if asked.quick else asked.most)
+            steps, rounds = (3, 1) if asked.quick else (9, 3)
+            count, found = len(everything), trained(answer, chosen, name, ranks, steps=steps, rounds=rounds)
+        if asked.keep:
+            asked.keep.mkdir(parents=True, exist_ok=True)
+            (asked.keep / file).write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
+        told.append(_told(answer, f"{name} {ranks} ranks", count, found))
     if asked.json:
         print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
     else:
         _show(told)
 
 
-def _told(name: str, ranks: int, count: int, chosen: list[Candidate], seconds: list[float]) -> dict[str, object]:
-    predicted = [one.seconds for one in chosen]
-    errors = sorted(abs(p / s - 1) for p, s in zip(predicted, seconds, strict=True))
+def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
+    predicted = [predicted_s(answer, one) for one in found]
+    seconds = [one.seconds for one in found]
+    pairs = list(zip(predicted, seconds, strict=True))
     return {
-        "case": f"{name} {ranks} ranks",
+        "case": case,
         "plans": count,
-        "measured": len(chosen),
+        "measured": len(found),
         "spearman": spearman(predicted, seconds),
-        "regret": seconds[0] / min(seconds) - 1,
-        "median_error": statistics.median(errors),
+        "regret": min(pairs)[1] / min(seconds) - 1,
+        "median_error": statistics.median(abs(p / s - 1) for p, s in pairs),
         "all": [
             {
                 "plan": str(one.arrangement),
-                "layers": {path: str(way) for path, way in one.cut.items()},
-                "predicted_ms": one.seconds * 1e3,
-                "measured_ms": s * 1e3,
-                "parts_ms": {part: value * 1e3 for part, value in one.parts.items()},
+                "layers": {
+                    segment.path: str(way)
+                    for segment, way in zip(answer.layers.segments, one.picked, strict=True)
+                    if way.style is not None
+                },
+                "predicted_ms": p * 1e3,
+                "measured_ms": one.seconds * 1e3,
+                "faults": one.faults,
             }
-            for one, s in zip(chosen, seconds, strict=True)
+            for one, p in zip(found, predicted, strict=True)
         ],
     }
 

@@ -1,10 +1,11 @@
-"""One rank of `bench_plans`: train every Plan of a file for some steps, in several rounds, and print the seconds."""
+"""One rank of `bench_plans`: train every Plan of a file for some steps, in several rounds, and print what one takes."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,8 +92,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 """How to make a model and a global batch, and its loss."""
 
 
-def seconds_of(plan: Plan, name: str, steps: int) -> float:
-    """Train under one Plan; return the median seconds of a step. Collective."""
+def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
+    """Train under one Plan; return the median seconds of a step, and its page faults. Collective."""
     make, batch, loss_fn = MODELS[name]
     torch.manual_seed(0)
     model, data = make(), batch()
@@ -100,22 +101,25 @@ def seconds_of(plan: Plan, name: str, steps: int) -> float:
     rows = torch.utils.data.TensorDataset(*data)
     model, optimizer, loader = px.distribute(model, optimizer, rows, global_batch=len(rows), shuffle=False, plan=plan)
     inputs, target = next(iter(loader))
-    times = []
-    for _ in range(steps + 2):
+    times, faults = [], 0
+    for step in range(steps + 2):
+        if step == 2:
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         px.comm.barrier()
         started = time.perf_counter()
         optimizer.zero_grad()
         loss_fn(model(inputs), target).backward()
         optimizer.step()
         times.append(time.perf_counter() - started)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     del model, optimizer, loader
     assembly.__init__()  # type: ignore[misc]  # the next Plan is another job
     gc.collect()
-    return sorted(times[2:])[steps // 2]
+    return sorted(times[2:])[steps // 2], faults / steps
 
 
 def main() -> None:
-    """Print the seconds of every Plan, the least of its rounds."""
+    """Print seconds and page faults of a step under every Plan, those of its fastest round."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plans", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)
@@ -124,13 +128,14 @@ def main() -> None:
     asked = parser.parse_args()
     px.init()
     plans = [Plan.model_validate(one) for one in json.loads(asked.plans.read_text())]
-    best = [float("inf")] * len(plans)
+    best = [(float("inf"), 0.0)] * len(plans)
     for _ in range(asked.rounds):
         for place, plan in enumerate(plans):
-            mine = torch.tensor(seconds_of(plan, asked.model, asked.steps))
-            best[place] = min(best[place], px.comm.all_reduce(mine, "max").item())
+            seconds, faults = step_of(plan, asked.model, asked.steps)
+            slowest = px.comm.all_reduce(torch.tensor(seconds), "max").item()
+            best[place] = min(best[place], (slowest, faults))
     if px.current().rank == 0:
-        print("SECONDS " + json.dumps(best))
+        print("STEPS " + json.dumps(best))
 
 
 if __name__ == "__main__":
