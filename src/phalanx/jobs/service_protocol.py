@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from phalanx.jobs.metrics import Reports
 from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
@@ -123,6 +124,18 @@ class Jobs(Protocol):
     ) -> LogPart:
         """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
 
+    def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
+        """Return the ranks of an attempt, by default the last, that report their steps: "worker.0", ..."""
+
+    def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
+        """Return what one rank reported after byte `offset` of its run events: steps, losses, samples a second."""
+
+    def plan(self, job: str) -> str:
+        """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
+
+    def machine(self) -> dict[str, tuple[float, float]]:
+        """Return what of this machine is given to jobs and what it has: cpu cores, bytes of memory, gpus."""
+
     # Workspaces.
 
     def workspaces(self) -> list[Workspace]:
@@ -143,6 +156,13 @@ class Jobs(Protocol):
 
     def remove_member(self, workspace: str, name: str) -> None:
         """End a membership."""
+
+    def put_tree(self, workspace: str, archive: Path) -> str:
+        """Keep the code in a tar archive, regular files only; return the digest that `code.digest` of a spec names.
+
+        Raises:
+            SpecError: If the archive is broken, or holds links, devices or names that lead out of it.
+        """
 
     # Configurations of a workspace. Putting one that exists replaces it; jobs keep what they were submitted with.
 

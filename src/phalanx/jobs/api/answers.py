@@ -1,0 +1,73 @@
+"""Errors as answers: every error raised on purpose has a status and one JSON form."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, PhalanxError, StateError
+from phalanx.jobs.api.caller import TokenError
+
+logger = logging.getLogger("phalanx.jobs")
+
+_STATUS: tuple[tuple[type[PhalanxError], int], ...] = (
+    (TokenError, 401),
+    (AccessError, 403),
+    (NotFoundError, 404),
+    (StateError, 409),
+    (ConfigError, 422),
+    (BackendError, 502),
+)
+
+
+class Problem(BaseModel):
+    """What every answer that is no success holds."""
+
+    error: str
+    """Kind of the error: the name of its class."""
+    message: str
+    """What was asked, what was found, what to do."""
+
+
+RESPONSES: dict[int | str, dict[str, object]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 404, 409, 413, 422, 429, 502)
+}
+"""For the description of every route."""
+
+
+def status_of(error: PhalanxError) -> int:
+    """Return the HTTP status that `error` answers with."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def add_errors(app: FastAPI) -> None:
+    """Let `app` answer every error as a Problem."""
+    app.add_exception_handler(PhalanxError, _raised)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+
+
+def _raised(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PhalanxError)
+    status = status_of(error)
+    if status == 500:
+        logger.error("an answer failed", exc_info=error)
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return JSONResponse({"error": type(error).__name__, "message": str(error)}, status, headers)
+
+
+def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    return JSONResponse(jsonable_encoder({"error": "SpecError", "message": "\n".join(lines)}), 422)
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": "HTTPError", "message": str(error.detail)}, error.status_code, error.headers)

@@ -1,0 +1,73 @@
+"""The application: routes, errors, limits and headers put together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from phalanx.jobs.api import configurations, jobs, people
+from phalanx.jobs.api.answers import add_errors
+from phalanx.jobs.api.caller import Enter
+from phalanx.jobs.api.rates import Rates
+
+_BODY_LIMIT = 1 << 20
+"""Most bytes of a request's body; trees of code have a limit of their own."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'self'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastAPI:
+    """Return the application that serves the verbs of `Jobs` under /api/v1.
+
+    Args:
+        enter: From a token to what its holder may ask.
+        per_second: Requests each caller may make for ever.
+        burst: Requests each caller may make at once.
+    """
+    app = FastAPI(
+        title="Phalanx jobs",
+        version=importlib.metadata.version("phalanx"),
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,  # FastAPI's page of documentation fetches scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.enter = enter
+    rates = Rates(per_second, burst)
+
+    @app.middleware("http")
+    async def limit(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Refuse what is too much, and tell browsers what pages may do."""
+        answer = _refusal(request, rates) or await call(request)
+        for name, value in _HEADERS.items():
+            answer.headers.setdefault(name, value)
+        return answer
+
+    for part in (jobs, configurations, people):
+        app.include_router(part.routes, prefix="/api/v1")
+    add_errors(app)
+    return app
+
+
+def _refusal(request: Request, rates: Rates) -> Response | None:
+    # By address, before anything is looked up: guesses at tokens are counted too.
+    wait = rates.take(request.client.host if request.client else "")
+    if wait:
+        message = f"Too many requests from this address; ask again in {wait:.2f} s."
+        return JSONResponse({"error": "RateError", "message": message}, 429, {"Retry-After": str(int(wait) + 1)})
+    length = request.headers.get("content-length", "0")
+    if not length.isdigit() or ("transfer-encoding" in request.headers):
+        message = "Say how long the body is: send Content-Length, no Transfer-Encoding."
+        return JSONResponse({"error": "HTTPError", "message": message}, 400)
+    if int(length) > _BODY_LIMIT and not request.url.path.endswith("/trees"):
+        message = f"The body has {length} bytes; at most {_BODY_LIMIT} are read."
+        return JSONResponse({"error": "HTTPError", "message": message}, 413)
+    return None
