@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,17 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
     Args:
         folder: The attempt's folder.
         rank: One of `ranks(folder)`; anything else has no events.
-        offset: Where an earlier call ended.
+        offset: Where an earlier call ended; a negative one counts from the end, and the event it cuts is left out.
     """
     if rank not in ranks(folder):
         return Reports(rank, [], 0)
     with (layout.logs(folder) / f"events.{rank}.jsonl").open("rb") as file:
-        file.seek(offset)
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size + offset) if offset < 0 else min(offset, size)
+        file.seek(start)
         text = file.read(_LIMIT)
     whole = text[: text.rfind(b"\n") + 1]
-    return Reports(rank, [event for line in whole.splitlines() if (event := _event(line))], offset + len(whole))
+    return Reports(rank, [event for line in whole.splitlines() if (event := _event(line))], start + len(whole))
 
 
 def _files(folder: Path) -> list[Path]:

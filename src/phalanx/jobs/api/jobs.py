@@ -23,7 +23,7 @@ from phalanx.jobs.states import State
 routes = APIRouter(responses=RESPONSES, tags=["jobs"])
 
 _POLL_S = 0.5
-_LOG_START = 1 << 18
+LOG_START = 1 << 18
 """Bytes of a log's end that a stream begins with."""
 
 Number = Annotated[int | None, Query(ge=1, le=2**31)]
@@ -121,7 +121,7 @@ def log(
 @routes.get("/jobs/{job}/logs/{rank}/stream", response_class=StreamingResponse)
 async def stream(request: Request, caller: Caller, job: str, rank: str, attempt: Number = None) -> StreamingResponse:
     """Send one log as server-sent events while it is written: pieces of text as JSON strings, then the event `end`."""
-    first = await run_in_threadpool(caller.log, job, rank=rank, attempt=attempt, offset=-_LOG_START)
+    first = await run_in_threadpool(caller.log, job, rank=rank, attempt=attempt, offset=-LOG_START)
     return streamed(request, caller, job, rank, attempt, first)
 
 

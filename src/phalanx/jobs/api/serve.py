@@ -1,0 +1,107 @@
+"""Serve the application: on loopback as it is, on a network encrypted or not at all."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from phalanx.cluster.network import is_loopback, port_owner
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.jobs")
+
+PORT = 8470
+"""Where the server listens unless told otherwise."""
+
+_STOP_S = 5
+"""How long a stopping server waits for answers that are under way; streams of logs would never end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to listen.
+
+    Attributes:
+        host: A name or address; anything but loopback needs a certificate.
+        port: 0 lets the system choose.
+        certificate: PEM file of the certificate and what it is signed by.
+        key: PEM file of the certificate's key, if it is not in the same file.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = PORT
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def bind(place: Place) -> socket.socket:
+    """Return a socket bound where `place` says.
+
+    Raises:
+        ConfigError: If it would serve a network in the clear, or the place cannot be had.
+    """
+    family, address = _resolved(place)
+    if place.certificate is None and not is_loopback(address[0]):
+        raise ConfigError(
+            f"--host {place.host} can be reached from other machines, and tokens would be sent in the clear. "
+            "Give --certificate FILE.pem [--key FILE.pem], or listen on 127.0.0.1 and use a tunnel (ssh -L)."
+        )
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(_why_not(place, error)) from None
+    return bound
+
+
+def _resolved(place: Place) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {place.host!r} is no address of this machine ({error}).") from None
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _why_not(place: Place, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        owner = port_owner(place.port)
+        return f"--port {place.port} on {place.host} is in use by {owner}. End that process, or choose another --port."
+    return f"Cannot listen on {place.host}:{place.port}: {error.strerror}."
+
+
+def address_of(bound: socket.socket, place: Place) -> str:
+    """Return the URL of a server on `bound`."""
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"{'https' if place.certificate else 'http'}://{host}:{bound.getsockname()[1]}"
+
+
+def serve(app: FastAPI, bound: socket.socket, place: Place) -> None:
+    """Answer requests on `bound` until this process is asked to end (SIGINT, SIGTERM).
+
+    Raises:
+        ConfigError: If the certificate and its key cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        ssl_certfile=place.certificate,
+        ssl_keyfile=place.key,
+        timeout_graceful_shutdown=_STOP_S,
+        server_header=False,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl's errors are among them
+        raise ConfigError(f"The certificate {place.certificate} cannot be used ({error}).") from None
+    logger.info("serving %s", address_of(bound, place))
+    uvicorn.Server(config).run(sockets=[bound])

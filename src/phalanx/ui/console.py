@@ -1,0 +1,99 @@
+"""The console as a part of the server's application: its pages, its files, signing in and out, and errors as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+from fastapi import APIRouter, FastAPI, Form, Request, Response
+from fastapi.responses import RedirectResponse
+from fastapi.staticfiles import StaticFiles
+
+from phalanx.errors import AccessError, NotFoundError, PhalanxError
+from phalanx.jobs.api.answers import status_of
+from phalanx.jobs.api.caller import TokenError, enter
+from phalanx.ui import pages, submit_page
+from phalanx.ui.visitor import COOKIE, ROOT, keep_language, language, plain_page
+from phalanx.ui.words import LANGUAGES, speaker
+
+routes = APIRouter(include_in_schema=False)
+
+
+def add_console(app: FastAPI) -> None:
+    """Add the console to the server's application, under /ui; / leads there."""
+    app.mount(f"{ROOT}/static", StaticFiles(directory=Path(__file__).with_name("static")), name="static")
+    for part in (routes, pages.routes, submit_page.routes):
+        app.include_router(part, prefix=ROOT)
+    app.add_api_route("/", lambda: RedirectResponse(f"{ROOT}/"), include_in_schema=False)
+    _show_errors(app)
+
+
+def _show_errors(app: FastAPI) -> None:
+    answer: Callable[[Request, Exception], Response] = app.exception_handlers[PhalanxError]  # type: ignore[assignment]
+
+    def shown(request: Request, error: Exception) -> Response:
+        if not request.url.path.startswith(ROOT):
+            return answer(request, error)
+        assert isinstance(error, PhalanxError)
+        return _error_page(request, error)
+
+    app.add_exception_handler(PhalanxError, shown)
+
+
+def _error_page(request: Request, error: PhalanxError) -> Response:
+    if isinstance(error, TokenError):
+        if (
+            request.method == "GET"
+            and "text/html" in request.headers.get("accept", "")
+            and "live" not in request.headers
+        ):
+            back = quote(str(request.url.path), safe="/")
+            return RedirectResponse(f"{ROOT}/sign-in?back={back}", 303)
+        return plain_page(request, "sign_in.html", 401, problem=str(error), back=f"{ROOT}/")
+    say = speaker(language(request))
+    problem = say("not found") if isinstance(error, NotFoundError) else str(error)
+    return plain_page(request, "problem.html", status_of(error), problem=problem)
+
+
+@routes.get("/sign-in")
+def sign_in_page(request: Request, back: str = "") -> Response:
+    """Ask for a token."""
+    return plain_page(request, "sign_in.html", problem="", back=_inside(back))
+
+
+@routes.post("/sign-in")
+def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str, Form()] = "") -> Response:
+    """Keep a valid token in a cookie that no script reads and no other site sends."""
+    try:
+        enter(request, token.strip())
+    except AccessError:
+        say = speaker(language(request))
+        return plain_page(request, "sign_in.html", 401, problem=say("token refused"), back=_inside(back))
+    answer = RedirectResponse(_inside(back), 303)
+    secure = request.url.scheme == "https"
+    answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, path=ROOT)
+    return answer
+
+
+@routes.post("/sign-out")
+def sign_out() -> Response:
+    """Forget the token."""
+    answer = RedirectResponse(f"{ROOT}/sign-in", 303)
+    answer.delete_cookie(COOKIE, path=ROOT)
+    return answer
+
+
+@routes.get("/language/{chosen}")
+def choose_language(chosen: str, back: str = "") -> Response:
+    """Remember a language and go back."""
+    answer = RedirectResponse(_inside(back), 303)
+    if chosen in LANGUAGES:
+        keep_language(answer, chosen)
+    return answer
+
+
+def _inside(back: str) -> str:
+    """`back` if it is a page of the console, else the first page: a link must not lead elsewhere."""
+    return back if back.startswith(f"{ROOT}/") and "\\" not in back and "//" not in back else f"{ROOT}/"

@@ -1,0 +1,195 @@
+"""A form from the JSON schema of a job, and the job's JSON from what was filled in. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+Kind = Literal["text", "number", "choice", "yes", "lines", "pairs", "yaml", "group"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the form, or a group of them.
+
+    Attributes:
+        path: Where its value lies in the job: `resources.nodes`; also the name of the input.
+        kind: What is shown: `lines` is one value a line, `pairs` one NAME=value a line, `yaml` a list of objects.
+        value: What is filled in, as text.
+        shown: What the job means when it is left empty.
+    """
+
+    path: str
+    label: str
+    kind: Kind
+    help: str = ""
+    required: bool = False
+    value: str = ""
+    shown: str = ""
+    choices: tuple[str, ...] = ()
+    error: str = ""
+    fields: tuple[Field, ...] = field(default=())
+
+    @property
+    def open(self) -> bool:
+        """Whether a group has something filled in or wrong, and is so shown unfolded."""
+        return any(one.value or one.error or one.open for one in self.fields)
+
+
+def fields(
+    schema: Mapping[str, Any],
+    filled: Mapping[str, str],
+    errors: Mapping[str, str],
+    hidden: frozenset[str] = frozenset(),
+) -> list[Field]:
+    """Return the fields of the job that `schema` describes.
+
+    Args:
+        schema: `TrainingJob.model_json_schema()`.
+        filled: What is filled in, by path.
+        errors: What is wrong, by path.
+        hidden: Paths that are not asked for.
+    """
+    return _fields(schema, schema, "", filled, errors, hidden)
+
+
+def _fields(
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    prefix: str,
+    filled: Mapping[str, str],
+    errors: Mapping[str, str],
+    hidden: frozenset[str],
+) -> list[Field]:
+    made = []
+    for name, said in schema["properties"].items():
+        path = f"{prefix}{name}"
+        if path in hidden or "const" in said:
+            continue
+        inner = _resolved(said, root)
+        if "properties" in inner:
+            parts = tuple(_fields(inner, root, f"{path}.", filled, errors, hidden))
+            made.append(Field(path, name, "group", _help(said, inner), error=errors.get(path, ""), fields=parts))
+            continue
+        made.append(
+            Field(
+                path=path,
+                label=name,
+                kind=_kind(inner, root),
+                help=_help(said, inner),
+                required=name in schema.get("required", ()),
+                value=filled.get(path, ""),
+                shown=_shown(said.get("default")),
+                choices=tuple(inner.get("enum", ())),
+                error=errors.get(path, ""),
+            )
+        )
+    return made
+
+
+def _resolved(said: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema behind a reference, or the one beside null."""
+    if "$ref" in said:
+        found: Mapping[str, Any] = root["$defs"][said["$ref"].rpartition("/")[2]]
+        return _resolved(found, root)
+    if "anyOf" in said:
+        return _resolved(next(one for one in said["anyOf"] if one.get("type") != "null"), root)
+    return said
+
+
+def _help(said: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
+    # A line break in a docstring is where the line was full.
+    return " ".join(str(said.get("description") or inner.get("description") or "").split())
+
+
+def _kind(inner: Mapping[str, Any], root: Mapping[str, Any]) -> Kind:
+    if "enum" in inner:
+        return "choice"
+    match inner.get("type"):
+        case "integer" | "number":
+            return "number"
+        case "boolean":
+            return "yes"
+        case "array":
+            return "yaml" if "properties" in _resolved(inner["items"], root) else "lines"
+        case "object":
+            return "pairs"
+    return "text"
+
+
+def _shown(default: Any) -> str:
+    if default is None or default in ({}, [], ()):
+        return ""
+    if isinstance(default, list):
+        return ", ".join(map(str, default))
+    return str(default)
+
+
+def collect(schema: Mapping[str, Any], filled: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the job that was filled in, as JSON without what was left empty, and what could not be read, by path."""
+    job: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    for one in _leaves(fields(schema, {}, {})):
+        text = filled.get(one.path, "").strip()
+        if not text:
+            continue
+        try:
+            _put(job, one.path, _read(one.kind, text))
+        except ValueError as error:
+            errors[one.path] = str(error)
+    return job, errors
+
+
+def _leaves(made: list[Field] | tuple[Field, ...]) -> list[Field]:
+    return [leaf for one in made for leaf in (_leaves(one.fields) if one.kind == "group" else [one])]
+
+
+def _read(kind: Kind, text: str) -> Any:
+    if kind == "lines":
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    if kind == "pairs":
+        return dict(_pair(line) for line in text.splitlines() if line.strip())
+    if kind == "yaml":
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"This is no YAML: {error}") from None
+    if kind == "yes":
+        return text == "true"
+    return text
+
+
+def _pair(line: str) -> tuple[str, str]:
+    name, sign, value = line.partition("=")
+    if not sign:
+        raise ValueError(f"Write NAME=value on each line, not {line.strip()!r}")
+    return name.strip(), value
+
+
+def _put(job: dict[str, Any], path: str, value: Any) -> None:
+    *outer, last = path.split(".")
+    for name in outer:
+        job = job.setdefault(name, {})
+    job[last] = value
+
+
+def filled_from(job: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return what the form shows for `job`, by path: the way back from `collect`."""
+    found: dict[str, str] = {}
+    for name, value in job.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path != "env":
+            found |= filled_from(value, f"{path}.")
+        elif isinstance(value, Mapping):
+            found[path] = "\n".join(f"{key}={one}" for key, one in value.items())
+        elif isinstance(value, (list, tuple)):
+            plain = all(isinstance(one, str) for one in value)
+            found[path] = "\n".join(value) if plain else yaml.safe_dump(list(value), sort_keys=False)
+        elif isinstance(value, bool):
+            found[path] = str(value).lower()
+        elif value is not None:
+            found[path] = str(value)
+    return found

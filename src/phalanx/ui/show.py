@@ -1,0 +1,72 @@
+"""How values are shown on a page: times, lengths, numbers, states. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from markupsafe import Markup
+
+from phalanx.jobs.records import Job
+from phalanx.jobs.states import State
+from phalanx.ui.words import Say
+
+
+def when(time: datetime | None) -> Markup:
+    """Return a time in UTC, to the second; a dash for none."""
+    if time is None:
+        return Markup("–")
+    utc = time.astimezone(UTC)
+    return Markup('<time datetime="{}" title="UTC">{}</time>').format(
+        utc.isoformat(), utc.strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def span(start: datetime | None, end: datetime | None) -> str:
+    """Return how long something took, or has taken so far."""
+    if start is None:
+        return "–"
+    return length(((end or datetime.now(UTC)) - start).total_seconds())
+
+
+def length(seconds: float) -> str:
+    """Return a length of time as `12 s`, `3:07` or `2:03:07`."""
+    whole = max(0, int(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def number(value: Any) -> str:
+    """Return a number that was reported, to five digits; a dash for none."""
+    return f"{value:.5g}" if isinstance(value, (int, float)) else str(value or "–")
+
+
+def badge(say: Say) -> Callable[[State], Markup]:
+    """Return the function that shows a state in the language of `say`."""
+
+    def shown(state: State) -> Markup:
+        return Markup('<span class="badge {}">{}</span>').format(state, say(state))
+
+    return shown
+
+
+def needs(job: Job) -> str:
+    """Return what a job takes of its machines, in short: `2 x 4 cpu, 8.0 GiB`."""
+    asked = job.spec.get("resources", {})
+    parts = [f"{asked.get('procs_per_node', 1)} procs"]
+    if asked.get("cpu"):
+        parts.append(f"{asked['cpu']:g} cpu")
+    if asked.get("memory"):
+        parts.append(gib(asked["memory"]))
+    if asked.get("gpu"):
+        parts.append(f"{asked['gpu']} gpu")
+    return f"{asked.get('nodes', 1)} × ({', '.join(parts)})"
+
+
+def gib(amount: float) -> str:
+    """Return bytes as GiB."""
+    return f"{amount / 2**30:.1f} GiB"

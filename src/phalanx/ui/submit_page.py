@@ -1,0 +1,70 @@
+"""The page that submits a job: a form made from the job's schema."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import RedirectResponse, Response
+from pydantic import ValidationError
+
+from phalanx.errors import SpecError
+from phalanx.jobs.spec import TrainingJob
+from phalanx.ui import form
+from phalanx.ui.pages import Visiting
+from phalanx.ui.visitor import ROOT, Visitor
+
+routes = APIRouter(include_in_schema=False)
+
+_SCHEMA = TrainingJob.model_json_schema()
+_HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
+"""Said by the page's address, or filled at submission."""
+
+
+@routes.get("/w/{workspace}/new")
+def form_page(who: Visiting, workspace: str, like: str = "") -> Response:
+    """Show the form, filled in from the job `like` if there is one."""
+    filled = form.filled_from(who.jobs.job(like).spec) if like else {}
+    return _form(who, filled, {}, "", secrets.token_hex(8))
+
+
+@routes.post("/w/{workspace}/new")
+async def submit(request: Request, who: Visiting, workspace: str) -> Response:
+    """Submit what was filled in, or show the form again with what is wrong at each field."""
+    sent = await request.form()
+    filled = {name: value for name, value in sent.items() if isinstance(value, str)}
+    key = filled.pop("request", "")
+    return await run_in_threadpool(_submit, who, workspace, filled, key)
+
+
+def _submit(who: Visitor, workspace: str, filled: dict[str, str], key: str) -> Response:
+    job, errors = form.collect(_SCHEMA, filled)
+    try:
+        spec = TrainingJob.model_validate(job | {"workspace": workspace})
+    except ValidationError as error:
+        return _form(who, filled, _by_path(error) | errors, "", key)
+    if errors:
+        return _form(who, filled, errors, "", key)
+    try:
+        made = who.jobs.submit(spec, request=key or None)
+    except SpecError as error:
+        return _form(who, filled, {}, str(error), key)
+    return RedirectResponse(f"{ROOT}/jobs/{made.id}", 303)
+
+
+def _form(who: Visitor, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
+    made = form.fields(_SCHEMA, filled, errors, _HIDDEN)
+    told = "\n".join(f"{path}: {message}" for path, message in errors.items())
+    values: dict[str, Any] = {"fields": made, "problem": problem or told, "request_key": key}
+    return who.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
+
+
+def _by_path(error: ValidationError) -> dict[str, str]:
+    """What is wrong by the field it is wrong in: the names of its place, without indices and kinds."""
+    found = {}
+    for one in error.errors():
+        names = [part for part in one["loc"] if isinstance(part, str)]
+        found[".".join(names)] = one["msg"].removeprefix("Value error, ")
+    return found

@@ -1,0 +1,115 @@
+"""Who looks at a page: the session cookie, the language, and what goes around every page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from starlette.responses import HTMLResponse
+
+from phalanx.errors import AccessError
+from phalanx.jobs.api.caller import TokenError, enter
+from phalanx.jobs.service_protocol import Jobs
+from phalanx.ui import show, words
+
+ROOT = "/ui"
+COOKIE = "phalanx_session"
+_LANGUAGE = "phalanx_language"
+_WORKSPACE = "phalanx_workspace"
+_YEAR_S = 365 * 24 * 3600
+
+_pages = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=select_autoescape(default=True),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_pages.globals |= {"when": show.when, "span": show.span, "number": show.number, "needs": show.needs}
+
+
+def language(request: Request) -> str:
+    """Return the language chosen before, or the one the browser prefers."""
+    chosen = request.cookies.get(_LANGUAGE, "")
+    return chosen if chosen in words.LANGUAGES else words.best(request.headers.get("accept-language", ""))
+
+
+def keep_language(answer: Response, chosen: str) -> None:
+    """Remember the language of whoever gets `answer`."""
+    answer.set_cookie(_LANGUAGE, chosen, max_age=_YEAR_S, samesite="strict", httponly=True)
+
+
+@dataclass
+class Visitor:
+    """Whoever looks at a page, signed in.
+
+    Attributes:
+        jobs: What they may ask.
+        workspaces: Names of the workspaces they see.
+        workspace: The one the pages are about.
+    """
+
+    request: Request
+    jobs: Jobs
+    workspaces: list[str]
+    workspace: str
+
+    def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        """Return a page, or a part of one, made for this visitor."""
+        at = f"{ROOT}/w/{self.workspace}"
+        places = (
+            ("jobs", f"{at}/"),
+            ("queue", f"{ROOT}/queue"),
+            ("datasets", f"{at}/datasets"),
+            ("codes", f"{at}/codes"),
+        )
+        around = {"actor": self.jobs.whoami(), "places": places, "workspaces": self.workspaces, "home": f"{at}/"}
+        answer = plain_page(self.request, template, status, **{"workspace": self.workspace, **around, **values})
+        answer.set_cookie(_WORKSPACE, self.workspace, max_age=_YEAR_S, samesite="strict", httponly=True)
+        return answer
+
+
+def visitor(request: Request) -> Visitor:
+    """Return who sent `request`.
+
+    Raises:
+        TokenError: If they have not signed in, or their token is no longer valid.
+        AccessError: If another site's page sent it in their name.
+    """
+    _check_origin(request)
+    token = request.cookies.get(COOKIE)
+    if not token:
+        raise TokenError("Sign in first.")
+    jobs = enter(request, token)
+    names = [one.name for one in jobs.workspaces()]
+    return Visitor(request, jobs, names, _workspace(request, names))
+
+
+def _workspace(request: Request, names: list[str]) -> str:
+    asked = (
+        request.path_params.get("workspace"),
+        request.query_params.get("workspace"),
+        request.cookies.get(_WORKSPACE),
+    )
+    return next((one for one in asked if one in names), names[0] if names else "default")
+
+
+def _check_origin(request: Request) -> None:
+    # The cookie is not sent with what other sites ask for (SameSite=Strict); this holds for browsers without that too.
+    origin = request.headers.get("origin")
+    if request.method != "GET" and origin and urlsplit(origin).netloc != request.headers.get("host"):
+        raise AccessError(f"This was sent by a page of {origin}, not by the console. Nothing was done.")
+
+
+def plain_page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """Return a page made in the language of whoever sent `request`; they need not have signed in."""
+    spoken = language(request)
+    say = words.speaker(spoken)
+    here = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+    around: dict[str, Any] = {"root": ROOT, "static": f"{ROOT}/static", "home": f"{ROOT}/", "actor": None, "place": ""}
+    around |= {"language": spoken, "languages": words.LANGUAGES, "say": say, "badge": show.badge(say), "here": here}
+    return HTMLResponse(_pages.get_template(template).render(around | values), status)

@@ -1,0 +1,148 @@
+"""What the console says, in English and in Chinese: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+LANGUAGES = {"en": "English", "zh": "中文"}
+
+TABLE: dict[str, tuple[str, str]] = {
+    "console": ("Phalanx console", "Phalanx 控制台"),
+    "skip": ("Skip to the content", "跳到正文"),
+    "jobs": ("Jobs", "作业"),
+    "job": ("Job", "作业"),
+    "new job": ("New job", "新建作业"),
+    "queue": ("Queue", "队列"),
+    "datasets": ("Datasets", "数据集"),
+    "codes": ("Code", "代码"),
+    "workspace": ("Workspace", "工作空间"),
+    "language": ("Language", "语言"),
+    "sign out": ("Sign out", "退出"),
+    "sign in": ("Sign in", "登录"),
+    "token": ("Token", "令牌"),
+    "sign in help": (
+        "Paste a token. `phalanx token add NAME` makes one on the server.",
+        "请粘贴令牌。在服务器上用 `phalanx token add NAME` 创建。",
+    ),
+    "token refused": (
+        "This token is not known, or no longer valid. Make a new one with `phalanx token add NAME`.",
+        "令牌不存在或已失效。请用 `phalanx token add NAME` 新建。",
+    ),
+    "name": ("Name", "名称"),
+    "state": ("State", "状态"),
+    "reason": ("Reason", "原因"),
+    "owner": ("Owner", "所有者"),
+    "backend": ("Backend", "后端"),
+    "priority": ("Priority", "优先级"),
+    "submitted": ("Submitted", "提交时间"),
+    "started": ("Started", "开始时间"),
+    "ended": ("Ended", "结束时间"),
+    "duration": ("Duration", "用时"),
+    "attempt": ("Attempt", "尝试"),
+    "attempts": ("Attempts", "尝试"),
+    "cause": ("Cause", "失败原因"),
+    "no jobs": ("No jobs here yet.", "尚无作业。"),
+    "no jobs help": (
+        "Submit one here, or with `phalanx job submit job.yaml`.",
+        "可在此新建，或用 `phalanx job submit job.yaml` 提交。",
+    ),
+    "filter": ("Filter", "筛选"),
+    "all states": ("All states", "全部状态"),
+    "search": ("Name contains", "名称包含"),
+    "phases": ("Phases", "阶段"),
+    "failure": ("Why it failed", "失败原因"),
+    "rank": ("Rank", "进程"),
+    "node": ("Node", "节点"),
+    "exit code": ("Exit code", "退出码"),
+    "logs": ("Logs", "日志"),
+    "follow": ("Follow", "跟随"),
+    "no logs": ("No rank has written anything yet.", "尚无任何进程输出。"),
+    "dropped": (
+        "Older lines are not shown; `phalanx job logs` has them all.",
+        "较早的行未显示；`phalanx job logs` 可查看全部。",
+    ),
+    "charts": ("Loss and speed", "损失与速度"),
+    "loss": ("loss", "损失"),
+    "samples_per_s": ("samples/s", "样本/秒"),
+    "step": ("step", "步"),
+    "no charts": (
+        "Nothing reported yet. Model.train reports by itself; in a loop of your own call phalanx.report(loss=loss).",
+        "尚无上报。Model.train 会自动上报；自写训练循环请调用 phalanx.report(loss=loss)。",
+    ),
+    "last report": ("Last report of each rank", "各进程最近上报"),
+    "plan": ("Plan", "并行方案"),
+    "events": ("Events", "事件"),
+    "time": ("Time", "时间"),
+    "kind": ("Kind", "类型"),
+    "message": ("Message", "内容"),
+    "resources": ("Resources", "资源"),
+    "in use": ("in use", "使用中"),
+    "of": ("of", "共"),
+    "memory": ("memory", "内存"),
+    "processes": ("Processes", "进程"),
+    "spec": ("Spec", "配置"),
+    "spec help": ("Resubmitting this trains the same thing.", "用此配置重新提交将训练同样的内容。"),
+    "stop": ("Stop", "停止"),
+    "retry": ("Run again", "重新运行"),
+    "copy": ("Change and submit", "修改并提交"),
+    "stop question": ("Stop this job? It has {grace} to save.", "停止该作业？它有 {grace} 用于保存。"),
+    "submit": ("Submit", "提交"),
+    "form": ("Form", "表单"),
+    "required": ("required", "必填"),
+    "default": ("Default: {value}", "默认：{value}"),
+    "yaml help": (
+        "A YAML list, such as: - {name: mnist, mount: data}",
+        "YAML 列表，例如：- {name: mnist, mount: data}",
+    ),
+    "lines help": ("One a line.", "每行一个。"),
+    "pairs help": ("NAME=value, one a line.", "每行一个 NAME=value。"),
+    "form wrong": ("Not submitted. What is wrong is said at each field.", "未提交。请按各字段的提示修改。"),
+    "position": ("Place", "位次"),
+    "queue empty": ("Nothing waits.", "没有等待中的作业。"),
+    "capacity": ("This machine", "本机"),
+    "uri": ("Where", "位置"),
+    "created": ("Created", "创建时间"),
+    "none yet": ("None yet.", "尚无。"),
+    "add with": ("Add one with {command}", "用 {command} 添加"),
+    "not found": ("There is no such page, or you may not see it.", "页面不存在，或您无权查看。"),
+    "went wrong": ("That did not work", "操作未成功"),
+    "back": ("Back to the jobs", "返回作业列表"),
+    "updated": ("Updated", "已更新"),
+    "queued": ("queued", "排队中"),
+    "preparing": ("preparing", "准备中"),
+    "running": ("running", "运行中"),
+    "restarting": ("restarting", "重启中"),
+    "stopping": ("stopping", "停止中"),
+    "succeeded": ("succeeded", "成功"),
+    "failed": ("failed", "失败"),
+    "stopped": ("stopped", "已停止"),
+    "cause user_code": ("error in the training code", "训练代码出错"),
+    "cause oom": ("out of memory", "内存不足"),
+    "cause node_failure": ("a node failed", "节点故障"),
+    "cause preempted": ("preempted", "被抢占"),
+    "cause timeout": ("ran longer than allowed", "超过最长运行时间"),
+    "cause hang": ("hung", "无响应"),
+    "cause setup": ("could not be set up", "准备失败"),
+    "cause backend": ("the backend refused or lost it", "后端拒绝或丢失"),
+}
+
+Say = Callable[..., str]
+
+
+def speaker(language: str) -> Say:
+    """Return the function that says a thing in `language`, one of LANGUAGES: `say("default", value=5)`."""
+    column = list(LANGUAGES).index(language)
+
+    def say(key: str, **values: object) -> str:
+        return TABLE[key][column].format(**values) if values else TABLE[key][column]
+
+    return say
+
+
+def best(accepted: str) -> str:
+    """Return which of LANGUAGES a browser's Accept-Language header prefers."""
+    for part in accepted.split(","):
+        language = part.split(";")[0].strip().lower().partition("-")[0]
+        if language in LANGUAGES:
+            return language
+    return "en"

@@ -1,0 +1,80 @@
+"""The form of a job: made from the schema, read back into the job."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.jobs.spec import TrainingJob
+from phalanx.ui import form
+
+SCHEMA = TrainingJob.model_json_schema()
+
+
+def _leaves(made):
+    return [leaf for one in made for leaf in (_leaves(one.fields) if one.kind == "group" else [one])]
+
+
+def test_every_field_of_the_spec_is_asked_for():
+    paths = {one.path for one in _leaves(form.fields(SCHEMA, {}, {}))}
+    flat = form.filled_from(TrainingJob(name="a", command="c", code={"git": "u"}).model_dump(mode="json"))
+    assert {path for path in flat if path != "kind"} <= paths
+    assert {
+        "resources.nodes",
+        "code.git",
+        "datasets",
+        "env",
+        "retries.on",
+        "kubernetes.image",
+        "servers.count",
+    } <= paths
+    required = {one.path for one in _leaves(form.fields(SCHEMA, {}, {})) if one.required}
+    assert required >= {"name", "command"}
+
+
+def test_kinds_follow_the_schema():
+    kinds = {one.path: one.kind for one in _leaves(form.fields(SCHEMA, {}, {}))}
+    assert kinds["backend"] == kinds["launch"] == "choice"
+    assert kinds["resources.nodes"] == "number"
+    assert kinds["datasets"] == "yaml"
+    assert kinds["secrets"] == "lines"
+    assert kinds["env"] == "pairs"
+
+
+def test_hidden_fields_are_left_out_and_errors_open_their_group():
+    made = form.fields(SCHEMA, {}, {"resources.nodes": "too many"}, frozenset({"workspace"}))
+    assert "workspace" not in {one.path for one in made}
+    groups = {one.path: one for one in made if one.kind == "group"}
+    assert groups["resources"].open
+    assert not groups["kubernetes"].open
+
+
+def test_what_cannot_be_read_is_said_at_its_field():
+    job, errors = form.collect(SCHEMA, {"name": "a", "env": "LR", "datasets": "{"})
+    assert job == {"name": "a"}
+    assert "NAME=value" in errors["env"]
+    assert "no YAML" in errors["datasets"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    nodes=st.integers(1, 99),
+    env=st.dictionaries(
+        st.from_regex(r"[A-Z]{1,5}", fullmatch=True), st.from_regex(r"[a-z =.]{0,8}[a-z]", fullmatch=True)
+    ),
+    secrets=st.lists(st.from_regex(r"S_[A-Z]{1,5}", fullmatch=True), max_size=3),
+    backend=st.sampled_from(["local", "slurm", "kubernetes"]),
+    readonly=st.booleans(),
+)
+def test_a_job_comes_back_from_its_form(nodes, env, secrets, backend, readonly):
+    job = TrainingJob(
+        name="a",
+        command="python t.py --x 'a b'",
+        resources={"nodes": nodes},
+        env=env,
+        secrets=secrets,
+        backend=backend,
+        datasets=[{"name": "d", "mount": "data", "readonly": readonly}],
+    )
+    filled = form.filled_from(job.model_dump(mode="json"))
+    again, errors = form.collect(SCHEMA, filled)
+    assert not errors
+    assert TrainingJob.model_validate(again) == job
