@@ -109,3 +109,4 @@ class Job:
     ended: datetime | None = None
     attempt: int = 0
     failure: Failure | None = None
+    retry_of: str | None = None

@@ -1,0 +1,136 @@
+"""The database under the store: SQLite in a file by default, PostgreSQL by URL; transactions that read or write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, OperationalError
+
+from phalanx.errors import BackendError, ConfigError
+from phalanx.jobs.store.upgrade import is_current, upgrade
+
+_BUSY_S = 30.0
+"""How long a writer of SQLite waits for the one before it."""
+
+Clock = Callable[[], datetime]
+
+
+def now() -> datetime:
+    """Return the present moment in UTC."""
+    return datetime.now(UTC)
+
+
+class Database:
+    """An opened database, brought to the present revision.
+
+    Several processes and threads may have one open. A write is durable when its transaction has ended: SQLite
+    writes ahead and syncs at every commit.
+    """
+
+    def __init__(self, url: str | None, home: Path, *, clock: Clock = now) -> None:
+        """Open the database, made if missing.
+
+        Args:
+            url: `sqlite:///FILE` or `postgresql://...`. None: what PHALANX_STORE says, else a file in `home`.
+            home: Folder of all state, made if missing, for this user alone.
+            clock: Says what time it is.
+
+        Raises:
+            ConfigError: If the URL cannot work, or a newer version wrote the database.
+            BackendError: If it cannot be reached.
+        """
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.home = home
+        self._clock = clock
+        self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'phalanx.db'}")
+        self._engine = _engine(self._url)
+        self._writing = self._engine.execution_options(writes=True)
+        with self._reads() as connection:
+            current = is_current(connection)
+        if not current:
+            with self._writes() as connection:
+                upgrade(connection, self.shown_url)
+
+    @property
+    def shown_url(self) -> str:
+        """Where the database is, without a password."""
+        return self._url.render_as_string(hide_password=True)
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _reads(self) -> Iterator[Connection]:
+        with self._reached(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _writes(self) -> Iterator[Connection]:
+        """A transaction that alone writes (SQLite), or that locks the rows it asks for (PostgreSQL)."""
+        with self._reached(), self._writing.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except OperationalError as error:
+            raise BackendError(
+                f"The store at {self.shown_url} cannot be used: {str(error.orig).strip()}. "
+                "Check that it runs, its disk and its permissions; PHALANX_STORE says where it is."
+            ) from error
+
+
+def _checked(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        parsed = URL.create("none")
+    if parsed.get_backend_name() in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        raise ConfigError(
+            "The store's address (PHALANX_STORE) is neither SQLite's nor PostgreSQL's. "
+            "Write sqlite:////folder/phalanx.db or postgresql://user@host/database."
+        )
+    return parsed
+
+
+def _engine(url: URL) -> Engine:
+    try:
+        if url.get_backend_name() != "sqlite":
+            return create_engine(url, pool_pre_ping=True)
+        engine = create_engine(url, connect_args={"timeout": _BUSY_S})
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"A store on PostgreSQL needs the package {error.name}, which is not installed. "
+            "Run: pip install 'phalanx[postgresql]'"
+        ) from error
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # transactions begin where `_begin` says, not where the driver guesses
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(connection: Connection) -> None:
+    # A writer that begins as a reader can find at its first write that another was faster, and has to start over.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,266 @@
+"""Jobs, their attempts and events, as rows; a job's state changes here and nowhere else."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, and_, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from phalanx.errors import NotFoundError, StateError
+from phalanx.jobs.records import Attempt, Event, Failure, Job
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause, State, may_follow
+from phalanx.jobs.store import tables
+from phalanx.jobs.store.workspaces import WorkspaceRows
+
+_LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
+"""Of ids: none is read as another."""
+
+_JOB_COLUMNS = [column for column in tables.jobs.c if column.name != "request"]
+
+
+class JobRows(WorkspaceRows):
+    """The part of the store that holds jobs."""
+
+    def create_job(
+        self, spec: TrainingJob, *, owner: str, request: str | None = None, retry_of: str | None = None
+    ) -> Job:
+        """Queue a job.
+
+        Args:
+            spec: The resolved spec.
+            owner: Who submits it.
+            request: Any text of the owner's: a second call with it in this workspace returns the first one's job.
+            retry_of: Id of the job that this one tries again.
+
+        Raises:
+            NotFoundError: If there is no such workspace.
+        """
+        if request is not None and (made := self.requested(spec.workspace, owner, request)):
+            return made
+        row: dict[str, Any] = {
+            "id": f"{spec.name}-{''.join(secrets.choice(_LETTERS) for _ in range(6))}",
+            "workspace": spec.workspace,
+            "name": spec.name,
+            "owner": owner,
+            "state": State.QUEUED,
+            "reason": "",
+            "backend": spec.backend,
+            "priority": spec.priority,
+            "spec": spec.model_dump(mode="json"),
+            "created": self._clock(),
+            "attempt": 0,
+            "retry_of": retry_of,
+            "request": request,
+        }
+        try:
+            with self._writes() as connection:
+                self._need_workspace(connection, spec.workspace)
+                connection.execute(insert(tables.jobs).values(row))
+                data = {"to": State.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
+                self._append(connection, row["id"], "state", f"submitted by {owner}", data)
+        except IntegrityError:
+            if request is not None and (made := self.requested(spec.workspace, owner, request)):
+                return made  # the same request came twice at once
+            raise
+        return self.job(row["id"])
+
+    def requested(self, workspace: str, owner: str, request: str) -> Job | None:
+        """Return the job that `owner` submitted with this request, if there is one."""
+        c = tables.jobs.c
+        wanted = and_(c.workspace == workspace, c.owner == owner, c.request == request)
+        with self._reads() as connection:
+            row = connection.execute(select(*_JOB_COLUMNS).where(wanted)).mappings().one_or_none()
+        return None if row is None else _job(row)
+
+    def job(self, job: str) -> Job:
+        """Return one job by its id.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        with self._reads() as connection:
+            return self._one(connection, job)
+
+    def jobs(
+        self,
+        *,
+        workspaces: Collection[str] | None = None,
+        states: Collection[State] = (),
+        owner: str | None = None,
+        ended_after: datetime | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return jobs, newest first.
+
+        Args:
+            workspaces: Of these only; None for all.
+            states: In one of these only; empty for any.
+            owner: Of this owner only.
+            ended_after: That ended after this moment only.
+            limit: At most so many.
+        """
+        c = tables.jobs.c
+        asked = select(*_JOB_COLUMNS).order_by(c.created.desc(), c.id.desc()).limit(limit)
+        if workspaces is not None:
+            asked = asked.where(c.workspace.in_(workspaces))
+        if states:
+            asked = asked.where(c.state.in_(states))
+        if owner is not None:
+            asked = asked.where(c.owner == owner)
+        if ended_after is not None:
+            asked = asked.where(c.ended > ended_after)
+        with self._reads() as connection:
+            return [_job(row) for row in connection.execute(asked).mappings()]
+
+    def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
+        """Bring a job into another state; its attempt that has not ended goes along, and an event is appended.
+
+        Args:
+            job: Id of the job.
+            state: The state to go to. RESTARTING and terminal ones end the attempt, the former as FAILED.
+            reason: Why, for people.
+            failure: Why the attempt failed.
+
+        Raises:
+            NotFoundError: If there is no such job.
+            StateError: If that state may not follow the present one.
+        """
+        with self._writes() as connection:
+            self._change(connection, self._one(connection, job, lock=True), state, reason, failure)
+            return self._one(connection, job)
+
+    def stop(self, job: str, reason: str) -> Job:
+        """Bring a job that has not ended into STOPPING, or STOPPED if nothing of it was started; else leave it."""
+        with self._writes() as connection:
+            found = self._one(connection, job, lock=True)
+            if found.state.terminal or found.state is State.STOPPING:
+                return found
+            idle = found.state is State.QUEUED and not self._lives(connection, found)
+            self._change(connection, found, State.STOPPED if idle else State.STOPPING, reason, None)
+            return self._one(connection, job)
+
+    def explain(self, reasons: Mapping[str, str]) -> None:
+        """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
+        with self._writes() as connection:
+            for job, reason in reasons.items():
+                c = tables.jobs.c
+                connection.execute(update(tables.jobs).where(c.id == job, c.reason != reason).values(reason=reason))
+
+    def begin_attempt(self, job: str) -> Attempt:
+        """Begin the next attempt at a job that is queued or restarting, before it is handed to the backend.
+
+        Raises:
+            StateError: If the job is in another state, or its last attempt has not ended.
+        """
+        with self._writes() as connection:
+            found = self._one(connection, job, lock=True)
+            if found.state not in (State.QUEUED, State.RESTARTING) or self._lives(connection, found):
+                raise StateError(
+                    f"Job {job} is {found.state} at attempt {found.attempt}: it can have no new attempt now."
+                )
+            number = found.attempt + 1
+            c = tables.attempts.c
+            row = {"job": job, "number": number, "state": State.QUEUED, "handle": "", "reason": ""}
+            connection.execute(insert(tables.attempts).values(created=self._clock(), **row))
+            connection.execute(update(tables.jobs).where(tables.jobs.c.id == job).values(attempt=number))
+            self._append(connection, job, "attempt", f"attempt {number}", {"attempt": number})
+            made = connection.execute(select(tables.attempts).where(c.job == job, c.number == number))
+            return _attempt(made.mappings().one())
+
+    def submitted(self, job: str, number: int, handle: str) -> None:
+        """Note the backend's name for an attempt."""
+        c = tables.attempts.c
+        with self._writes() as connection:
+            connection.execute(update(tables.attempts).where(c.job == job, c.number == number).values(handle=handle))
+
+    def attempts(self, job: str) -> list[Attempt]:
+        """Return the attempts of a job, first to last."""
+        c = tables.attempts.c
+        with self._reads() as connection:
+            rows = connection.execute(select(tables.attempts).where(c.job == job).order_by(c.number)).mappings()
+            return [_attempt(row) for row in rows]
+
+    def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+        """Append an event to a job's history."""
+        with self._writes() as connection:
+            self._one(connection, job, lock=True)
+            self._append(connection, job, kind, message, data or {})
+
+    def events(self, job: str, *, after: int = 0) -> list[Event]:
+        """Return the events of a job since number `after`, in order."""
+        c = tables.events.c
+        with self._reads() as connection:
+            rows = connection.execute(select(tables.events).where(c.job == job, c.number > after).order_by(c.number))
+            return [Event(**row) for row in rows.mappings()]
+
+    def _one(self, connection: Connection, job: str, *, lock: bool = False) -> Job:
+        asked = select(*_JOB_COLUMNS).where(tables.jobs.c.id == job)
+        row = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
+        if row is None:
+            raise NotFoundError(f"There is no job {job!r}. `phalanx job list` shows those there are.")
+        return _job(row)
+
+    def _lives(self, connection: Connection, job: Job) -> bool:
+        c = tables.attempts.c
+        live = select(c.number).where(c.job == job.id, c.number == job.attempt, c.ended.is_(None))
+        return connection.execute(live).first() is not None
+
+    def _change(self, connection: Connection, job: Job, state: State, reason: str, failure: Failure | None) -> None:
+        if not may_follow(job.state, state):
+            raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
+        moment = self._clock()
+        kept = None if failure is None else asdict(failure)
+        values: dict[str, Any] = {"state": state, "reason": reason}
+        if state is State.RUNNING and job.started is None:
+            values["started"] = moment
+        if state.terminal:
+            values |= {"ended": moment, "failure": kept}
+        connection.execute(update(tables.jobs).where(tables.jobs.c.id == job.id).values(values))
+        self._follow(connection, job, state, reason, kept, moment)
+        data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": kept} if kept else {})
+        self._append(connection, job.id, "state", reason, data)
+
+    def _follow(
+        self,
+        connection: Connection,
+        job: Job,
+        state: State,
+        reason: str,
+        failure: dict[str, Any] | None,
+        moment: datetime,
+    ) -> None:
+        """Let the attempt that has not ended go along with its job."""
+        c = tables.attempts.c
+        values: dict[str, Any] = {"state": state, "reason": reason}
+        if state is State.RUNNING:
+            values["started"] = func.coalesce(c.started, moment)
+        if state is State.RESTARTING or state.terminal:
+            values |= {"ended": moment, "failure": failure}
+        if state is State.RESTARTING:
+            values["state"] = State.FAILED
+        live = and_(c.job == job.id, c.number == job.attempt, c.ended.is_(None))
+        connection.execute(update(tables.attempts).where(live).values(values))
+
+    def _append(self, connection: Connection, job: str, kind: str, message: str, data: Mapping[str, Any]) -> None:
+        c = tables.events.c
+        last = connection.execute(select(func.max(c.number)).where(c.job == job)).scalar_one() or 0
+        row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": message}
+        connection.execute(insert(tables.events).values(data=dict(data), **row))
+
+
+def _job(row: RowMapping) -> Job:
+    return Job(**(dict(row) | {"state": State(row["state"]), "failure": _failure(row["failure"])}))
+
+
+def _attempt(row: RowMapping) -> Attempt:
+    return Attempt(**(dict(row) | {"state": State(row["state"]), "failure": _failure(row["failure"])}))
+
+
+def _failure(kept: dict[str, Any] | None) -> Failure | None:
+    return None if kept is None else Failure(**(kept | {"cause": Cause(kept["cause"])}))

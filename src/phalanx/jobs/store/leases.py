@@ -1,0 +1,44 @@
+"""Leases: of many who could do a thing, one does it, and another takes over when the one is gone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from sqlalchemy import delete, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from phalanx.jobs.store import tables
+from phalanx.jobs.store.database import Database
+
+
+class LeaseRows(Database):
+    """The part of the store that holds leases."""
+
+    def lease(self, name: str, holder: str, seconds: float) -> bool:
+        """Take or renew a lease; return whether `holder` has it, for `seconds` from now.
+
+        Hosts that share a store must agree on the time within a fraction of `seconds`.
+        """
+        c = tables.leases.c
+        moment = self._clock()
+        values = {"holder": holder, "expires": moment + timedelta(seconds=seconds)}
+        free = or_(c.holder == holder, c.expires < moment)
+        with self._writes() as connection:
+            if connection.execute(update(tables.leases).where(c.name == name, free).values(values)).rowcount:
+                return True
+            dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+            new = dialect.insert(tables.leases).values(name=name, **values).on_conflict_do_nothing()
+            return bool(connection.execute(new).rowcount)
+
+    def lease_holder(self, name: str) -> str | None:
+        """Return who has a lease now."""
+        c = tables.leases.c
+        with self._reads() as connection:
+            held = connection.execute(select(c.holder).where(c.name == name, c.expires >= self._clock()))
+            return held.scalar_one_or_none()
+
+    def release(self, name: str, holder: str) -> None:
+        """Give a lease back, if `holder` has it."""
+        c = tables.leases.c
+        with self._writes() as connection:
+            connection.execute(delete(tables.leases).where(c.name == name, c.holder == holder))

@@ -1,0 +1,134 @@
+"""Secrets of workspaces, encrypted with a key that is not in the database."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cryptography.fernet import Fernet, InvalidToken
+from sqlalchemy import and_, delete, insert, select
+
+from phalanx.errors import ConfigError, NotFoundError
+from phalanx.jobs.service_protocol import SecretName
+from phalanx.jobs.store import tables
+from phalanx.jobs.store.workspaces import WorkspaceRows
+
+_NEW_KEY = "python -c 'from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())'"
+
+
+class SecretRows(WorkspaceRows):
+    """The part of the store that holds secrets."""
+
+    def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
+        """Keep a value, encrypted, in place of one that was there."""
+        row: dict[str, Any] = {"workspace": workspace, "name": name, "created": self._clock()}
+        encrypted = self._box.encrypt(value.encode()).decode()
+        with self._writes() as connection:
+            self._need_workspace(connection, workspace, lock=True)
+            connection.execute(delete(tables.secrets).where(_same(workspace, name)))
+            connection.execute(insert(tables.secrets).values(encrypted=encrypted, **row))
+        return SecretName(**row)
+
+    def secrets(self, workspace: str) -> list[SecretName]:
+        """Return the names of a workspace's secrets."""
+        c = tables.secrets.c
+        asked = select(c.workspace, c.name, c.created).where(c.workspace == workspace).order_by(c.name)
+        with self._reads() as connection:
+            return [SecretName(**row) for row in connection.execute(asked).mappings()]
+
+    def secret(self, workspace: str, name: str) -> str:
+        """Return the value of a secret.
+
+        Raises:
+            NotFoundError: If there is none.
+            ConfigError: If it was encrypted with another key.
+        """
+        with self._reads() as connection:
+            asked = select(tables.secrets.c.encrypted).where(_same(workspace, name))
+            encrypted = connection.execute(asked).scalar_one_or_none()
+        if encrypted is None:
+            raise _no_secret(workspace, name)
+        try:
+            return self._box.decrypt(encrypted.encode()).decode()
+        except InvalidToken:
+            raise ConfigError(
+                f"The secret {name!r} of workspace {workspace!r} was encrypted with another key than the one in "
+                f"{self._key_source}. Bring that key back, or put the secret again: phalanx secret add {name}."
+            ) from None
+
+    def remove_secret(self, workspace: str, name: str) -> None:
+        """Remove a secret.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        with self._writes() as connection:
+            gone = connection.execute(delete(tables.secrets).where(_same(workspace, name))).rowcount
+        if not gone:
+            raise _no_secret(workspace, name)
+
+    @property
+    def _key_source(self) -> str:
+        return "PHALANX_SECRET_KEY" if os.environ.get("PHALANX_SECRET_KEY") else str(self.home / "key")
+
+    @cached_property
+    def _box(self) -> Fernet:
+        key = os.environ.get("PHALANX_SECRET_KEY") or _own_key(self.home / "key")
+        try:
+            return Fernet(key)
+        except ValueError:
+            raise ConfigError(
+                f"{self._key_source} holds no key: it takes 32 bytes in URL-safe base64. Make one with: {_NEW_KEY}"
+            ) from None
+
+
+class WorkspaceConfigs:
+    """The configurations and secrets of one workspace, as `jobs/resolve` asks for them."""
+
+    def __init__(self, store: SecretRows, workspace: str) -> None:
+        self._store = store
+        self._workspace = workspace
+
+    def code(self, name: str) -> dict[str, Any]:
+        """Return a code configuration; NotFoundError if there is none."""
+        return self._store.config(self._workspace, "code", name).config
+
+    def dataset(self, name: str) -> dict[str, Any]:
+        """Return a dataset configuration; NotFoundError if there is none."""
+        return self._store.config(self._workspace, "dataset", name).config
+
+    def secret_names(self) -> Set[str]:
+        """Return the names of all secrets."""
+        return {secret.name for secret in self._store.secrets(self._workspace)}
+
+    def secret(self, name: str) -> str:
+        """Return a secret's value; NotFoundError if there is none."""
+        return self._store.secret(self._workspace, name)
+
+
+def _same(workspace: str, name: str) -> Any:
+    return and_(tables.secrets.c.workspace == workspace, tables.secrets.c.name == name)
+
+
+def _no_secret(workspace: str, name: str) -> NotFoundError:
+    return NotFoundError(
+        f"Workspace {workspace!r} has no secret {name!r}. Put it there: phalanx secret add {name} -w {workspace}."
+    )
+
+
+def _own_key(path: Path) -> str:
+    if not path.exists():
+        beside = path.with_name(f"key.{os.getpid()}.new")
+        beside.touch(mode=0o600)
+        beside.write_bytes(Fernet.generate_key())
+        # A link is made or it is not: of several that start at once, one wins and all read its key.
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(beside)
+        beside.unlink()
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path}, the key of the secrets, can be read by others. Run: chmod 600 {path}")
+    return path.read_text()

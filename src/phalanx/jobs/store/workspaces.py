@@ -1,0 +1,148 @@
+"""Workspaces, their members and configurations, as rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, and_, delete, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from phalanx.errors import NotFoundError, StateError, did_you_mean
+from phalanx.jobs.records import Named, Role, Workspace
+from phalanx.jobs.states import State
+from phalanx.jobs.store import tables
+from phalanx.jobs.store.database import Database
+
+
+class WorkspaceRows(Database):
+    """The part of the store that holds workspaces and what is named in them."""
+
+    def create_workspace(self, workspace: str) -> Workspace:
+        """Make a workspace.
+
+        Raises:
+            StateError: If there is one of that name.
+        """
+        try:
+            with self._writes() as connection:
+                connection.execute(insert(tables.workspaces).values(name=workspace, created=self._clock()))
+        except IntegrityError:
+            raise StateError(f"There is a workspace {workspace!r} already. Choose another name.") from None
+        return self.workspace(workspace)
+
+    def workspaces(self, member: str | None = None) -> list[Workspace]:
+        """Return workspaces with their members, by name; those that `member` is in, or all."""
+        c = tables.workspaces.c
+        asked = select(tables.workspaces).order_by(c.name)
+        if member is not None:
+            of_member = select(tables.members.c.workspace).where(tables.members.c.name == member)
+            asked = asked.where(c.name.in_(of_member))
+        with self._reads() as connection:
+            found = {row["name"]: Workspace(**row) for row in connection.execute(asked).mappings()}
+            for row in connection.execute(select(tables.members)).mappings():
+                if row["workspace"] in found:
+                    found[row["workspace"]].members[row["name"]] = Role(row["role"])
+        return list(found.values())
+
+    def workspace(self, workspace: str) -> Workspace:
+        """Return one workspace with its members.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        with self._reads() as connection:
+            made = self._need_workspace(connection, workspace)
+            asked = select(tables.members).where(tables.members.c.workspace == workspace)
+            members = {row["name"]: Role(row["role"]) for row in connection.execute(asked).mappings()}
+        return Workspace(made["name"], made["created"], members)
+
+    def remove_workspace(self, workspace: str) -> list[str]:
+        """Remove a workspace and everything in it; return the ids of the jobs that were.
+
+        Raises:
+            StateError: If a job in it has not ended.
+        """
+        c = tables.jobs.c
+        with self._writes() as connection:
+            self._need_workspace(connection, workspace)
+            jobs = connection.execute(select(c.id, c.state).where(c.workspace == workspace)).all()
+            if live := [job.id for job in jobs if not State(job.state).terminal]:
+                raise StateError(
+                    f"Workspace {workspace!r} has {len(live)} jobs that have not ended, such as {live[0]}. "
+                    "Stop them first: phalanx job stop."
+                )
+            connection.execute(delete(tables.workspaces).where(tables.workspaces.c.name == workspace))
+        return [job.id for job in jobs]
+
+    def put_member(self, workspace: str, name: str, role: Role) -> None:
+        """Make someone a member, or give a member another role."""
+        c = tables.members.c
+        with self._writes() as connection:
+            self._need_workspace(connection, workspace, lock=True)
+            connection.execute(delete(tables.members).where(c.workspace == workspace, c.name == name))
+            connection.execute(insert(tables.members).values(workspace=workspace, name=name, role=role))
+
+    def remove_member(self, workspace: str, name: str) -> None:
+        """End a membership.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        c = tables.members.c
+        with self._writes() as connection:
+            gone = connection.execute(delete(tables.members).where(c.workspace == workspace, c.name == name))
+        if not gone.rowcount:
+            raise NotFoundError(f"{name!r} is no member of workspace {workspace!r}.")
+
+    def put_config(self, workspace: str, kind: str, name: str, config: dict[str, Any]) -> Named:
+        """Keep a configuration under a name, in place of one that was there. `kind` is code or dataset."""
+        c = tables.configs.c
+        row: dict[str, Any] = {"workspace": workspace, "name": name, "config": config, "created": self._clock()}
+        with self._writes() as connection:
+            self._need_workspace(connection, workspace, lock=True)
+            same = and_(c.workspace == workspace, c.kind == kind, c.name == name)
+            connection.execute(delete(tables.configs).where(same))
+            connection.execute(insert(tables.configs).values(kind=kind, **row))
+        return Named(**row)
+
+    def configs(self, workspace: str, kind: str) -> list[Named]:
+        """Return the configurations of a kind, by name."""
+        c = tables.configs.c
+        asked = select(c.workspace, c.name, c.config, c.created).where(c.workspace == workspace, c.kind == kind)
+        with self._reads() as connection:
+            return [Named(**row) for row in connection.execute(asked.order_by(c.name)).mappings()]
+
+    def config(self, workspace: str, kind: str, name: str) -> Named:
+        """Return one configuration.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        found = {one.name: one for one in self.configs(workspace, kind)}
+        if name not in found:
+            raise NotFoundError(_none(workspace, kind, name) + did_you_mean(name, found))
+        return found[name]
+
+    def remove_config(self, workspace: str, kind: str, name: str) -> None:
+        """Remove a configuration.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        c = tables.configs.c
+        same = and_(c.workspace == workspace, c.kind == kind, c.name == name)
+        with self._writes() as connection:
+            gone = connection.execute(delete(tables.configs).where(same)).rowcount
+        if not gone:
+            raise NotFoundError(_none(workspace, kind, name))
+
+    def _need_workspace(self, connection: Connection, workspace: str, *, lock: bool = False) -> RowMapping:
+        asked = select(tables.workspaces).where(tables.workspaces.c.name == workspace)
+        found = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
+        if found is None:
+            raise NotFoundError(f"There is no workspace {workspace!r}. `phalanx workspace list` shows those there are.")
+        return found
+
+
+def _none(workspace: str, kind: str, name: str) -> str:
+    return f"Workspace {workspace!r} has no {kind} {name!r}. `phalanx {kind} list` shows those there are."
