@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import combinations
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from phalanx.jobs.addresses import bucket_and_key, git_address, git_ref, inner_path, kind_of, mount_path, web_address
+from phalanx.jobs.command import checked_command
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.states import Cause
 
@@ -13,8 +18,19 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """A name that Kubernetes, Slurm, a folder and an address all take: small letters, digits and dashes, 40 at most."""
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Bytes = Annotated[int, BeforeValidator(to_bytes)]
-Seconds = Annotated[float, BeforeValidator(to_seconds)]
+Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Bytes = Annotated[
+    int, BeforeValidator(to_bytes), WithJsonSchema({"type": ["string", "integer"], "examples": ["8Gi", "500M"]})
+]
+Seconds = Annotated[
+    float, BeforeValidator(to_seconds), WithJsonSchema({"type": ["string", "number"], "examples": ["90s", "1h30m"]})
+]
+
+OURS = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PHALANX_CHECKPOINT_DIR")
+)
+"""Variables that every launch sets itself, besides `PHALANX_DATASET_*`; a job's `env` must leave them alone."""
 
 
 class _Model(BaseModel):
@@ -27,35 +43,97 @@ class Code(_Model):
     Exactly one of `git`, `path` and `name` is given. `commit` is filled at submission for git, `digest` for a path.
     """
 
-    git: str | None = None
-    ref: str = "HEAD"
-    commit: str | None = None
-    path: str | None = None
-    digest: str | None = None
+    git: Annotated[str, AfterValidator(git_address)] | None = None
+    """Address of a repository: https://, http://, ssh://, user@host:path, or a path of a repository here."""
+    ref: Annotated[str, AfterValidator(git_ref)] = "HEAD"
+    """Branch, tag or commit."""
+    commit: Commit | None = None
+    """git: the commit that `ref` was at submission."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """A folder on this machine, which is copied without what .phalanxignore, or else .gitignore, leaves out."""
+    digest: Sha256 | None = None
+    """path: the content at submission."""
     name: Name | None = None
-    subdir: str = "."
+    subdir: Annotated[str, AfterValidator(inner_path)] = "."
+    """Folder of the code in which the command starts."""
     secret: Variable | None = None
     """Secret whose value is the token or password for the repository."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, said: Any) -> Any:
+        return _code_from_text(said) if isinstance(said, str) else said
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("git", "path", "name") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of git, path and name; found {' and '.join(given) or 'none'}")
+        if (self.commit and not self.git) or (self.digest and not self.path):
+            raise ValueError("commit belongs to git, digest to path; leave it out, submission fills it")
+        if self.secret and self.git and not self.git.startswith(("https://", "http://")):
+            raise ValueError("a secret is a token for https://; ssh takes its keys from the agent, a path needs none")
+        return self
 
 
 class Dataset(_Model):
     """A dataset in a job: a dataset configuration by name, or said in full, and where the script finds it.
 
-    `kind` and `uri` are filled from the configuration at submission. A relative `mount` lies in the working copy.
+    `kind` and `uri` are filled from the configuration at submission, and what can be known of the content.
     """
 
     name: Name
-    mount: str | None = None
+    mount: Annotated[str, AfterValidator(mount_path)] | None = None
+    """Where the script reads it: a path in the working copy, or an absolute one. PHALANX_DATASET_* says it too."""
     readonly: bool = True
     kind: Literal["local", "nas", "s3", "oss", "http"] | None = None
     uri: str | None = None
+    """local, nas: the path on the machines that train. Others: s3://, oss://, https:// or http://."""
     file_system: str | None = None
     """NAS: id of the file system."""
-    sha256: str | None = None
+    sha256: Sha256 | None = None
     """http: what the file must hash to."""
     secret: Variable | None = None
-    endpoint: str | None = None
+    """s3, oss: secret whose value is ACCESS_KEY_ID:ACCESS_KEY_SECRET. Without one the bucket is read as anybody."""
+    endpoint: Annotated[str, AfterValidator(web_address)] | None = None
     """s3, oss: address of the service, where it is not the default one."""
+    version: str | None = None
+    """What the content was at submission: an etag, a time of change."""
+    size: Annotated[int, Field(ge=0)] | None = None
+    """Bytes at submission."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, said: Any) -> Any:
+        if isinstance(said, str):
+            name, _, mount = said.partition(":")
+            return {"name": name, "mount": mount or None}
+        if isinstance(said, dict) and isinstance(said.get("uri"), str) and said.get("kind") is None:
+            return {**said, "kind": kind_of(said["uri"])}
+        return said
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.kind is not None and self.uri is None:
+            raise ValueError(f"kind {self.kind} needs a uri: where the data is")
+        if self.kind is not None and self.uri is not None:
+            _check_address(self.kind, self.uri)
+        for field, kinds in _ONLY_FOR.items():
+            if getattr(self, field) is not None and self.kind not in (*kinds, None):
+                raise ValueError(f"{field} is for {' and '.join(kinds)}, not for {self.kind}; leave it out")
+        if self.kind == "oss" and self.endpoint is None:
+            raise ValueError("oss needs an endpoint, as https://oss-REGION.aliyuncs.com")
+        if self.kind == "nas" and self.file_system is None:
+            raise ValueError("nas needs the id of its file_system")
+        return self
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable in which a script finds where the dataset lies."""
+        return "PHALANX_DATASET_" + self.name.replace("-", "_").upper()
+
+
+_ONLY_FOR = {"file_system": ("nas",), "sha256": ("http",), "endpoint": ("s3", "oss"), "secret": ("s3", "oss")}
 
 
 class Resources(_Model):
@@ -119,7 +197,7 @@ class TrainingJob(_Model):
     kind: Literal["TrainingJob"] = "TrainingJob"
     name: Name
     workspace: Name = "default"
-    command: str = Field(min_length=1)
+    command: Annotated[str, AfterValidator(checked_command)]
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""
     code: Code = Code(path=".")
     datasets: tuple[Dataset, ...] = ()
@@ -141,3 +219,54 @@ class TrainingJob(_Model):
     """Time between SIGTERM and SIGKILL, in which a script saves its checkpoint."""
     retries: Retries = Retries()
     checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        wrong = [*_wrong_variables(self), *_wrong_datasets(self.datasets)]
+        if self.servers is not None and self.launch != "phalanx":
+            wrong.append(f"servers are started by launch phalanx, not {self.launch}; leave one of them out")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+def _code_from_text(said: str) -> dict[str, str]:
+    if not said.startswith("git+"):
+        if "://" in said or said.startswith("git@"):
+            raise ValueError(f"write git+{said.split('@')[0] if '://' in said else 'ssh://HOST/PATH'} for a repository")
+        return {"path": said}
+    address = said.removeprefix("git+")
+    _, at, ref = urlsplit(address).path.partition("@")
+    if not at:
+        return {"git": address}
+    return {"git": address[: len(address) - len(ref) - 1], "ref": ref}
+
+
+def _check_address(kind: str, uri: str) -> None:
+    if kind in ("s3", "oss"):
+        if kind_of(uri) != kind:
+            raise ValueError(f"{uri!r} is not of kind {kind}; write it as {kind}://BUCKET/FOLDER")
+        bucket_and_key(uri)
+    elif kind == "http":
+        web_address(uri)
+    elif "://" in uri or not uri or "\0" in uri:
+        raise ValueError(f"{uri!r} is no path; kind {kind} is a path that the machines see")
+
+
+def _wrong_variables(job: TrainingJob) -> list[str]:
+    taken = [name for name in (*job.env, *job.secrets) if name in OURS or name.startswith("PHALANX_DATASET_")]
+    twice = [name for name in job.secrets if name in job.env]
+    return [f"{name} is set by the launch; leave it out" for name in taken] + [
+        f"{name} is in env and in secrets; leave one out" for name in twice
+    ]
+
+
+def _wrong_datasets(datasets: tuple[Dataset, ...]) -> list[str]:
+    names = [d.name for d in datasets]
+    wrong = [f"dataset {name} is there twice; give each a name" for name in sorted(set(names)) if names.count(name) > 1]
+    mounts = [PurePosixPath(d.mount) for d in datasets if d.mount is not None]
+    return wrong + [
+        f"mounts {one} and {other} lie in each other; mount each dataset in a place of its own"
+        for one, other in combinations(mounts, 2)
+        if one.is_relative_to(other) or other.is_relative_to(one)
+    ]

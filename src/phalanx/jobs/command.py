@@ -1,0 +1,73 @@
+"""The command of a job, cut into words, and what of it is the script. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+_TAKES_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """`python FLAGS SCRIPT ARGUMENTS` or `python FLAGS -m MODULE ARGUMENTS`; exactly one of the two is set."""
+
+    interpreter: str
+    flags: tuple[str, ...]
+    script: str | None
+    module: str | None
+    arguments: tuple[str, ...]
+
+
+def checked_command(said: str) -> str:
+    """Return `said` if its words can be told apart without a shell.
+
+    Raises:
+        ValueError: If it is empty, a quote is open, or it has an operator of the shell outside quotes.
+    """
+    try:
+        words = shlex.split(said)
+        needs = _shell_syntax(said.strip())
+    except ValueError as error:
+        raise ValueError(f"{said!r} cannot be cut into words: {error}; close every quote") from None
+    if not words:
+        raise ValueError("the command is empty; write what starts the training, as: python train.py")
+    if needs:
+        raise ValueError(
+            f"a command is started without a shell, which {needs} needs; put it in a script, or write launch: env and "
+            "bash -c '...'"
+        )
+    return said
+
+
+def _shell_syntax(said: str) -> str:
+    """Return what in a command only a shell understands, in words, or an empty string."""
+    lexer = shlex.shlex(said, posix=True, punctuation_chars="&|;<>\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    words = list(lexer)
+    for word in words:
+        if set(word) and set(word) <= set("&|;<>\n"):
+            return "a second line" if "\n" in word else repr(word)
+    is_shell = len(words) > 1 and re.fullmatch(r"(?:.*/)?(?:ba|da|z)?sh", words[0])
+    variable = re.search(r"\$\w+|\$[{(]|`", re.sub(r"'[^']*'", "", said))
+    return repr(variable[0]) if variable and not is_shell else ""
+
+
+def python_command(said: str) -> PythonCommand | None:
+    """Return the parts of a command that starts Python, or None if it starts something else or runs no file."""
+    words = shlex.split(said)
+    if not words or not re.fullmatch(r"(?:.*/)?python(?:3(?:\.\d+)?)?", words[0]):
+        return None
+    position = 1
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        flag = words[position]
+        if flag == "-m" and position + 1 < len(words):
+            rest = tuple(words[position + 2 :])
+            return PythonCommand(words[0], tuple(words[1:position]), None, words[position + 1], rest)
+        if flag.startswith("-c") or flag == "-m":
+            return None
+        position += 2 if flag in _TAKES_A_VALUE else 1
+    if position >= len(words) or words[position] == "-":
+        return None
+    return PythonCommand(words[0], tuple(words[1:position]), words[position], None, tuple(words[position + 1 :]))

@@ -1,0 +1,185 @@
+"""A job from a file, the command line's settings and flags, with errors that name the field and say what to write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from phalanx.errors import SpecError, did_you_mean
+from phalanx.jobs import dlc
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
+
+logger = logging.getLogger("phalanx.jobs")
+
+
+def read(
+    source: Path | str | None = None, *, settings: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+) -> TrainingJob:
+    """Return a job, from the weakest to the strongest said by `source`, `settings` and `flags`.
+
+    Args:
+        source: A path of a YAML or JSON file, or such text itself. The body of a CreateJob request of PAI-DLC is taken
+            too; what of it means nothing here is logged as warnings.
+        settings: As `resources.nodes=2`, the value in YAML.
+        flags: Values by dotted field; None leaves a field as it is.
+
+    Raises:
+        SpecError: If the file cannot be read, or a field is unknown, missing or cannot be as it is; names every one.
+    """
+    said = {} if source is None else _parsed(source)
+    if dlc.is_request(said):
+        said, left_out = dlc.translate(said)
+        for line in left_out:
+            logger.warning("not taken over: %s", line)
+    for field, value in [*map(_setting, settings), *(flags or {}).items()]:
+        if value is not None:
+            _put(said, field, value)
+    return validated(TrainingJob, said)
+
+
+ModelT = typing.TypeVar("ModelT", TrainingJob, Code, Dataset)
+
+
+def validated(model: type[ModelT], said: Mapping[str, Any]) -> ModelT:
+    """Return `said` as a job, code or dataset.
+
+    Raises:
+        SpecError: If a field is unknown, missing or cannot be as it is; names every one.
+    """
+    try:
+        return model.model_validate(said)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    lines = [_in_words(model, detail) for detail in found]
+    what = {"TrainingJob": "job", "Code": "code", "Dataset": "dataset"}[model.__name__]
+    raise SpecError(f"this is no {what} that could run:\n  " + "\n  ".join(lines))
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a job, with the words of every field."""
+    return TrainingJob.model_json_schema()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML where `on`, `off`, `yes` and `no` are words, and no key is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or letter in "tTfF"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise SpecError(f"{where} is neither YAML nor JSON: {error}.") from None
+
+
+def _parsed(source: Path | str) -> dict[str, Any]:
+    where = str(source) if isinstance(source, Path) else "the text of the job"
+    try:
+        text = source.read_text() if isinstance(source, Path) else source
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot read the job in {where}: {error}. Give a YAML or JSON file.") from None
+    said = _yaml(text, where)
+    if not isinstance(said, dict):
+        raise SpecError(f"{where} holds {_shown(said)}, no job. Write fields as `name: mnist` and `command: ...`.")
+    return said
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip():
+        raise SpecError(f"{text!r} sets nothing. Write FIELD=VALUE, as resources.nodes=2.")
+    return field.strip(), _yaml(value, f"the value of {field}")
+
+
+def _put(said: dict[str, Any], field: str, value: Any) -> None:
+    *parents, last = field.split(".")
+    inner = said
+    for position, name in enumerate(parents):
+        below = inner.get(name)
+        # A short form, as `code: "."`, gives way to its fields.
+        inner[name] = dict(below) if isinstance(below, dict) else {}
+        if isinstance(below, list):
+            raise SpecError(f"{field} cannot be set: {'.'.join(parents[: position + 1])} is a list. Set all of it.")
+        inner = inner[name]
+    inner[last] = value
+
+
+# -- words of errors -------------------------------------------------------------------------------------------------
+
+
+_PATTERNS = {
+    "^[a-z0-9]": "small letters, digits and dashes, 40 at most",
+    "^[A-Za-z_]": "letters, digits and underscores",
+    "^[0-9a-f]{40}": "the 40 digits of a commit",
+    "^[0-9a-f]{64}": "64 hexadecimal digits, as `sha256sum FILE` prints them",
+}
+
+
+def _in_words(model: type[BaseModel], detail: ErrorDetails) -> str:
+    where = ".".join(map(str, detail["loc"]))
+    words = _what_is_wrong(model, detail)
+    return f"{where}: {words}" if where else words
+
+
+def _what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
+    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    last = str(detail["loc"][-1]) if detail["loc"] else ""
+    if kind == "extra_forbidden":
+        return f"there is no such field.{did_you_mean(last, _model_at(model, detail['loc'][:-1]).model_fields)}"
+    if kind == "missing":
+        said = _model_at(model, detail["loc"][:-1]).model_fields[last].description
+        return f"is missing.{'' if said is None else ' ' + said.splitlines()[0]}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in ("literal_error", "enum"):
+        known = context["expected"].replace(" or ", ", ")
+        return f"{_shown(found)} is none of {known}.{did_you_mean(str(found), known.replace(chr(39), '').split(', '))}"
+    if kind == "string_pattern_mismatch":
+        words = next(words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
+        return f"{_shown(found)} cannot be; write {words}"
+    if detail["loc"][:1] == ("env",):
+        return "the value is no text; write it in quotes"
+    return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {_shown(found)}"
+
+
+def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel]:
+    for name in location:
+        if isinstance(name, str):
+            model = next(_models_in(model.model_fields[name].annotation))
+    return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
