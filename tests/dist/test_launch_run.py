@@ -54,6 +54,10 @@ def test_the_banner_shows_thirteen_settings_once(run: Launch) -> None:
     assert "training_script_args: ['--lr', '0.1', '--', '-x', '-n', '7']" in lines
 
 
+def test_programs_are_told_how_the_job_ended(run: Launch) -> None:
+    assert json.loads(run.log("ended.json")) == {"code": 0}
+
+
 def test_the_mode_is_told_in_the_known_words(run: Launch) -> None:
     line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \w+\.py:\d+\] "
     assert re.search(

@@ -5,6 +5,7 @@ Limits are generous for two busy cores: the promise is 3 s from the death to the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -101,6 +102,9 @@ def test_the_rank_that_died_first_is_named_and_all_is_down_in_time(
     assert "rank 1 failed first" in lines[0]
     assert re.match(how, lines[1])
     assert lines[-2] == "log file: log/workerlog.1"
+    recorded = json.loads(done.log("ended.json"))
+    assert (recorded["code"], recorded["first"]["rank"]) == (code, 1)
+    assert f"rank 1 {recorded['said']}" == lines[1]
     if what == "raises":
         assert lines[-4] == "ValueError: the data of rank 1 is bad"
         assert any('train.py", line' in line for line in lines)
@@ -161,6 +165,7 @@ def test_a_stop_signal_ends_the_job_cleanly(tmp_path: Path, number: signal.Signa
     assert running.code == (0 if number == signal.SIGTERM else 128 + number)
     assert running.out.endswith(f"stopped by {number.name}; every process of the job has ended\n")
     assert {(tmp_path / f"saved.{rank}").read_text() for rank in range(2)} == {str(int(number))}
+    assert json.loads(running.log("ended.json")) == {"code": running.code, "stopped_by": number.name}
     running.gone_within(0.5)
 
 

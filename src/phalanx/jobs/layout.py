@@ -8,9 +8,11 @@ HOME/
         attempt.json                       what every node runs (no secrets)
         work/                              the working copy of the code
         node-K.json                        how node K ended; written by node K, once, by renaming
-        node-K.beat                        touched by node K while it lives
+        node-K.beat                        touched by node K while it lives; its text says what the node does
+        secrets-K.json                     Slurm: what node K reads when it starts, and removes (mode 0600)
         logs/node-K.log                    what the launcher of node K printed
-        logs/workerlog.R, serverlog.R ...  what rank R printed; logs/*.events.jsonl its run events
+        logs/workerlog.R, serverlog.R ...  what rank R printed; logs/events.*.jsonl its run events
+        logs/node-K/                       files of the launcher of node K, those of its ranks linked from logs/
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ def attempt_folder(root: Path, job: str, attempt: int) -> Path:
 def logs(folder: Path) -> Path:
     """Return the folder of an attempt's log files."""
     return folder / "logs"
+
+
+def secrets(folder: Path, node: int) -> Path:
+    """Return the file from which node `node` takes the secrets, which it removes."""
+    return folder / f"secrets-{node}.json"
 
 
 def exit_record(folder: Path, node: int) -> Path:

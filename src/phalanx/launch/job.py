@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.cluster import messages
 from phalanx.cluster.environment import Environment
+from phalanx.errors import PhalanxError
 from phalanx.launch import allocated, environment, machine, registry, report, staging, tabled, wire
 from phalanx.launch.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.console import Console
@@ -77,6 +78,9 @@ class Job:
         with registry.Entry(self._job_id, self._options.training_script, request.mode) as self._entry:
             try:
                 return self._run_attempts(request)
+            except PhalanxError as error:
+                self._logs.record_end(code=1, error=type(error).__name__, message=str(error))
+                raise
             finally:
                 shutil.rmtree(self._gloo_path, ignore_errors=True)
 
@@ -132,13 +136,17 @@ class Job:
             workers = [e.code for e in outcome.endings if e.role == "worker"]
             # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
             ended_well = outcome.stopped_by == signal.SIGTERM and workers and not any(workers)
-            return 0 if ended_well else 128 + outcome.stopped_by
+            code = 0 if ended_well else 128 + outcome.stopped_by
+            self._logs.record_end(code=code, stopped_by=name)
+            return code
         if not outcome.failed:
+            self._logs.record_end(code=0)
             return 0
         first = first_failure(outcome.endings)
         assert first is not None
         others = [e for e in outcome.endings if e is not first]
         self._console.write(report.render(first, others))
+        self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.how(first))
         return first.exit_code
 
     def _say_restart(self, outcome: Outcome, attempt: int) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from phalanx.errors import LaunchError
 
 logger = logging.getLogger("phalanx.launch")
 
+ENDED = "ended.json"
+"""How the job ended, for programs: the launcher's exit code with the first failure, or the launcher's own error."""
+
 _OURS = (
+    ENDED,
     "workerlog.*",
     "serverlog.*",
     "heterlog.*",
@@ -46,6 +51,12 @@ class LogFolder:
     def set_aside(self, attempt: int) -> None:
         """Move the files of an attempt that failed to `attempt-N`."""
         self._move(f"attempt-{attempt}", replace=False)
+
+    def record_end(self, **values: Any) -> None:
+        """Write how the job ended, whole or not at all."""
+        partial = self.path / f"{ENDED}.partial"
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        partial.rename(self.path / ENDED)
 
     def _move(self, name: str, *, replace: bool) -> None:
         found = [p for pattern in _OURS for p in self.path.glob(pattern) if p.name != name]

@@ -1,0 +1,111 @@
+"""What a node starts: command lines and variables of the three launch kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import SpecError
+from phalanx.jobs.launching import Place, Start, own_hosts, start
+from phalanx.jobs.spec import TrainingJob
+
+HOSTS = ("10.0.0.1", "10.0.0.2")
+
+
+def started(node: int = 0, hosts: tuple[str, ...] = HOSTS, **said: Any) -> Start:
+    said = {"name": "j", "command": "python train.py --lr 0.1", "resources": {"nodes": 2, "procs_per_node": 3}, **said}
+    place = Place(node, hosts, 7000)
+    return start(TrainingJob.model_validate(said), place, python="/py", logs=Path("/logs"))
+
+
+def test_our_launcher_starts_the_processes_of_a_node() -> None:
+    found = started(1)
+    assert found.argv == (
+        *("/py", "-m", "phalanx.launch", "--log_dir", "/logs", "-n", "3"),
+        *("--ips", "10.0.0.1,10.0.0.2", "--node_rank", "1", "--http_port", "7000"),
+        *("train.py", "--lr", "0.1"),
+    )
+    assert found.variables == {"PYTHONUNBUFFERED": "1", "PHALANX_STOP_GRACE_S": "30"}
+
+
+def test_one_node_needs_no_addresses() -> None:
+    alone = {"nodes": 1, "procs_per_node": 2}
+    assert started(hosts=("10.0.0.1",), resources=alone).argv[5:9] == ("--nnodes", "1", "-n", "2")
+    assert "--standalone" in started(hosts=("10.0.0.1",), resources=alone, launch="torchrun").argv
+
+
+def test_torchrun_counts_processes_and_env_counts_nodes() -> None:
+    under_torch = started(1, launch="torchrun")
+    assert under_torch.argv == (
+        *("/py", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank=1"),
+        *("--master-addr=10.0.0.1", "--master-port=7000", "--nproc-per-node=3"),
+        *("--no-python", "/py", "-m", "phalanx.jobs.rank", "/logs", "/py", "train.py", "--lr", "0.1"),
+    )
+    # Its ranks get RANK and WORLD_SIZE from torchrun: six processes.
+    assert "WORLD_SIZE" not in under_torch.variables
+    as_it_is = started(1, launch="env", command="python 'my train.py' -v")
+    assert as_it_is.argv == ("python", "my train.py", "-v")
+    assert as_it_is.variables == {
+        **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000", "RANK": "1", "WORLD_SIZE": "2"},
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def test_flags_of_python_become_variables_and_modules_stay_modules() -> None:
+    found = started(command="python -u -OO -m my.train x")
+    assert found.argv[-3:] == ("-m", "my.train", "x")
+    assert found.variables["PYTHONOPTIMIZE"] == "2"
+
+
+def test_cores_asked_for_are_shared_by_the_processes() -> None:
+    resources = {"nodes": 2, "procs_per_node": 3, "cpu": 8}
+    assert started(resources=resources).variables["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in started(resources=resources, env={"OMP_NUM_THREADS": "5"}).variables
+
+
+def test_servers_of_one_node_are_counted() -> None:
+    found = started(hosts=("10.0.0.1",), resources={"nodes": 1, "procs_per_node": 2}, servers={"count": 3})
+    assert found.argv[5:9] == ("--server_num", "3", "--worker_num", "2")
+
+
+def test_servers_of_several_nodes_are_dealt_over_them() -> None:
+    found = started(1, resources={"nodes": 2, "procs_per_node": 1}, servers={"count": 3})
+    assert found.argv[5:13] == (
+        *("--servers", "10.0.0.1:7001,10.0.0.2:7002,10.0.0.1:7003"),
+        *("--workers", "10.0.0.1:7004,10.0.0.2:7004", "--node_rank", "1", "--http_port", "7000"),
+    )
+
+
+def test_servers_with_hosts_of_their_own_come_first_for_the_launcher() -> None:
+    hosts = ("w0", "w1", "s0")
+    for node, rank in ((0, "1"), (1, "2"), (2, "0")):
+        found = started(node, hosts, resources={"nodes": 2, "procs_per_node": 1}, servers={"count": 1})
+        assert found.argv[6] == "s0:7001"
+        assert found.argv[8] == "w0:7002,w1:7002"
+        assert found.argv[10] == rank
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"command": "torchrun train.py"},
+            "starts torchrun, and the job starts a launcher itself. Write",
+        ),
+        ({"command": "./run.sh"}, "starts no Python program. Write `python train.py ...`"),
+        ({"command": "python -X dev train.py"}, "gives Python -X dev, which launchers cannot hand on"),
+        ({"servers": {"count": 60}}, "63 servers and workers of a node need a port each, and a job has 39"),
+    ],
+)
+def test_what_no_node_could_start_is_refused(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message.replace(".", r"\.")):
+        started(**said)
+
+
+def test_every_attempt_on_this_machine_has_addresses_of_its_own() -> None:
+    assert own_hosts("a", 1, 2) == own_hosts("a", 1, 2)
+    seen = {own_hosts("a", number, 1) for number in range(1, 50)}
+    assert len(seen) == 49
+    assert all(host.startswith("127.") and not host.startswith("127.0.") for (host,) in seen)
