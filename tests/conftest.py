@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,12 @@ def unused_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Path]:
+    """A PostgreSQL server, as the folder of its socket."""
+    from postgres import server
+
+    with server() as folder:
+        yield folder

@@ -64,6 +64,7 @@ class JobRows(WorkspaceRows):
                 connection.execute(insert(tables.jobs).values(row))
                 data = {"to": State.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
                 self._append(connection, row["id"], "state", f"submitted by {owner}", data)
+                _count(connection)
         except IntegrityError:
             if request is not None and (made := self.requested(spec.workspace, owner, request)):
                 return made  # the same request came twice at once
@@ -118,6 +119,11 @@ class JobRows(WorkspaceRows):
         with self._reads() as connection:
             return [_job(row) for row in connection.execute(asked).mappings()]
 
+    def last_change(self) -> int:
+        """Return a number that is larger after a job was made or changed its state."""
+        with self._reads() as connection:
+            return connection.execute(select(tables.changes.c.number)).scalar_one()
+
     def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
         """Bring a job into another state; its attempt that has not ended goes along, and an event is appended.
 
@@ -148,7 +154,7 @@ class JobRows(WorkspaceRows):
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
         with self._writes() as connection:
-            for job, reason in reasons.items():
+            for job, reason in sorted(reasons.items()):
                 c = tables.jobs.c
                 connection.execute(update(tables.jobs).where(c.id == job, c.reason != reason).values(reason=reason))
 
@@ -225,6 +231,7 @@ class JobRows(WorkspaceRows):
         self._follow(connection, job, state, reason, kept, moment)
         data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": kept} if kept else {})
         self._append(connection, job.id, "state", reason, data)
+        _count(connection)
 
     def _follow(
         self,
@@ -252,6 +259,10 @@ class JobRows(WorkspaceRows):
         last = connection.execute(select(func.max(c.number)).where(c.job == job)).scalar_one() or 0
         row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": message}
         connection.execute(insert(tables.events).values(data=dict(data), **row))
+
+
+def _count(connection: Connection) -> None:
+    connection.execute(update(tables.changes).values(number=tables.changes.c.number + 1))
 
 
 def _job(row: RowMapping) -> Job:

@@ -28,7 +28,7 @@ class LeaseRows(Database):
                 return True
             dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
             new = dialect.insert(tables.leases).values(name=name, **values).on_conflict_do_nothing()
-            return bool(connection.execute(new).rowcount)
+            return connection.execute(new.returning(c.name)).first() is not None
 
     def lease_holder(self, name: str) -> str | None:
         """Return who has a lease now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Set
+from collections.abc import Collection, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,10 @@ class SecretRows(WorkspaceRows):
                 f"The secret {name!r} of workspace {workspace!r} was encrypted with another key than the one in "
                 f"{self._key_source}. Bring that key back, or put the secret again: phalanx secret add {name}."
             ) from None
+
+    def secret_values(self, workspace: str, names: Collection[str]) -> dict[str, str]:
+        """Return secrets in the clear, by name; errors as of `secret`."""
+        return {name: self.secret(workspace, name) for name in names}
 
     def remove_secret(self, workspace: str, name: str) -> None:
         """Remove a secret.

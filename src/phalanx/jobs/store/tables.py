@@ -146,6 +146,12 @@ events = Table(
     Column("data", JSON, nullable=False),
 )
 
+changes = Table(  # one row; writers of jobs take turns at it, so that it counts in the order of their commits
+    "changes",
+    metadata,
+    Column("number", Integer, nullable=False),
+)
+
 leases = Table(
     "leases",
     metadata,

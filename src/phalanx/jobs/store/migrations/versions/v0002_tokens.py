@@ -1,4 +1,4 @@
-"""Keys to the HTTP interface; which job another was a retry of."""
+"""Keys to the HTTP interface; which job another was a retry of; a count of changes of jobs."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,6 +10,8 @@ down_revision = "0001"
 def upgrade() -> None:
     """Add what is new."""
     op.add_column("jobs", sa.Column("retry_of", sa.String))
+    changes = op.create_table("changes", sa.Column("number", sa.Integer, nullable=False))
+    op.bulk_insert(changes, [{"number": 0}])
     op.create_table(
         "tokens",
         sa.Column("owner", sa.String, primary_key=True),
