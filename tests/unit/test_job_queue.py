@@ -138,7 +138,7 @@ def test_no_backfill_ever_delays_the_first_in_line(jobs: list[Waiting], held: li
     if first is None:
         return
     # What started before its turn came is in its way by right; what started after it is not.
-    by_right = []
+    by_right: list[Running] = []
     for id in chosen.start:
         one = next(job for job in jobs if job.id == id)
         if line([one, first], held + by_right, {})[0] is first:

@@ -71,6 +71,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("PHALANX_SECRET_KEY", "r", "",
          "Key the secrets of workspaces are encrypted with; default: the file key in PHALANX_HOME",
          "加密工作空间密钥所用的主密钥；默认为 PHALANX_HOME 下的 key 文件"),
+        ("PHALANX_JOB_FOLDER", "w", "", "Folder of the attempt that a process of a local job belongs to",
+         "本机作业的进程所属的那次运行的目录"),
         ("PHALANX_CHECKPOINT_DIR", "w", "", "Where a job's script keeps its checkpoints; the same in every attempt",
          "作业脚本保存检查点的目录；每次尝试都相同"),
     ),

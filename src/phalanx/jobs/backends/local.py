@@ -1,0 +1,321 @@
+"""This machine as a backend: one detached process a node of the attempt, which outlives whoever started it.
+
+A node's process holds a lock on `node-K.lock` in the attempt's folder from before it exists until it is gone: it
+inherits the lock of whoever starts it. So no keeper starts a node twice, whichever call the one before it died in, and
+none takes another process with the same pid for the node. Cards are dealt so too: who holds the lock has the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from phalanx.cluster.detect import memory_bytes
+from phalanx.errors import BackendError, SpecError
+from phalanx.jobs import attempt, launching, layout
+from phalanx.jobs.backend import Phase, Status, Submission
+from phalanx.jobs.failures import killed_for_memory, lost_node
+from phalanx.jobs.queue import Amount, need_of
+from phalanx.jobs.records import Failure
+from phalanx.jobs.spec import TrainingJob
+from phalanx.launch.machine import Machine
+from phalanx.launch.processes import start_ticks
+
+MARK = "PHALANX_JOB_FOLDER"
+"""Every process of an attempt has this in its environment, and is found by it when its parents are gone."""
+
+NODE = (sys.executable, "-m", "phalanx.jobs.node")
+_LATE_S = 10.0
+"""How much later than its grace a node that was asked to end is killed from here; it does so itself before."""
+
+_KILL_S = 5.0
+
+
+class Local:
+    """Runs attempts on this machine. Every call may be repeated, also by another process."""
+
+    name = "local"
+
+    def __init__(
+        self, machine: Amount | None = None, *, cards: Sequence[str] | None = None, node: Sequence[str] = NODE
+    ) -> None:
+        """Make the backend of this machine.
+
+        Args:
+            machine: What there is to give; None looks.
+            cards: Names of its cards, as CUDA_VISIBLE_DEVICES spells them; None looks.
+            node: What runs a node; its arguments are the attempt's folder, `--node K` and `--secrets-fd N`.
+        """
+        self.cards = tuple(Machine.look(os.environ).cards if cards is None else cards)
+        self.machine = machine or Amount(len(os.sched_getaffinity(0)) * 1000, memory_bytes() // 2**20, len(self.cards))
+        self._node = tuple(node)
+        self._children: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def check(self, spec: TrainingJob) -> None:
+        """Raise SpecError if this machine could never run `spec`."""
+        launching.check(spec)
+        need = need_of(spec, self.machine)
+        if not need.within(self.machine):
+            raise SpecError(
+                f"The job asks for {need.shown()} on this machine, which has {self.machine.shown()}. "
+                "Ask for less, or submit it to `backend: slurm` or `kubernetes`."
+            )
+
+    def render(self, submission: Submission) -> str:
+        """Return the commands that `submit` would start, one a line."""
+        mark = f"{MARK}={shlex.quote(str(submission.folder))}"
+        return "\n".join(f"{mark} {shlex.join(self._argv(submission, node))}" for node in _nodes(submission))
+
+    def submit(self, submission: Submission) -> str:
+        """Start every node that was not started before; return this host and their pids.
+
+        Raises:
+            BackendError: If no process can be started, or not enough cards are free.
+        """
+        attempt.write(submission)
+        pids = [self._start(submission, node) for node in _nodes(submission)]
+        return " ".join([os.uname().nodename, *(str(pid) for pid in pids if pid)])
+
+    def status(self, submission: Submission, handle: str) -> Status:
+        """Return where the attempt is; with a failure while it still runs if one of its nodes is lost."""
+        folder, nodes = submission.folder, _nodes(submission)
+        # A node leaves its record, then its lock: looked at in the other order, it would seem to have left without one.
+        alive = [node for node in nodes if self._lives(folder, node)]
+        started = [node for node in nodes if _was_started(folder, node)]
+        if not started and not alive:
+            return Status(Phase.GONE, "was not started")
+        ends = {node: attempt.read_end(folder, node) for node in nodes}
+        lost = next((node for node in started if node not in alive and ends[node] is None), None)
+        failure = None if lost is None else _lost(folder, lost)
+        if not alive and failure is None:
+            failure = next((found for node in nodes if (found := _short_of_memory(folder, node))), None)
+        host = (os.uname().nodename,)
+        if alive:
+            doing = attempt.doing(folder, alive[0])
+            return Status(Phase.RUNNING if doing == "running" else Phase.PREPARING, doing, host, failure)
+        succeeded = all(end is not None and end.outcome == "succeeded" for end in ends.values())
+        return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED, "", host, failure)
+
+    def collect(self, submission: Submission, handle: str) -> None:
+        """Do nothing: nodes write into the attempt's folder themselves."""
+
+    def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
+        """Send SIGTERM to every node once; kill what is left of the attempt long after its grace."""
+        folder = submission.folder
+        for node in _nodes(submission):
+            if not self._lives(folder, node):
+                continue
+            asked = folder / f"node-{node}.stop"
+            if not asked.exists():
+                asked.touch()
+                _signal_node(folder, node)
+            elif time.time() > asked.stat().st_mtime + grace_s + _LATE_S:
+                _kill_marked(folder)
+
+    def cleanup(self, submission: Submission, handle: str) -> None:
+        """Kill what an attempt that has ended left behind, as ranks of a node that was killed."""
+        _kill_marked(submission.folder)
+        for node in _nodes(submission):
+            self._lives(submission.folder, node)
+
+    def _argv(self, submission: Submission, node: int) -> list[str]:
+        return [*self._node, str(submission.folder), "--node", str(node)]
+
+    def _start(self, submission: Submission, node: int) -> int | None:
+        """Start a node, or find it; return its pid, None for one that has gone again."""
+        folder = submission.folder
+        with _taken(_lock_file(folder, node)) as lock:
+            if lock is None:
+                return _found(folder, node)
+            if _was_started(folder, node):
+                return None
+            with contextlib.ExitStack() as held:
+                cards = self._free_cards(submission, held)
+                child = self._spawn(submission, node, lock, cards)
+        self._children[_lock_file(folder, node)] = child
+        note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
+        _replace(_pid_file(folder, node), json.dumps(note))
+        return child.pid
+
+    def _spawn(self, submission: Submission, node: int, lock: int, cards: dict[str, int]) -> subprocess.Popen[bytes]:
+        # A pipe takes 64 KiB before its writer waits, a memory file takes all: the node may read when it likes.
+        secrets = os.memfd_create("secrets")
+        os.write(secrets, json.dumps(submission.secrets).encode())
+        os.lseek(secrets, 0, os.SEEK_SET)
+        log = layout.logs(submission.folder) / f"node-{node}.log"
+        environment = {**os.environ, MARK: str(submission.folder)}
+        if self.cards:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        try:
+            with log.open("ab") as said:
+                return subprocess.Popen(
+                    [*self._argv(submission, node), "--secrets-fd", str(secrets)],
+                    cwd=submission.folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                    pass_fds=[lock, secrets, *cards.values()],
+                )
+        except OSError as error:
+            raise BackendError(f"Node {node} of {submission.job} could not be started: {error}.") from error
+        finally:
+            os.close(secrets)
+
+    def _free_cards(self, submission: Submission, held: contextlib.ExitStack) -> dict[str, int]:
+        """Lock as many cards as a node asks for; names and descriptors, which the node inherits."""
+        wanted, found = submission.spec.resources.gpu, dict[str, int]()
+        for card in self.cards:
+            if len(found) == wanted:
+                break
+            name = card.replace("/", "_")
+            lock = held.enter_context(_taken(submission.folder.parents[2] / "cards" / f"{name}.lock"))
+            if lock is not None:
+                found[card] = lock
+        if len(found) < wanted:
+            raise BackendError(f"A node of {submission.job} needs {wanted} gpu, and {len(found)} are free.")
+        return found
+
+    def _lives(self, folder: Path, node: int) -> bool:
+        """Return whether a node's process is there, and forget it when it was ours and is not."""
+        path = _lock_file(folder, node)
+        if not path.exists():
+            return False
+        with _taken(path) as lock:
+            if lock is None:
+                return True
+        if child := self._children.pop(path, None):
+            child.wait()
+        return False
+
+
+def _nodes(submission: Submission) -> range:
+    return range(submission.spec.resources.nodes)
+
+
+def _lock_file(folder: Path, node: int) -> Path:
+    return folder / f"node-{node}.lock"
+
+
+def _pid_file(folder: Path, node: int) -> Path:
+    return folder / f"node-{node}.pid"
+
+
+def _was_started(folder: Path, node: int) -> bool:
+    """Return whether a node ever ran: it writes its first beat before it starts anything of the user's."""
+    signs = (_pid_file(folder, node), layout.heartbeat(folder, node), layout.exit_record(folder, node))
+    return any(path.exists() for path in signs)
+
+
+@contextlib.contextmanager
+def _taken(path: Path) -> Iterator[int | None]:
+    """The lock on a file, as a descriptor that children may inherit; None while another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _pid(folder: Path, node: int) -> int | None:
+    """Return the pid of a node that lives; looked for by its arguments if whoever started it died before noting it."""
+    note = _note(folder, node)
+    if note and start_ticks(note["pid"]) == note["ticks"]:
+        return note["pid"]
+    arguments = [str(folder), "--node", str(node)]
+    for pid in _marked(folder):
+        words = _read(pid, "cmdline").decode(errors="replace").split("\0")
+        if any(words[at : at + 3] == arguments for at in range(len(words))):
+            return pid
+    return None
+
+
+def _found(folder: Path, node: int) -> int:
+    """Return the pid of a node whose lock is held.
+
+    Raises:
+        BackendError: If another process looks at the lock, or starts the node, at this moment.
+    """
+    if (pid := _pid(folder, node)) is None:
+        raise BackendError(f"Node {node} in {folder} is being started by another process.")
+    return pid
+
+
+def _note(folder: Path, node: int) -> dict[str, int]:
+    try:
+        found: dict[str, int] = json.loads(_pid_file(folder, node).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _lost(folder: Path, node: int) -> Failure:
+    """Return why a node is gone that left no record."""
+    return _short_of_memory(folder, node) or lost_node(node, "its process is gone")
+
+
+def _short_of_memory(folder: Path, node: int) -> Failure | None:
+    """Return the failure that explains a SIGKILL nobody sent, if the kernel ended processes since the node started."""
+    kills = _oom_kills()
+    kills -= _note(folder, node).get("oom_kills", kills)
+    return killed_for_memory(node, kills) if kills > 0 else None
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed so far because memory ran out, of the machine or of a cgroup."""
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _signal_node(folder: Path, node: int) -> None:
+    if (pid := _pid(folder, node)) is not None:
+        with contextlib.suppress(ProcessLookupError):  # It ended by itself a moment before.
+            os.kill(pid, signal.SIGTERM)
+
+
+def _kill_marked(folder: Path) -> None:
+    deadline = time.monotonic() + _KILL_S
+    while pids := _marked(folder):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise BackendError(f"Processes {pids} of {folder} do not end after SIGKILL; the kernel holds them.")
+        time.sleep(0.01)
+
+
+def _marked(folder: Path) -> list[int]:
+    """Return the pids of an attempt's processes; zombies have no environment any more."""
+    mark = f"{MARK}={folder}".encode()
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return [pid for pid in pids if mark in _read(pid, "environ").split(b"\0")]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # It ended meanwhile, or is another user's.
+        return b""
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
