@@ -51,6 +51,13 @@ class Database:
         self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'phalanx.db'}")
         self._engine = _engine(self._url)
         self._writing = self._engine.execution_options(writes=True)
+        try:
+            self._upgrade()
+        except BaseException:
+            self.close()
+            raise
+
+    def _upgrade(self) -> None:
         with self._reads() as connection:
             current = is_current(connection)
         if not current:

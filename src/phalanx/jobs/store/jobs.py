@@ -122,7 +122,7 @@ class JobRows(WorkspaceRows):
     def last_change(self) -> int:
         """Return a number that is larger after a job was made or changed its state."""
         with self._reads() as connection:
-            return connection.execute(select(tables.changes.c.number)).scalar_one()
+            return int(connection.execute(select(tables.changes.c.number)).scalar_one())
 
     def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
         """Bring a job into another state; its attempt that has not ended goes along, and an event is appended.
@@ -209,7 +209,7 @@ class JobRows(WorkspaceRows):
         asked = select(*_JOB_COLUMNS).where(tables.jobs.c.id == job)
         row = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
         if row is None:
-            raise NotFoundError(f"There is no job {job!r}. `phalanx job list` shows those there are.")
+            raise no_job(job)
         return _job(row)
 
     def _lives(self, connection: Connection, job: Job) -> bool:
@@ -259,6 +259,11 @@ class JobRows(WorkspaceRows):
         last = connection.execute(select(func.max(c.number)).where(c.job == job)).scalar_one() or 0
         row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": message}
         connection.execute(insert(tables.events).values(data=dict(data), **row))
+
+
+def no_job(job: str) -> NotFoundError:
+    """Return the error of a job that is not there, or that who asks may not see."""
+    return NotFoundError(f"There is no job {job!r}. `phalanx job list` shows those there are.")
 
 
 def _count(connection: Connection) -> None:

@@ -140,8 +140,13 @@ class WorkspaceRows(Database):
         asked = select(tables.workspaces).where(tables.workspaces.c.name == workspace)
         found = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
         if found is None:
-            raise NotFoundError(f"There is no workspace {workspace!r}. `phalanx workspace list` shows those there are.")
+            raise no_workspace(workspace)
         return found
+
+
+def no_workspace(workspace: str) -> NotFoundError:
+    """Return the error of a workspace that is not there, or that who asks is no member of."""
+    return NotFoundError(f"There is no workspace {workspace!r}. `phalanx workspace list` shows those there are.")
 
 
 def _none(workspace: str, kind: str, name: str) -> str:
