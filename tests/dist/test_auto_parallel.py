@@ -346,7 +346,7 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
             build().double(), make(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=("pp=1", *limits), top_k=1
         )
         several.append((name, answer.plan))
-        priced.append(traffic(answer.searched.best, answer.layers))
+        priced.append(traffic(answer.searched.best, answer.layers, answer.speed))
     for executed in run_ranks(of_traffic, ranks, several):
         for (name, plan), mine, sent in zip(several, priced, executed, strict=True):
             loud = Counter({one: times for one, times in sent.items() if one[1] >= TALK_BYTES})

@@ -15,6 +15,8 @@ from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
+from phalanx.auto.simulate_plan import simulate_plan
+from phalanx.auto.simulate_values import Simulated
 from phalanx.auto.traffic import traffic
 from phalanx.auto.ways import ways_of
 from phalanx.auto.written_plan import written
@@ -131,6 +133,14 @@ class Planned:
             f"{(other.peak - mine.peak) / MIB:+.1f} MiB; most of it {cause} ({changes[cause] * 1e3:+.3g} ms)."
         )
 
+    def simulate(self, place: int = 0) -> Simulated:
+        """Return a step of one of `top_k`, event by event: what every rank does when, and the bytes it holds.
+
+        Args:
+            place: Which; the fastest when omitted.
+        """
+        return simulate_plan(self.searched.candidates[place], self.layers, self.work, self.speed)
+
     def to_json(self) -> dict[str, Any]:
         """Return the answer in plain values."""
         found = self.searched
@@ -147,15 +157,19 @@ class Planned:
             "space": {name: list(values) for name, values in self.space.items()},
             "arrangements": len(found.arrangements),
             "listed": found.solved,
-            "traffic": None if found.best.arrangement.stages > 1 else self._traffic(),
+            "traffic": self._traffic(),
             "top_k": [_told(one) for one in found.candidates],
             "plan": self.plan.model_dump(mode="json"),
         }
 
     def _traffic(self) -> list[dict[str, Any]]:
-        """Return the collectives of a rank's step, the most bytes first."""
-        found = traffic(self.searched.best, self.layers)
-        told = [{"kind": kind, "bytes": size, "count": count} for (kind, size), count in found.items()]
+        """Return what a rank exchanges in a step, the most bytes first; by place along the stages if there are any."""
+        best = self.searched.best
+        told = [
+            {"stage": stage, "kind": kind, "bytes": size, "count": count}
+            for stage in range(best.arrangement.stages)
+            for (kind, size), count in traffic(best, self.layers, self.speed, stage).items()
+        ]
         return sorted(told, key=lambda one: -one["bytes"] * one["count"])
 
     @property

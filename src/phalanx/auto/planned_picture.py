@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from phalanx.auto.choices import Option
+from phalanx.auto.picked import options_of, stages_of
 from phalanx.auto.planned import Planned
 from phalanx.auto.segments import Segment
-from phalanx.auto.ways import ways_of
 
 COLOURS = {
     "whole": "#d9d9d9",
@@ -64,22 +64,15 @@ def picture_of_plan(answer: Planned) -> str:
 
 def _lines(answer: Planned) -> Iterator[_Line]:
     best, layers = answer.searched.best, answer.layers
-    nodes = ways_of(layers, answer.work, best.arrangement, answer.speed, answer.room).choices.nodes
+    options = options_of(best, layers, answer.work, answer.speed)
+    stages = stages_of(best, layers)
     for place, segment in enumerate(layers.segments):
         if segment.like != place:
             continue
         way = best.picked[place]
         name = way.style or ("cut as it comes" if way.takes_cut else "whole")
-        option = next(one for one in nodes[place].options if one.label == str(way))
         alike = [i for i, one in enumerate(layers.segments) if one.like == place]
-        yield _Line(segment, name, len(alike), (_stage(answer, alike[0]), _stage(answer, alike[-1])), option)
-
-
-def _stage(answer: Planned, place: int) -> int:
-    pieces, starts = answer.layers.pieces, answer.searched.best.stages
-    if pieces is None:
-        return 0
-    return sum(pieces.starts.index(start) <= pieces.of[place] for start in starts)
+        yield _Line(segment, name, len(alike), (stages[alike[0]], stages[alike[-1]]), options[place])
 
 
 def _seconds(line: _Line) -> float:

@@ -58,7 +58,8 @@ def _collapsed(pipeline: Pipeline, kept: int) -> Simulation | None:
     for rank, one in enumerate(found.ranks):
         moves = [move for (_, stage), move in step.moves.items() if schedule.holder(stage, ranks) == rank]
         busy = one.busy + rounds * ranks * sum(move.work.compute for move in moves)
-        waits = sum(move.work.exposed + (0.0 if pipeline.overlaps_sends else move.send) for move in moves)
+        sent = 0.0 if pipeline.overlaps_sends else sum(move.send for move in moves)
+        waits = sent + sum(move.work.exposed + move.receive for move in moves)
         exposed = one.exposed + rounds * ranks * waits
         times.append(RankTime(busy=busy, exposed=exposed, idle=max(0.0, seconds - busy - exposed)))
     left_out = schedule.microbatches - kept
@@ -90,6 +91,9 @@ class _Move(NamedTuple):
     send: float
     """Seconds until the next rank has what the pass gives; 0 if nobody else needs it."""
 
+    receive: float
+    """Seconds that taking its input holds the rank up."""
+
     takes: int | None
     """The stage whose result it needs; None where it needs none of another stage."""
 
@@ -108,9 +112,11 @@ def _move(pipeline: Pipeline, kind: Pass, stage: int) -> _Move:
     takes, gives = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
     there = range(len(pipeline.stages)) if kind is not Pass.WEIGHTS else range(0)
     holder = [pipeline.schedule.holder(one, pipeline.ranks) for one in range(len(pipeline.stages))]
-    send = 0.0
+    send = receive = 0.0
     if gives in there and holder[gives] != holder[stage]:
         send = pipeline.stages[min(stage, gives)].send
+    if pipeline.holds_receivers and takes in there and holder[takes] != holder[stage]:
+        receive = pipeline.stages[min(stage, takes)].send
     parts = {Pass.FORWARD: (own.forward,), Pass.INPUTS: (own.inputs,), Pass.WEIGHTS: (own.weights,)}
     works = parts.get(kind, (own.inputs, own.weights))
     compute, exposed = sum(one.compute for one in works), sum(one.exposed for one in works)
@@ -120,6 +126,7 @@ def _move(pipeline: Pipeline, kind: Pass, stage: int) -> _Move:
     return _Move(
         work=Work(compute=compute, exposed=exposed, beside=min(compute, sum(one.beside for one in works))),
         send=send,
+        receive=receive,
         takes=takes if takes in there else None,
         gives=gives if gives in there else None,
         kept=own.kept if forward else -own.kept if frees else 0.0,
@@ -172,6 +179,7 @@ class _Step:
             if ready > start:
                 self.reductions[rank].idle(start, ready)
                 start = ready
+            start = self._receive(rank, start, action)
         work = move.work
         computed = self._compute(rank, start, action)
         end = start + computed + work.exposed
@@ -179,16 +187,28 @@ class _Step:
         if work.beside:
             self.slices.append(Slice(rank, "collectives", kind, stage, microbatch, start, start + work.beside))
         if work.exposed:
-            self.reductions[rank].idle(start + computed, end)
+            if self.pipeline.waits_contend:
+                end = self.reductions[rank].beside(start + computed, work.exposed)
+            else:
+                self.reductions[rank].idle(start + computed, end)
             self.slices.append(Slice(rank, "collectives", kind, stage, microbatch, start + computed, end))
         self.busy[rank] += computed
-        self.exposed[rank] += work.exposed
+        self.exposed[rank] += end - start - computed
         if move.kept:
             self.changes[rank].append((start if forward else end, move.kept))
         if move.again:
             self.changes[rank] += [(start, move.again), (end, -move.again)]
         self.free[rank] = end if move.gives is None else self._pass_on(rank, action, end)
         return True
+
+    def _receive(self, rank: int, start: float, action: Action) -> float:
+        """Take the input of a pass; return when that is done."""
+        seconds = self.moves[action.kind, action.stage].receive
+        if seconds:
+            self.slices.append(Slice(rank, "send", *action, start, start + seconds))
+            self.exposed[rank] += seconds
+            self.reductions[rank].idle(start, start + seconds)
+        return start + seconds
 
     def _compute(self, rank: int, start: float, action: Action) -> float:
         """Return the seconds of a pass. Buckets on their way slow it down; of the stage's last, each ends a part."""
@@ -206,7 +226,8 @@ class _Step:
         kind, stage, microbatch = action
         send = self.moves[kind, stage].send
         start = max(end, self.port_free[rank]) if send else end
-        arrival = self.given[kind is Pass.FORWARD, stage, microbatch] = start + send
+        arrival = start + send
+        self.given[kind is Pass.FORWARD, stage, microbatch] = start if self.pipeline.holds_receivers else arrival
         if not send:
             return end
         self.port_free[rank] = arrival

@@ -11,10 +11,10 @@ import click
 
 from phalanx.auto.described_run import Run
 from phalanx.auto.predict import predict
-from phalanx.auto.simulate_picture import in_words, picture_of
+from phalanx.auto.simulate_picture import in_words, picture_of, rate_in_words, size_in_words
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.auto.simulate_trace import trace_of
-from phalanx.cluster.devices import GIB
+from phalanx.auto.simulate_values import Simulated
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
@@ -36,17 +36,30 @@ def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
         ConfigError: If a file cannot be written.
         PlanError: If the run's schedule does not take so many stages or micro-batches.
     """
-    if trace is None and timeline is None:
-        return
-    simulated = simulate_run(run)
+    if trace is not None or timeline is not None:
+        draw_simulated(simulate_run(run), predict(run).step_time_s, trace, timeline)
+
+
+def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None, timeline: Path | None) -> None:
+    """Write the trace and the picture of a step, those that are wanted, and say so on standard error.
+
+    Args:
+        simulated: The step.
+        predicted_s: Its seconds by the formula that searches go by.
+        trace: Where its events and memory go.
+        timeline: Where its picture goes.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
     price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
     said = {
         "step": in_words(simulated.simulation.step_time_s),
         "idle": f"{simulated.simulation.idle_share:.1%}",
-        "memory": f"{max(simulated.simulation.peaks) / GIB:.1f} GiB",
-        "tokens": f"{simulated.tokens_per_s:,.0f}",
+        "memory": size_in_words(max(simulated.simulation.peaks)),
+        "rate": rate_in_words(simulated),
         "price": price,
-        "predicted": in_words(predict(run).step_time_s),
+        "predicted": in_words(predicted_s),
     }
     if trace is not None:
         _write(trace, json.dumps(trace_of(simulated)))

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from phalanx.auto.simulate_run import SimulatedRun
-from phalanx.auto.simulate_values import Slice
+from phalanx.auto.simulate_values import Simulated, Slice
 from phalanx.cluster.devices import GIB
 from phalanx.cluster.messages import text
 
@@ -35,7 +34,7 @@ _PALER = 0.4
 """How much paler the last of several stages of a rank is drawn than the first."""
 
 
-def picture_of(simulated: SimulatedRun) -> str:
+def picture_of(simulated: Simulated) -> str:
     """Return the SVG picture of a step, in the user's language (PHALANX_LANG).
 
     A row is one place along the stage axis. Its upper part is what its devices compute, or wait for; its lower part the
@@ -57,7 +56,7 @@ def picture_of(simulated: SimulatedRun) -> str:
         by_rank[one.rank].append(one)
     for rank in range(ranks):
         parts += _labels(simulated, rank, _TOP + rank * row, row)
-        parts += _row(by_rank[rank], _TOP + rank * row, row, _TIME / shown)
+        parts += _row(by_rank[rank], _TOP + rank * row, row, _TIME / shown, simulated.layers)
     return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
@@ -65,21 +64,22 @@ def _row_height(ranks: int) -> float:
     return max(9.0, min(40.0, _ROWS / ranks))
 
 
-def _heading(simulated: SimulatedRun) -> Iterator[str]:
+def _heading(simulated: Simulated) -> Iterator[str]:
     simulation = simulated.simulation
-    said = text("timeline title", name=simulated.run.name, step=in_words(simulation.step_time_s))
+    said = text("timeline title", name=simulated.name, step=in_words(simulation.step_time_s))
     yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(said)}</text>'
+    pipeline = simulation.pipeline
     facts = text(
-        "timeline facts",
-        tokens=f"{simulated.tokens_per_s:,.0f}",
+        "timeline facts layers" if simulated.layers else "timeline facts",
+        rate=rate_in_words(simulated),
         idle=f"{simulation.idle_share:.1%}",
-        microbatches=simulation.pipeline.schedule.microbatches,
-        schedule=simulation.pipeline.schedule.kind,
-        copies=simulation.pipeline.copies,
+        microbatches=pipeline.schedule.microbatches,
+        schedule=pipeline.schedule.kind,
+        copies=pipeline.copies,
     )
     if simulated.usd_per_step is not None:
         facts += text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
-    if simulation.pipeline.schedule.virtual > 1:
+    if pipeline.schedule.virtual > 1 and not simulated.layers:
         facts += text("timeline paler")
     if simulation.left_out:
         facts += text("timeline left out", count=simulation.left_out)
@@ -102,14 +102,15 @@ def _axis(shown: float, bottom: float) -> Iterator[str]:
     yield f'<text x="{_LEFT + _TIME + 8}" y="{_TOP - 8}" font-size="11">{escape(text("timeline peak"))}</text>'
 
 
-def _labels(simulated: SimulatedRun, rank: int, top: float, row: float) -> Iterator[str]:
+def _labels(simulated: Simulated, rank: int, top: float, row: float) -> Iterator[str]:
     pipeline = simulated.simulation.pipeline
     stages = [s for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank]
     said = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     size, middle = min(12.0, row - 1), top + row / 2 + min(12.0, row - 1) / 3
-    label, peak = escape(text("timeline stage", stages=said)), simulated.simulation.peaks[rank] / GIB
+    label = escape(text("timeline each rank") if simulated.layers else text("timeline stage", stages=said))
+    peak = size_in_words(simulated.simulation.peaks[rank])
     yield f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end" font-size="{size:g}">{label}</text>'
-    yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak:.1f} GiB</text>'
+    yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak}</text>'
 
 
 class _Layer(NamedTuple):
@@ -120,7 +121,7 @@ class _Layer(NamedTuple):
     opacity: float
 
 
-def _row(slices: list[Slice], top: float, row: float, scale: float) -> Iterator[str]:
+def _row(slices: list[Slice], top: float, row: float, scale: float, names: tuple[str, ...]) -> Iterator[str]:
     """Draw what a rank does."""
     upper, lower = row * 0.66, row * 0.2
     yield f'<rect x="{_LEFT}" y="{top:.1f}" width="{_TIME}" height="{upper:.1f}" fill="{COLOURS["idle"]}"/>'
@@ -135,10 +136,12 @@ def _row(slices: list[Slice], top: float, row: float, scale: float) -> Iterator[
         y, high = (top + upper + row * 0.04, lower) if layer.is_beside else (top, upper)
         wide = end - start - (0.5 if end - start > 3 else 0.0)
         drawn[layer].append(f"M{_LEFT + start:.2f} {y:.1f}h{wide:.2f}v{high:.1f}h{-wide:.2f}z")
-        number = str(one.microbatch)
+        number = names[one.stage].rpartition(".")[2] if names else str(one.microbatch)
         if one.stream == "compute" and one.stage >= 0 and upper >= 11 and wide > 7 * len(number) + 3:
             x, base = _LEFT + (start + end) / 2, top + upper / 2 + 4
-            numbers.append(f'<text x="{x:.1f}" y="{base:.1f}" text-anchor="middle" font-size="11">{number}</text>')
+            numbers.append(
+                f'<text x="{x:.1f}" y="{base:.1f}" text-anchor="middle" font-size="11">{escape(number)}</text>'
+            )
     for layer, paths in drawn.items():
         yield f'<path fill="{COLOURS[layer.colour]}" fill-opacity="{layer.opacity:g}" d="{"".join(paths)}"/>'
     yield f'<g fill="#fff">{"".join(numbers)}</g>'
@@ -167,3 +170,13 @@ def in_words(seconds: float) -> str:
         if seconds >= size or not seconds:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} µs"
+
+
+def size_in_words(size: float) -> str:
+    """Return bytes with the unit that suits them."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.4g} MiB"
+
+
+def rate_in_words(simulated: Simulated) -> str:
+    """Return what all ranks get through in a second, in the user's language."""
+    return text(f"timeline {simulated.unit} a second", rate=f"{simulated.per_s:,.0f}")

@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from phalanx.auto.constants import DEFAULT, Constants
 from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import block_bytes, footprint, logits_bytes, parameters_held
 from phalanx.auto.predict import StepSeconds
 from phalanx.auto.simulate import simulate
-from phalanx.auto.simulate_values import Pipeline, Simulation, StageWork, Work
+from phalanx.auto.simulate_values import Pipeline, Simulated, StageWork, Work
 from phalanx.auto.transformer import HALF
 from phalanx.plan.value import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """A run and its simulated step."""
-
-    run: Run
-    simulation: Simulation
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of all devices together."""
-        return self.run.batch.whole * self.run.model.seq / self.simulation.step_time_s
-
-    @property
-    def usd_per_step(self) -> float | None:
-        """Price of a step on all devices of the cluster; None if the cluster names no price."""
-        cluster = self.run.cluster
-        if cluster.usd_per_device_hour is None:
-            return None
-        return cluster.usd_per_device_hour / 3600 * cluster.per_node * cluster.nodes * self.simulation.step_time_s
-
-
-def simulate_run(run: Run, constants: Constants = DEFAULT) -> SimulatedRun:
+def simulate_run(run: Run, constants: Constants = DEFAULT) -> Simulated:
     """Return one step of a described run, event by event.
 
     Raises:
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
-    return SimulatedRun(run, simulate(pipeline_of(run, constants)))
+    step, cluster = simulate(pipeline_of(run, constants)), run.cluster
+    an_hour = cluster.usd_per_device_hour
+    devices = cluster.per_node * cluster.nodes
+    return Simulated(
+        name=run.name,
+        simulation=step,
+        per_s=run.batch.whole * run.model.seq / step.step_time_s,
+        unit="tokens",
+        usd_per_step=None if an_hour is None else an_hour / 3600 * devices * step.step_time_s,
+    )
 
 
 def pipeline_of(run: Run, constants: Constants = DEFAULT) -> Pipeline:
@@ -128,8 +115,10 @@ def _buckets(run: Run, seconds: StepSeconds, blocks: int, stage: int, is_last: b
     par, replicas = run.parallel, seconds.replicas
     if replicas.ranks == 1:
         return ()
+    if par.zero >= 2 and par.pp > 1:  # stages gather and scatter once a step
+        return (seconds.shard_step + seconds.scatter_step,) * blocks
     if par.zero >= 2:  # each backward pass scatters its own; nothing is left to hide the very last one
-        return (seconds.shard_step,) if stage < par.pp else ()
+        return (seconds.scatter_step,) if stage < par.pp else ()
     block = seconds.links.all_reduce(HALF * seconds.held / seconds.layers, replicas)
     edge = seconds.links.all_reduce(HALF * run.model.vocab * run.model.hidden / par.tp, replicas)
     has_head = is_last and not (run.model.tied and stage == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.plan.value import Schedule
@@ -71,7 +71,13 @@ class Pipeline:
     """Seconds that communication and computation cost each other for each second they share (auto/constants)."""
 
     overlaps_sends: bool = True
+    holds_receivers: bool = False
+    """Whether a rank that takes a send is held up by it as long as the one that sends."""
+
     overlaps_gradients: bool = True
+    waits_contend: bool = False
+    """Whether gradients are also slowed beside collectives that passes wait for, as beside computation."""
+
     copies: int = 1
     """Ranks that hold the same stages and do the same."""
 
@@ -139,3 +145,20 @@ class Simulation:
     def idle_share(self) -> float:
         """Share of the step that the average rank waits for others."""
         return sum(one.idle for one in self.ranks) / len(self.ranks) / self.step_time_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """A simulated step and whose it is."""
+
+    name: str
+    simulation: Simulation
+    per_s: float
+    """Tokens or rows a second of all ranks together; 0 if their number is not known."""
+
+    unit: Literal["tokens", "rows"]
+    usd_per_step: float | None = None
+    """Price of a step on all devices; None if it is not known."""
+
+    layers: tuple[str, ...] = ()
+    """Names of the stages, where these are the layers of one rank."""

@@ -10,32 +10,37 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from phalanx.auto.collective_cost import Layout
-from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
+from phalanx.auto.picked import borders_of, collectives_of, stages_of
 from phalanx.auto.planner import Candidate
 from phalanx.auto.rates import Speed
-from phalanx.auto.way_cost import WayCost
 from phalanx.cluster.measured import Kind
 
 Sent = tuple[Kind, float]
 """Kind of a collective and its bytes, as `phalanx.cluster.measured` counts them."""
 
 
-def traffic(candidate: Candidate, layers: Layers) -> Counter[Sent]:
-    """Return how often each collective runs on a rank in a step.
+def traffic(candidate: Candidate, layers: Layers, speed: Speed, stage: int = 0) -> Counter[Sent]:
+    """Return how often each collective runs on a rank in a step, and what it sends to other stages.
 
     Gradients of one layer may be a part of a bucket: they count as that part of a collective of the bucket's bytes.
+    What passes from one stage to the next in a micro-batch is one send, of however many tensors.
 
     Args:
-        candidate: How the model is computed, without stages: a rank of a stage has the layers of that stage alone.
+        candidate: How the model is computed.
         layers: The model.
+        speed: How fast the ranks are, of which nothing is asked but how it prices layers.
+        stage: The rank's place along the stages.
     """
-    if candidate.arrangement.stages > 1:
-        raise ValueError(f"traffic is that of all layers, and each rank of {candidate.arrangement} has some")
-    work = LayerWork(layers.captured, layers.segments, layers.blocks, _Free())
+    at = candidate.arrangement
+    mine = [place for place, one in enumerate(stages_of(candidate, layers)) if one % at.stages == stage]
     priced = _Priced()
-    _seconds(candidate, layers, work, priced)
-    return Counter({one: _seconds(candidate, layers, work, _Priced(one)) for one in priced.met})
+    _seconds(candidate, layers, speed, priced, mine)
+    found = Counter({one: _seconds(candidate, layers, speed, _Priced(one), mine) for one in priced.met})
+    for before, size in enumerate(borders_of(candidate, layers)):
+        # Forward from the one, gradients back from the other.
+        found["send", size] += at.micro_batches * [before % at.stages, (before + 1) % at.stages].count(stage)
+    return Counter({sent: count for sent, count in found.items() if count})
 
 
 @dataclass(slots=True)
@@ -52,17 +57,7 @@ class _Priced:
         return float((kind, size) == self.of)
 
 
-def _seconds(candidate: Candidate, layers: Layers, work: LayerWork, priced: _Priced) -> float:
-    cost = WayCost(layers, work, candidate.arrangement, Speed(_Free(), priced, contention=0.0))
-    picked = zip(work.all, candidate.picked, strict=True)
-    options = [option for one, way in picked for option in cost.options(one, (way,))]
-    return sum(one.forward_s + one.backward_s + one.exchange_s for one in options)
-
-
-class _Free:
-    """Operators that take no time."""
-
-    def _no_time(self, *_: object, **__: object) -> float:
-        return 0.0
-
-    matmul_s = conv_s = attention_s = operator_s = optimizer_s = _no_time
+def _seconds(candidate: Candidate, layers: Layers, speed: Speed, priced: _Priced, mine: list[int]) -> float:
+    options = collectives_of(candidate, layers, speed, priced)
+    each = candidate.arrangement.micro_batches
+    return sum(each * (options[i].forward_s + options[i].backward_s) + options[i].exchange_s for i in mine)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.simulate_files import drawn_options
+from phalanx.auto.simulate_files import draw_simulated, drawn_options
 
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planned import Planned
@@ -65,8 +65,6 @@ def _plan_script(
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
-    if trace or timeline:
-        raise click.UsageError("--trace and --timeline are for a described run, FILE.json.")
     from phalanx.train.plan_script import plan_script
 
     answer = plan_script(
@@ -87,6 +85,8 @@ def _plan_script(
         from phalanx.auto.planned_picture import picture_of_plan
 
         picture.write_text(picture_of_plan(answer))
+    if trace is not None or timeline is not None:
+        draw_simulated(answer.simulate(), answer.seconds, trace, timeline)
     if save is not None:
         from phalanx.plan.files import save_plan
 

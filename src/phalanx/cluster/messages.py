@@ -116,9 +116,13 @@ TABLE: dict[str, tuple[str, str]] = {
     "measured beside": ("seconds lost per second of overlap", "每重叠一秒多耗的秒数"),
     "timeline title": ("{name}: {step} a step", "{name}：每步 {step}"),
     "timeline facts": (
-        "{tokens} tokens/s, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks a row: {copies}",
-        "{tokens} tokens/s，空闲 {idle}；{schedule}，微批数 {microbatches}，每行代表 {copies} 个进程",
+        "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks a row: {copies}",
+        "{rate}，空闲 {idle}；{schedule}，微批数 {microbatches}，每行代表 {copies} 个进程",
     ),
+    "timeline facts layers": ("{rate}; all {copies} ranks do the same", "{rate}；全部 {copies} 个进程相同"),
+    "timeline each rank": ("each rank", "每个进程"),
+    "timeline tokens a second": ("{rate} tokens/s", "{rate} tokens/s"),
+    "timeline rows a second": ("{rate} rows/s", "{rate} 行/s"),
     "timeline price": ("; {usd} USD a step", "；每步 {usd} 美元"),
     "timeline paler": ("; later stages of a rank are paler", "；同一进程靠后的阶段颜色较浅"),
     "timeline left out": (
@@ -136,8 +140,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "timeline stage": ("stage {stages}", "阶段 {stages}"),
     "timeline peak": ("peak memory", "内存峰值"),
     "timeline written": (
-        "{path}: {step} a step (predicted {predicted}), idle {idle}, fullest rank {memory}, {tokens} tokens/s{price}",
-        "{path}：每步 {step}（公式预测 {predicted}），空闲 {idle}，内存最多的进程 {memory}，{tokens} tokens/s{price}",
+        "{path}: {step} a step (predicted {predicted}), idle {idle}, fullest rank {memory}, {rate}{price}",
+        "{path}：每步 {step}（公式预测 {predicted}），空闲 {idle}，内存最多的进程 {memory}，{rate}{price}",
     ),
 }
 """English and Chinese by key; fields in braces."""
