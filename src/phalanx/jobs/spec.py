@@ -40,7 +40,8 @@ class _Model(BaseModel):
 class Code(_Model):
     """Where the code comes from: a git repository at a ref, a path, or a code configuration of the workspace by name.
 
-    Exactly one of `git`, `path` and `name` is given. `commit` is filled at submission for git, `digest` for a path.
+    Exactly one of `git`, `path` and `name` is given. `commit` is filled at submission for git, `digest` for a path; a
+    digest alone is a tree that was sent to the server.
     """
 
     git: Annotated[str, AfterValidator(git_address)] | None = None
@@ -67,9 +68,9 @@ class Code(_Model):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [name for name in ("git", "path", "name") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if len(given) != 1 and not (self.digest and not given):
             raise ValueError(f"give exactly one of git, path and name; found {' and '.join(given) or 'none'}")
-        if (self.commit and not self.git) or (self.digest and not self.path):
+        if (self.commit and not self.git) or (self.digest and (self.git or self.name)):
             raise ValueError("commit belongs to git, digest to path; leave it out, submission fills it")
         if self.secret and self.git and not self.git.startswith(("https://", "http://")):
             raise ValueError("a secret is a token for https://; ssh takes its keys from the agent, a path needs none")

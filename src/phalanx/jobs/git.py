@@ -1,0 +1,164 @@
+"""What is asked of git: which commit a ref is, the tree of one commit, and what a working copy has that a commit lacks.
+
+Only https, http, ssh and files are spoken; no hook, submodule, helper of a repository or question to a terminal is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from phalanx.errors import SpecError, did_you_mean
+
+_ASK_S = 60
+_FETCH_S = 3600
+_KEPT = ("GIT_SSH", "GIT_SSL", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
+"""Variables of git that say how to reach repositories; the others are of the one we may have been started in."""
+
+_SETTINGS = {
+    "core.hooksPath": "/dev/null",
+    "core.fsmonitor": "false",
+    "core.untrackedCache": "false",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "submodule.recurse": "false",
+    "fetch.recurseSubmodules": "false",
+    "http.lowSpeedLimit": "1000",
+    "http.lowSpeedTime": "60",
+}
+# In a variable, as no secret may be on a command line, and for the address's own host alone.
+_HELPER = '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n" "$CODE_USER" "$CODE_SECRET"; }; f'
+
+
+def commit_of(address: str, ref: str, secret: str | None = None) -> str:
+    """Return the commit that a branch, tag, full ref or commit is in a repository now.
+
+    Raises:
+        SpecError: If the repository cannot be read, or has no such ref, or a branch and a tag of that name.
+    """
+    found = _refs(address, _patterns(ref), secret)
+    if re.fullmatch(r"[0-9a-f]{40}", ref):
+        return ref
+    tag = found.get(f"refs/tags/{ref}^{{}}") or found.get(f"refs/tags/{ref}")
+    branch = found.get(f"refs/heads/{ref}")
+    if tag and branch and tag != branch:
+        raise SpecError(f"{address} has a branch and a tag {ref!r}. Write refs/heads/{ref} or refs/tags/{ref} as ref.")
+    if commit := branch or tag or found.get(f"{ref}^{{}}") or found.get(ref):
+        return commit
+    names = [name.split("/", 2)[2] for name in _refs(address, ["refs/heads/*", "refs/tags/*"], secret)]
+    hint = did_you_mean(ref, names)
+    raise SpecError(f"{address} has no branch or tag {ref!r}.{hint} Write one of them, or a commit of 40 digits.")
+
+
+def check_out(address: str, commit: str, into: Path, secret: str | None = None) -> list[str]:
+    """Write the tree of one commit to the new folder `into`, and nothing else of the repository.
+
+    Returns:
+        Paths of submodules, whose folders stay empty.
+
+    Raises:
+        SpecError: If the repository cannot be read or does not hand out the commit.
+    """
+    with tempfile.TemporaryDirectory(prefix=".git-", dir=into.parent) as store:
+        at = ("--git-dir", store, "--work-tree", str(into))
+        _git(address, "init", "--quiet", "--bare", "--template=", store)
+        fetch = ("fetch", "--quiet", "--depth=1", "--no-tags", "--no-write-fetch-head", "--", address, commit)
+        _git(address, "--git-dir", store, *fetch, secret=secret, timeout_s=_FETCH_S)
+        into.mkdir()
+        _git(address, *at, "read-tree", commit)
+        _git(address, *at, "checkout-index", "--all", "--force", "--quiet", timeout_s=_FETCH_S)
+        staged = _git(address, *at, "ls-files", "--stage", "-z").split("\0")
+    return [line.split("\t", 1)[1] for line in staged if line.startswith("160000 ")]
+
+
+def unsent(address: str, commit: str, folder: Path) -> list[str]:
+    """Return what the working copy around `folder` has that `commit` of the repository lacks, a line for each.
+
+    Nothing is returned where `folder` is in no working copy of that repository.
+    """
+    top = _asked(folder, "rev-parse", "--show-toplevel").strip()
+    if not top or not _is_of(Path(top), address):
+        return []
+    changed = [line[3:] for line in _asked(folder, "status", "--porcelain", "-z").split("\0") if line[2:3] == " "]
+    commits = _asked(folder, "log", "--format=%h %s", f"{commit}..HEAD").splitlines()
+    return [f"not committed: {path}" for path in changed] + [f"not in the repository: {line}" for line in commits]
+
+
+def _is_of(top: Path, address: str) -> bool:
+    path = Path(address.removeprefix("file://"))
+    if path.is_dir():
+        return path.resolve() in (top.resolve(), (top / ".git").resolve())
+    remotes = _asked(top, "remote", "-v").split()
+    return address.removesuffix("/").removesuffix(".git") in {
+        remote.removesuffix("/").removesuffix(".git") for remote in remotes
+    }
+
+
+def _patterns(ref: str) -> list[str]:
+    if re.fullmatch(r"[0-9a-f]{40}", ref):
+        return ["HEAD"]  # asked all the same: whether the repository may be read
+    if ref == "HEAD" or ref.startswith("refs/"):
+        return [ref, f"{ref}^{{}}"]
+    return [f"refs/heads/{ref}", f"refs/tags/{ref}", f"refs/tags/{ref}^{{}}"]
+
+
+def _refs(address: str, patterns: list[str], secret: str | None) -> dict[str, str]:
+    lines = _git(address, "ls-remote", "--quiet", "--", address, *patterns, secret=secret).splitlines()
+    return {name: commit for commit, _, name in (line.partition("\t") for line in lines)}
+
+
+def _git(address: str, *words: str, secret: str | None = None, timeout_s: int = _ASK_S) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *words],
+            env=_environment(address, secret),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            start_new_session=True,  # no terminal to ask for a password
+        )
+    except FileNotFoundError:
+        raise SpecError("code from a repository needs the program git, which is not here. Install git.") from None
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"{address} did not answer within {timeout_s} s. Check the address and the network.") from None
+    if done.returncode:
+        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        reason = next((line for line in said if line.startswith("fatal:")), said[0] if said else "no reason given")
+        key = "" if secret is None else " Check its secret, too."
+        raise SpecError(f"{address} cannot be read: {reason.removeprefix('fatal: ')}. Check the address.{key}")
+    return done.stdout.decode(errors="surrogateescape")
+
+
+def _asked(folder: Path, *words: str) -> str:
+    """Return what git says of a working copy, empty where it has nothing to say."""
+    try:
+        return _git(str(folder), "-C", str(folder), *words)
+    except SpecError:
+        return ""
+
+
+def _environment(address: str, secret: str | None) -> dict[str, str]:
+    settings = dict(_SETTINGS)
+    found = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_KEPT)}
+    found |= {
+        "LC_ALL": "C",
+        "GIT_ALLOW_PROTOCOL": "https:http:ssh:file",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "false",
+        "GIT_LFS_SKIP_SMUDGE": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+    }
+    pairs = list(settings.items())
+    if secret is not None:
+        parts = urlsplit(address)
+        host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        pairs += [("credential.helper", ""), (f"credential.{host}.helper", ""), (f"credential.{host}.helper", _HELPER)]
+        found |= {"CODE_USER": parts.username or "x-access-token", "CODE_SECRET": secret}
+    for number, (key, value) in enumerate(pairs):
+        found |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return found | {"GIT_CONFIG_COUNT": str(len(pairs))}
