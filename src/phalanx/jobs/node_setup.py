@@ -1,0 +1,106 @@
+"""What a node gets before it starts: the working copy, the datasets, the checkpoint folder."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import BackendError, PhalanxError
+from phalanx.jobs import attempt
+from phalanx.jobs.attempt import Order
+from phalanx.jobs.code import materialise
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Where the command starts, and the variables that say where its data is."""
+
+    cwd: Path
+    variables: dict[str, str]
+
+
+class Setup:
+    """The preparation of one node, which runs in a thread of its own.
+
+    Attributes:
+        doing: What is done now, in words.
+        prepared: The result, None before the end.
+        error: Why there is none.
+    """
+
+    def __init__(self, folder: Path, order: Order, node: int, secrets: Mapping[str, str], *, shared: bool) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            folder: The attempt's folder.
+            order: What is to run.
+            node: Number of this node.
+            secrets: Values by name.
+            shared: Whether all nodes see `folder`; the first then makes the working copy for all.
+        """
+        self.doing = "preparing"
+        self.prepared: Prepared | None = None
+        self.error: Exception | None = None
+        self._folder, self._order, self._node, self._secrets = folder, order, node, secrets
+        self._makes_work = not shared or node == 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Prepare; what goes wrong is kept in `error`."""
+        try:
+            self.prepared = self._prepare()
+        except (PhalanxError, OSError, ValueError) as error:
+            self.error = error
+
+    def stop(self) -> None:
+        """Wait no longer for another node."""
+        self._stopped.set()
+
+    def _prepare(self) -> Prepared:
+        spec = self._order.spec
+        work = self._folder / "work"
+        self.doing = "preparing code"
+        if self._makes_work:
+            self._make(work)
+        else:
+            self._wait_for(work)
+        self._order.checkpoint.mkdir(parents=True, exist_ok=True)
+        variables = self._data(work) if spec.datasets else {}
+        cwd = work / spec.code.subdir
+        if not cwd.is_dir():
+            raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
+        self.doing = "starting"
+        return Prepared(cwd, variables)
+
+    def _data(self, work: Path) -> dict[str, str]:
+        """Make every dataset readable here; return the variables that say where each is."""
+        # What reads addresses is slow to import, and not every job has data.
+        from phalanx.jobs.datasets import provide
+
+        variables = {}
+        for dataset in self._order.spec.datasets:
+            self.doing = f"preparing dataset {dataset.name}"
+            found = provide(dataset, self._order.home, work, self._secret(dataset.secret))
+            variables[f"PHALANX_DATASET_{re.sub('[^A-Z0-9]', '_', dataset.name.upper())}"] = str(found)
+        return variables
+
+    def _make(self, work: Path) -> None:
+        """Put the code into `work`, whole or not at all; a working copy that is there already was made before."""
+        if work.exists():
+            return
+        partial = work.with_name("work.partial")
+        code = self._order.spec.code
+        materialise(code, self._order.home, partial, self._secret(code.secret))
+        partial.rename(work)
+
+    def _wait_for(self, work: Path) -> None:
+        while not work.exists():
+            end = attempt.read_end(self._folder, 0)
+            if self._stopped.wait(0.1) or (end is not None and end.outcome != "succeeded"):
+                raise BackendError("node 0 ended before it had prepared the code; its own record says why.")
+
+    def _secret(self, name: str | None) -> str | None:
+        return None if name is None else self._secrets.get(name)

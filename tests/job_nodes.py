@@ -1,0 +1,74 @@
+"""Attempts without a keeper: a folder with its order and its code, and the nodes that run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.jobs import attempt
+from phalanx.jobs.attempt import End
+from phalanx.jobs.backend import Submission
+from phalanx.jobs.backends.local import NODE
+from phalanx.jobs.spec import TrainingJob
+
+DDP = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("RESULT", dist.get_rank(), dist.get_world_size(), int(total), flush=True)
+    dist.destroy_process_group()
+
+main()
+"""
+"""The plainest distributed script: it reads RANK and WORLD_SIZE through torch."""
+
+
+def submission(
+    home: Path, script: str, *, number: int = 1, values: Mapping[str, str] | None = None, **said: Any
+) -> Submission:
+    """Return an attempt at a job whose code is `script`, in place already, with `values` of secrets."""
+    spec = TrainingJob.model_validate({"name": "job", "command": "python train.py", **said})
+    folder = home / "jobs" / "job-1" / f"attempt-{number}"
+    (folder / "work").mkdir(parents=True)
+    (folder / "work" / "train.py").write_text(script)
+    return Submission("job-1", number, spec, folder, dict(values or {}))
+
+
+def start_node(made: Submission, node: int, **environment: str) -> subprocess.Popen[bytes]:
+    """Start one node of an attempt, as the backend of this machine does."""
+    attempt.write(made)
+    read, write = os.pipe()
+    os.write(write, json.dumps(made.secrets).encode())
+    os.close(write)
+    try:
+        return subprocess.Popen(
+            [*NODE, str(made.folder), "--node", str(node), "--secrets-fd", str(read)],
+            pass_fds=[read],
+            env={**os.environ, "PHALANX_LANG": "en", **environment},
+            start_new_session=True,
+        )
+    finally:
+        os.close(read)
+
+
+def ends(made: Submission, nodes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 60.0) -> list[End]:
+    """Wait for the nodes and return their exit records."""
+    for process in nodes:
+        process.wait(timeout_s)
+    found = [attempt.read_end(made.folder, node) for node in range(len(nodes))]
+    assert all(found), [path.read_text() for path in sorted(made.folder.glob("logs/node-*.log"))]
+    return [end for end in found if end is not None]
+
+
+def log(made: Submission, name: str) -> str:
+    """Text of a log file."""
+    return (made.folder / "logs" / name).read_text()
