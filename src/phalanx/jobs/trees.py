@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.errors import SpecError
-
-_MOST_FILES = 100_000
-_MOST_BYTES = 2 << 30
+from phalanx.jobs.code_tree import MOST_BYTES, MOST_FILES, listed
 
 
-def pack(tree: Path, files: Iterable[Path], archive: Path) -> None:
-    """Write `files`, paths relative to `tree`, to a tar.gz archive."""
+def pack(tree: Path, archive: Path) -> None:
+    """Write the files of a folder of code that are not ignored to a tar.gz archive.
+
+    Raises:
+        SpecError: If it is no folder, too large, or has links that lead out of it.
+    """
+    entries = listed(tree)
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
-        for path in files:
-            tar.add(tree / path, arcname=path.as_posix(), recursive=False)
+        for entry in entries:
+            tar.add(tree / entry.path, arcname=entry.path, recursive=False)
 
 
 def unpack(archive: Path, into: Path) -> None:
     """Write the files of a tar archive from outside to the empty folder `into`.
 
     Raises:
-        SpecError: If the archive is broken or too large, or holds links, devices or names that lead out of it.
+        SpecError: If the archive is broken or too large, or holds devices, or links or names that lead out of it.
     """
     files = total = 0
     try:
@@ -37,12 +39,12 @@ def unpack(archive: Path, into: Path) -> None:
 
 
 def _check(member: tarfile.TarInfo, files: int, total: int) -> None:
-    if not (member.isfile() or member.isdir()):
-        raise SpecError(f"The archive of code holds {member.name!r}, which is no file or folder. Links are not taken.")
+    if not (member.isfile() or member.isdir() or member.issym()):
+        raise SpecError(f"The archive of code holds {member.name!r}, which is no file or folder.")
     if member.name.startswith("/"):
         raise SpecError(f"The archive of code holds {member.name!r}. Names in it must be relative.")
-    if files > _MOST_FILES or total > _MOST_BYTES:
+    if files > MOST_FILES or total > MOST_BYTES:
         raise SpecError(
-            f"The archive of code holds more than {_MOST_FILES} files or {_MOST_BYTES >> 30} GiB. "
+            f"The archive of code holds more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB. "
             "Leave out data and results."
         )
