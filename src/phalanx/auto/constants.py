@@ -12,22 +12,29 @@ class Constants:
     `benchmarks/bench_predict.py --fit` finds the values again and shows what each source alone says.
     """
 
-    tile_start: float = 380.0
+    tile_start: float = 207.0
     """Steps along the inner dimension that filling and draining the pipeline of one tile costs, in elements."""
 
-    backward_rate: float = 0.79
+    backward_rate: float = 0.78
     """Rate of matrix products of the backward pass over those of the forward pass: operands come transposed."""
 
-    stream: float = 0.63
+    stream: float = 0.81
     """Share of a device's memory bandwidth that element-wise kernels reach."""
 
-    kernel_gap_s: float = 4.6e-6
+    cast_bytes: float = 4.0
+    """Bytes moved for each activation that a product takes in 8 bit: read, written both ways round."""
+
+    fused_cast_bytes: float = 1.7
+    """The same where norms and activation functions write 8 bit: of the operands of three products, one output of
+    attention (4 bytes) and the gradients (4) are cast by kernels of their own."""
+
+    kernel_gap_s: float = 6e-6
     """Seconds a device idles between two kernels."""
 
     launch_s: float = 3.5e-5
     """Seconds the host needs to issue one kernel of eager code, Python and autograd included."""
 
-    compiled_launch_s: float = 3.0e-5
+    compiled_launch_s: float = 1e-5
     """The same for compiled code, which has fewer kernels to issue."""
 
     collective_call_s: float = 5e-5
@@ -41,17 +48,27 @@ class Constants:
     """Seconds that selective recomputation adds to each operator, in the forward pass and again in the backward pass
     (the same machine, 50 operators)."""
 
-    attention: float = 0.38
-    """Rate of fused attention in the forward pass, over that of large matrix products."""
+    attention: float = 0.58
+    """Share of a device's peak that fused attention written for it reaches forward, masked scores left out: A100 0.62,
+    B200 0.55 (SimuMax 1.2, tables of both), H100 0.62 (J. Shah et al., "FlashAttention-3", 2024, causal)."""
 
-    score_passes: float = 0.51
+    attention_backward: float = 0.46
+    """The same backward: A100 0.51, B200 0.43, H100 0.52 (the same tables)."""
+
+    first_attention: float = 0.62
+    """Rate of the first fused kernels (Triton, 2022 and 2023) over that of those of today."""
+
+    attention_tail: float = 0.65
+    """Part of the longest block of rows that runs on after all others have ended (the same tables: 4 to 64 heads)."""
+
+    score_passes: float = 1.04
     """Share of the memory traffic of softmax and dropout over scores that reaches memory rather than the cache."""
 
     link: float = 0.77
     """Share of a device's link that a ring of all devices of a node reaches; all-reduce of 1 GiB on A100: 230 of
     300 GB/s (vTrain and Galvatron's tables)."""
 
-    network: float = 0.92
+    network: float = 0.85
     """Share of a node's network ports that gradients reach."""
 
     link_start_s: float = 3.0e-5
@@ -60,13 +77,13 @@ class Constants:
     link_hop_s: float = 7.0e-6
     """Seconds more for each further rank of a node (1 MiB over 8 A100: 93 us)."""
 
-    network_hop_s: float = 1e-4
+    network_hop_s: float = 2e-5
     """Seconds for each doubling of ranks of a collective between nodes."""
 
-    contention: float = 0.56
+    contention: float = 0.48
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
-    step_s: float = 4.9e-3
+    step_s: float = 5.4e-3
     """Seconds of a step that belong to no micro-batch: loss scaling, norms, the loop itself."""
 
     optimizer_bytes: float = 30.0

@@ -214,6 +214,36 @@ class Run(_Part):
         return self.batch.whole / self.parallel.dp / self.micro
 
     @property
+    def attention_kernels(self) -> Literal["first", "common", "native"]:
+        """Which kernels of fused attention its software has; those common since 2023 if it does not say."""
+        said = self.software.lower()
+        if any(name in said for name in ("transformer engine", "megatron-core", "megatron core", "nemo", "cudnn")):
+            return "native"
+        return "first" if any(name in said for name in ("mosaicml", "llm-foundry", "triton")) else "common"
+
+    @property
+    def fuses(self) -> bool:
+        """Whether norms, rotary embeddings, gates and the loss have a kernel each; PyTorch alone has one operator each.
+
+        Compiled code has them, and so have Megatron and its kin, which are those that do not shard gradients here.
+        """
+        return self.compile or self.parallel.zero < 2
+
+    @property
+    def hides_cut_gradients(self) -> bool:
+        """Whether the collectives of a cut layer's gradients run beside the gradients of its weights.
+
+        Megatron does since the end of 2021.
+        """
+        said = self.software.lower()
+        return self.attention_kernels == "native" or ("megatron-lm" in said and "2021" not in said)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients that are scattered to shards: float32 unless the run says otherwise."""
+        return 2 if "low-precision" in self.software.lower() else 4
+
+    @property
     def measured_step_time_s(self) -> float | None:
         """Seconds of a step as measured, if something is stated that gives them."""
         if "step_time_s" in self.measured:

@@ -102,7 +102,7 @@ def _activations(run: Run) -> float:
     layers = math.ceil(run.model.layers / par.pp)
     in_flight = float(min(par.pp, max(1, round(run.micro_batches)))) if run.schedule != "gpipe" else run.micro_batches
     if par.vpp > 1:
-        in_flight *= 1 + (par.pp - 1) / (par.pp * par.vpp)
+        in_flight = min(run.micro_batches, in_flight * (1 + (par.pp - 1) / (par.pp * par.vpp)))
     kept = layers * in_flight * block_bytes(run)
     if run.recompute == "full":  # the block that is computed again is there in whole
         kept += block_bytes(run.model_copy(update={"recompute": "none"}))

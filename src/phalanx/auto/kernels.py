@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.auto.constants import Constants
 from phalanx.cluster.devices import Device
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.70))
 """Rows, columns and relative rate of the tiles that libraries choose from."""
+
+ROWS = 128
+"""Rows of queries that one block of fused attention works on."""
+
+Generation = Literal["first", "common", "native"]
+"""Kernels of fused attention: the first in Triton; those common since 2023, for A100; a device's own."""
 
 _FEW_WAVES = 6
 _SHORTEST_SPLIT = 512
@@ -22,6 +29,8 @@ class Kernels:
     device: Device
     constants: Constants
     precision: str
+    fuses_casts: bool = False
+    """Whether the kernels before a product write its operands in 8 bit."""
 
     def in_half(self) -> Kernels:
         """Return the kernels of what stays in 16 bit when the layers compute in 8."""
@@ -40,8 +49,9 @@ class Kernels:
         seconds = max(best, self.streamed(moved)) + known.kernel_gap_s
         if self.precision != "fp8":
             return seconds
-        # Half of the operands are read again and written in 8 bit; the others are cast by the kernel that makes them.
-        return seconds + self.streamed(2.5 * batch * (m * k + k * n)) + known.kernel_gap_s
+        # The activations of a product are cast each time, both ways round; weights once a step.
+        cast = known.fused_cast_bytes if self.fuses_casts else known.cast_bytes
+        return seconds + self.streamed(cast * batch * m * k) + known.kernel_gap_s
 
     def _tiled(self, m: float, n: float, k: float, batch: float, tile: tuple[int, int, float]) -> float:
         rows, columns, relative = tile
@@ -55,15 +65,27 @@ class Kernels:
         waves = math.ceil(waves) if waves <= _FEW_WAVES else waves + 0.5
         return waves * 2 * rows * columns * (k / split + self.constants.tile_start) / relative
 
-    def attention(self, flops: float, *, backward: bool = False) -> float:
+    def attention(
+        self, flops: float, *, backward: bool = False, longest: float = 0.0, generation: Generation = "common"
+    ) -> float:
         """Return the seconds of fused attention.
 
         Args:
             flops: FLOP of its forward pass, masked scores left out.
             backward: The backward pass, which computes the scores again: 2.5 times the work.
+            longest: FLOP of the block of rows that sees most keys: one multiprocessor works on it, in the end alone.
+            generation: Which kernels.
         """
-        seconds = flops / (self.device.rate(self.precision) * self.constants.attention)
-        return seconds * (2.5 if backward else 1.0) + self.constants.kernel_gap_s
+        known, device = self.constants, self.device
+        share = known.attention_backward if backward else known.attention
+        share *= {"first": known.first_attention, "common": 1.0, "native": 1.0}[generation]
+        if generation != "native":
+            share *= device.older_instructions
+        work = flops + known.attention_tail * longest * device.multiprocessors
+        return (
+            work * (2.5 if backward else 1.0) / (device.flops[self.precision] * device.clock * share)
+            + known.kernel_gap_s
+        )
 
     def streamed(self, moved: float) -> float:
         """Return the seconds to move bytes between memory and the multiprocessors."""

@@ -64,7 +64,7 @@ class StepSeconds:
 
     def __init__(self, run: Run, constants: Constants) -> None:
         self.run, self.known = run, constants
-        self.kernels = Kernels(run.device, constants, run.precision)
+        self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.attention_kernels == "native")
         self.links = Links(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
         self.block, self.head = block(run, self.kernels), head(run, self.kernels)
         self.layers = math.ceil(run.model.layers / run.parallel.pp)  # of the fullest stage, which all others wait for
@@ -97,10 +97,12 @@ class StepSeconds:
         """What backward computes again before it can begin."""
         run, whole = self.run, self.block
         if run.recompute == "full":
-            return Work(forward=whole.forward, backward=0.0, forward_launches=whole.forward_launches)
+            # PyTorch's checkpoints stop as soon as everything that was kept is there again: before the last product.
+            left_out = whole.last if run.parallel.zero >= 2 else 0.0
+            return Work(forward=whole.forward - left_out, backward=0.0, forward_launches=whole.forward_launches)
         if keeps_every_second_product(run):
-            half = (whole.forward - whole.attention) / 2
-            return Work(forward=half, backward=0.0, forward_launches=whole.forward_launches / 2)
+            half = (whole.forward - whole.attention - whole.plain) / 2
+            return Work(forward=half + whole.plain, backward=0.0, forward_launches=whole.forward_launches / 2)
         if run.recompute == "selective" and not run.model.flash:
             return Work(forward=whole.attention, backward=0.0, forward_launches=whole.attention_launches)
         return Work(forward=0.0, backward=0.0)
@@ -149,9 +151,12 @@ class StepSeconds:
         """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
         run, par = self.run, self.run.parallel
         layout = Layout(par.tp, min(par.tp, run.cluster.per_node))
-        seconds = 2 * self.links.all_reduce(boundary_bytes(run), layout)  # or all-gather and reduce-scatter
+        # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
+        share = 0.75 if run.precision == "fp8" and par.sequence_parallel else 1.0
+        seconds = 2 * self.links.all_reduce(share * boundary_bytes(run), layout)  # or all-gather and reduce-scatter
         if run.overlap.tp:
-            seconds = max(0.0, seconds - self.block.forward / 2)
+            beside = min(seconds, self.block.forward)
+            seconds -= (1 - self.known.contention) * beside
         if run.model.experts and par.ep > 1:
             experts = Layout(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
             seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
@@ -165,7 +170,8 @@ class StepSeconds:
     @cached_property
     def cut_backward(self) -> float:
         """Seconds of the same collectives in a backward pass, those of recomputation included."""
-        return self.cut_layers * (2 if self.run.recompute == "full" else 1)
+        hidden = min(self.cut_layers / 2, self.block.weights) if self.run.hides_cut_gradients else 0.0
+        return self.cut_layers * (2 if self.run.recompute == "full" else 1) - hidden
 
     @cached_property
     def replicas(self) -> Layout:
@@ -190,12 +196,17 @@ class StepSeconds:
         return self.links.all_gather(HALF * self.held / self.layers, layout)
 
     @cached_property
+    def scatter_step(self) -> float:
+        """Seconds to add up the gradients of one block and leave each rank its shard."""
+        return self.shard_step * self.run.gradient_bytes / HALF
+
+    @cached_property
     def _gathers(self) -> float:
-        return self.shard_step if self.run.parallel.zero == 3 else 0.0
+        return self.shard_step if self.run.parallel.zero == 3 and self.run.parallel.pp == 1 else 0.0
 
     @cached_property
     def _scatters(self) -> float:
-        return self.shard_step if self.run.parallel.zero >= 2 else 0.0
+        return self.scatter_step if self.run.parallel.zero >= 2 and self.run.parallel.pp == 1 else 0.0
 
     @cached_property
     def send_once(self) -> float:
@@ -226,10 +237,14 @@ class StepSeconds:
     def _gradients(self) -> float:
         """Seconds of the gradients' collectives that nothing hides."""
         par, model = self.run.parallel, self.run.model
-        if par.zero >= 2:
-            return 2 * self.shard_step  # the first gather and the last scatter have nothing beside them
+        first_and_last = self.shard_step + self.scatter_step
+        if par.zero >= 2 and par.pp == 1:
+            return first_and_last  # have nothing beside them
         edges = model.vocab * model.hidden / par.tp
-        whole = self.links.all_reduce(HALF * (self.held + edges), self.replicas)
+        if par.zero >= 2:  # stages gather and scatter once a step
+            whole = self.layers * first_and_last
+        else:
+            whole = self.links.all_reduce(HALF * (self.held + edges), self.replicas)
         if not self.run.overlap.dp:
             return whole
         beside = min(whole, self.layers * self.backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.auto.described_run import Run
-from phalanx.auto.kernels import Kernels
+from phalanx.auto.kernels import ROWS, Kernels
 
 HALF = 2
 """Bytes of an activation."""
@@ -25,6 +25,12 @@ class Work:
     attention_launches: float = 0.0
     weights: float = 0.0
     """The gradients of weights' part of `backward`."""
+
+    plain: float = 0.0
+    """The element-wise kernels' part of `forward`."""
+
+    last: float = 0.0
+    """The last product's part of `forward`: nothing that is kept comes after it."""
 
 
 def keeps_every_second_product(run: Run) -> bool:
@@ -47,7 +53,7 @@ def boundary_bytes(run: Run) -> float:
 
 def block(run: Run, kernels: Kernels) -> Work:
     """Return the work of one block: attention, feed-forward, and what stands between them."""
-    products_f, products_b = _products(run, kernels)
+    products_f, products_b, last = _products(run, kernels)
     attention = _attention(run, kernels.in_half())
     plain = _element_wise(run, kernels)
     return Work(
@@ -58,11 +64,13 @@ def block(run: Run, kernels: Kernels) -> Work:
         attention=attention.forward,
         attention_launches=attention.forward_launches,
         weights=products_b / 2,  # as many FLOP as the gradients of inputs
+        plain=plain.forward,
+        last=last,
     )
 
 
-def _products(run: Run, kernels: Kernels) -> tuple[float, float]:
-    """Return the seconds of the matrix products of one block's layers, forward and backward."""
+def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
+    """Return the seconds of the matrix products of one block's layers, forward and backward, and of the last alone."""
     model, cut, rows = run.model, run.parallel.tp, tokens(run)
     h = model.hidden
     layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
@@ -73,12 +81,12 @@ def _products(run: Run, kernels: Kernels) -> tuple[float, float]:
         layers += [(each, wide / cut, h, here), (each, h, model.inner / cut, here), (rows, model.experts, h, 1.0)]
     else:
         layers += [(rows, wide / cut, h, 1.0), (rows, h, model.inner / cut, 1.0)]
-    forward = sum(kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers)
+    forward = [kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers]
     backward = sum(
         kernels.matmul(m, k, n, batch=count, backward=True) + kernels.matmul(k, n, m, batch=count, backward=True)
         for m, n, k, count in layers
     )
-    return forward, backward
+    return sum(forward), backward, 0.0 if model.experts else forward[-1]
 
 
 def _attention(run: Run, kernels: Kernels) -> Work:
@@ -87,9 +95,14 @@ def _attention(run: Run, kernels: Kernels) -> Work:
     if model.flash:
         # The upper half of the scores is masked and not computed.
         flops = 4 * run.micro * seq * seq * model.hidden / cut / run.parallel.cp / 2
+        longest = 4 * ROWS * seq * model.hidden / model.heads
+        forward, backward = (
+            kernels.attention(flops, backward=back, longest=longest, generation=run.attention_kernels)
+            for back in (False, True)
+        )
         return Work(
-            forward=kernels.attention(flops),
-            backward=kernels.attention(flops, backward=True),
+            forward=forward,
+            backward=backward,
             forward_launches=1,
             backward_launches=2,
         )
@@ -112,16 +125,21 @@ def _attention(run: Run, kernels: Kernels) -> Work:
 
 
 def _element_wise(run: Run, kernels: Kernels) -> Work:
-    """Return norms, residual sums, dropouts and the activation function."""
+    """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
     model, cut = run.model, run.parallel.tp
     rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
     inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / cut
     qkv = HALF * tokens(run) * model.qkv / cut
     # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
-    fused = 0.5 if run.compile else 1.0
-    forward = fused * (10.5 * rest + (3 if model.gated else 2) * inner) + qkv / 2
-    backward = fused * (15 * rest + (5 if model.gated else 3) * inner) + qkv / 2
-    launches = 8 if run.compile else 16
+    sums = 8.5 if run.compile else 10.5
+    forward, backward, launches = sums * rest + qkv / 2, 15 * rest + qkv / 2, 8 if run.compile else 16
+    if not model.gated:
+        forward, backward = forward + 2 * inner, backward + 3 * inner
+    elif run.fuses:  # a gate, a rotation of queries and keys
+        forward, backward = forward + 3 * inner + 2 * qkv, backward + 5 * inner + 2 * qkv
+    else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
+        forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
+        launches = 40
     gap = kernels.constants.kernel_gap_s
     return Work(
         forward=kernels.streamed(forward) + launches / 2 * gap,
@@ -138,9 +156,11 @@ def head(run: Run, kernels: Kernels) -> Work:
     forward = kernels.matmul(rows, columns, model.hidden)
     backward = kernels.matmul(rows, model.hidden, columns, backward=True)
     backward += kernels.matmul(model.hidden, columns, rows, backward=True)
-    # Logits are written in half precision, read, kept in float32, and read for maximum, sum and gradient.
+    # Logits in half precision are read for maximum and sum, and once more for their gradient, which is written; in
+    # PyTorch's operators they are copied to float32, as are their logarithms of shares and two gradients.
+    fused = run.compile or run.attention_kernels == "native"
     return Work(
-        forward=forward + kernels.streamed(14 * rows * columns),
-        backward=backward + kernels.streamed(8 * rows * columns),
+        forward=forward + kernels.streamed((6 if fused else 14) * rows * columns),
+        backward=backward + kernels.streamed((6 if fused else 20) * rows * columns),
         weights=backward / 2,
     )

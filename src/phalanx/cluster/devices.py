@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,12 @@ class Device:
     link: float
     """Bytes/s to the other devices of a node, one way."""
 
+    clock: float = 1.0
+    """Share of the clock behind its peak that a power limit below the maker's leaves."""
+
+    older_instructions: float = 1.0
+    """Share of the peak that kernels written for the generation before reach, with its matrix instructions."""
+
     def rate(self, precision: str) -> float:
         """Return the FLOP/s that large matrix products of a precision reach.
 
@@ -47,18 +54,20 @@ class Device:
             raise ConfigError(
                 f"Asked for {precision} on {self.name}, which computes in {', '.join(self.flops)}. Choose one of them."
             )
-        return self.flops[precision] * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
+        return self.flops[precision] * self.clock * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
 
 
-def _hopper(name: str, memory_gib: float, bandwidth: float, sustained: float) -> Device:
+def _hopper(name: str, memory_gib: float, bandwidth: float, clock: float = 1.0) -> Device:
     return Device(
         name=name,
         flops={"bf16": 989 * TERA, "fp16": 989 * TERA, "fp8": 1979 * TERA, "fp32": 67 * TERA},
-        sustained=sustained,
+        sustained=H100,
         memory=memory_gib * GIB,
         bandwidth=bandwidth,
         multiprocessors=132,
         link=450e9,
+        clock=clock,
+        older_instructions=0.62,  # W. Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU" (2024): mma
     )
 
 
@@ -77,19 +86,19 @@ def _ampere(name: str, memory_gib: float, bandwidth: float, link: float, sustain
 # Sustained shares: A100 and H100 are fitted to training runs. Short bursts of one product reach 0.869 (A100 SXM), 0.811
 # (A100 PCIe), 0.803 (H100 and H200 SXM), 0.776 (B200) of the peak (S. Bekman, Machine Learning Engineering, table
 # MAMF, bf16). Devices without training runs get their burst times the ratio training : burst of the nearest kin.
-A100, H100 = 0.90, 0.71
+A100, H100 = 0.87, 0.69
 _PRESETS = (
     _ampere("A100-80GB-SXM", 80, 2.039e12, 300e9, A100),
     _ampere("A100-40GB-SXM", 40, 1.555e12, 300e9, A100),
     _ampere("A100-80GB-PCIe", 80, 1.935e12, 32e9, A100 * 0.811 / 0.869),
-    _hopper("H100-80GB-SXM", 80, 3.35e12, H100),
-    _hopper("H100-96GB-SXM-500W", 96, 2.4e12, H100 * 0.9),
-    _hopper("H200-141GB-SXM", 141, 4.8e12, H100),
-    _hopper("H800-80GB-SXM", 80, 3.35e12, H100),
+    _hopper("H100-80GB-SXM", 80, 3.35e12),
+    _hopper("H100-96GB-SXM-500W", 96, 2.4e12, math.sqrt(500 / 700)),  # power rises as the clock's square
+    _hopper("H200-141GB-SXM", 141, 4.8e12),
+    _hopper("H800-80GB-SXM", 80, 3.35e12),
     Device(
         name="B200-180GB-SXM",
         flops={"bf16": 2250 * TERA, "fp16": 2250 * TERA, "fp8": 4500 * TERA, "fp32": 75 * TERA},
-        sustained=H100 * 0.776 / 0.803,
+        sustained=0.52,  # products of 2^37 to 2^43 FLOP back to back: 0.46 to 0.65 (SimuMax 1.2, B200 tables)
         memory=180 * GIB,
         bandwidth=7.7e12,
         multiprocessors=148,
