@@ -175,6 +175,28 @@ def table(runs: Sequence[Run]) -> list[dict[str, float | str | int]]:
     return rows
 
 
+def memory_rows(runs: Sequence[Run]) -> list[dict[str, float | str | int]]:
+    """Return the errors of memory by source; nothing in them is fitted."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        if "memory_gib" in run.measured:
+            found[source_of(run)].append(abs(predict(run).memory_gib / float(run.measured["memory_gib"]) - 1) * 100)
+    return [
+        {"source": source, "rows": len(all_of), "median": float(np.median(all_of)), "most": max(all_of)}
+        for source, all_of in sorted(found.items())
+    ]
+
+
+def show_memory(rows: Sequence[dict[str, float | str | int]]) -> None:
+    """Print the errors of memory."""
+    grid = Table(title="|predicted / measured - 1| of memory in %: median, most")
+    for name in ("source", "rows", "error"):
+        grid.add_column(name, justify="left" if name == "source" else "right")
+    for row in rows:
+        grid.add_row(str(row["source"]), str(row["rows"]), f"{row['median']:.1f}  {row['most']:.1f}")
+    Console(width=120).print(grid)
+
+
 def show(rows: Sequence[dict[str, float | str | int]]) -> None:
     """Print the table of errors."""
     grid = Table(title="|predicted / measured - 1| of step times in %: median, 90th percentile")
@@ -201,9 +223,10 @@ def main() -> None:
         return
     rows = table(runs)
     if chosen.json:
-        print(json.dumps({"bench": "predict", "rows": rows}))
+        print(json.dumps({"bench": "predict", "rows": rows, "memory": memory_rows(runs)}))
     else:
         show(rows)
+        show_memory(memory_rows(runs))
 
 
 if __name__ == "__main__":

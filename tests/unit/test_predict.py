@@ -18,7 +18,7 @@ from benchmarks.bench_predict import PUBLISHED, errors
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT
 from phalanx.auto.described_run import Run, read_run, read_runs
-from phalanx.auto.footprint import block_bytes, footprint
+from phalanx.auto.footprint import block_bytes, footprint, stage_footprint
 from phalanx.auto.kernels import Kernels
 from phalanx.auto.predict import StepSeconds, predict
 from phalanx.cli.group import phalanx
@@ -63,6 +63,30 @@ def test_published_rows_stay_as_close_as_the_page_says() -> None:
     assert median["MPT training A100 bf16"] < 0.04
     assert median["MPT training H100 bf16"] < 0.03
     assert np.median(list(median.values())) < 0.05
+
+
+def test_published_memory_stays_as_close_as_the_page_says() -> None:
+    with PUBLISHED.open() as lines:
+        runs = [r for r in read_runs(lines, PUBLISHED.name) if not r.doubt and "memory_gib" in r.measured]
+    off = [abs(predict(run).memory_gib / run.measured["memory_gib"] - 1) for run in runs]
+    assert len(off) > 40
+    assert np.median(off) < 0.02
+    assert np.quantile(off, 0.9) < 0.05
+
+
+def test_the_last_stage_counts_where_it_holds_more() -> None:
+    wide = {"vocab": 512000, "layers": 8, "tied": False}
+    run = read_run(described(model=wide, parallel={"tp": 1, "pp": 8}, batch={"global": 8, "micro": 4}))
+    assert footprint(run) == stage_footprint(run, last=True)
+    assert footprint(run).logits > 0
+    plain = read_run(described(parallel={"tp": 1, "pp": 8}, batch={"global": 64, "micro": 1}, recompute="none"))
+    assert footprint(plain) == stage_footprint(plain)
+
+
+def test_memory_is_of_the_kind_that_is_asked_for() -> None:
+    kinds = (px.predict(described(memory_kind=kind)).memory_gib for kind in ("allocated", "reserved", None))
+    allocated, reserved, device = kinds
+    assert allocated < reserved < device
 
 
 @given(st.floats(1.0, 8.0), st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())

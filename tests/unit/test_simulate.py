@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.bench_predict import PUBLISHED
 from phalanx.auto import simulate as simulator
 from phalanx.auto.described_run import read_run, read_runs
-from phalanx.auto.footprint import footprint
+from phalanx.auto.footprint import stage_footprint
 from phalanx.auto.predict import predict
 from phalanx.auto.simulate import simulate
 from phalanx.auto.simulate_gradients import Reduction
@@ -278,7 +278,7 @@ def test_published_runs_take_what_the_closed_form_says_and_hold_what_the_footpri
     for run in pipelined[::20] + [run for run in pipelined if run.parallel.vpp > 1] + runs[::40]:
         found = simulate_run(run).simulation
         assert found.step_time_s == pytest.approx(predict(run).step_time_s, rel=0.035), run.name
-        assert found.peaks[0] == pytest.approx(footprint(run).total), run.name
+        assert found.peaks[0] == pytest.approx(stage_footprint(run).total), run.name
 
 
 def test_a_run_of_which_all_is_whole_takes_exactly_the_closed_form() -> None:

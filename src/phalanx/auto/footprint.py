@@ -14,7 +14,7 @@ from phalanx.auto.transformer import HALF, keeps_every_second_product, tokens
 
 FLOAT = 4
 WORKSPACE = 1.0 * 2**30
-"""Bytes; cuBLAS and NCCL on one device of 8."""
+"""Bytes outside the allocator: the context, cuBLAS and NCCL on one device of 8."""
 
 LOST = 0.05
 """Share of activations that an allocator keeps reserved and unused."""
@@ -22,7 +22,7 @@ LOST = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes of the rank that holds most: the first stage of a pipeline, or the only one."""
+    """Bytes of one rank at its peak."""
 
     parameters: float
     gradients: float
@@ -42,8 +42,21 @@ class Footprint:
 
 
 def footprint(run: Run) -> Footprint:
-    """Return what the fullest rank of a run holds."""
-    held, par = parameters_held(run), run.parallel
+    """Return what the fullest rank of a run holds: on the first stage of a pipeline, or on the last.
+
+    A run that says which kind of memory it means (`allocated`, `reserved`) gets that; otherwise all that is taken of
+    the device.
+    """
+    first = stage_footprint(run)
+    if run.parallel.pp == 1:
+        return first
+    last = stage_footprint(run, last=True)
+    return max(first, last, key=lambda held: held.total)
+
+
+def stage_footprint(run: Run, *, last: bool = False) -> Footprint:
+    """Return what a rank of the first or of the last stage holds."""
+    held, par = parameters_held(run, last=last), run.parallel
     shards = par.dp * par.cp // par.hsdp
     mixed = run.precision != "fp32"
     if par.zero >= 2:
@@ -52,13 +65,17 @@ def footprint(run: Run) -> Footprint:
         gradients, optimizer = held * FLOAT / shards, held * 2 * FLOAT / shards
         largest = max(run.model.parameters / run.model.layers / par.tp, run.model.vocab * run.model.hidden / par.tp)
         gathered = largest * (2 * HALF + FLOAT)
+        if par.pp > 1 and shards > 1:  # stages gather and scatter once a step: whole parameters and gradients between
+            gathered += held * ((HALF if par.zero == 3 else 0) + FLOAT)
     else:
         parameters, gradients, gathered = held * (HALF if mixed else FLOAT), held * FLOAT, 0.0
         optimizer = held * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
+    if run.attention_kernels == "native":  # products that add to gradients in place leave autograd an empty one a shape
+        gathered += HALF * _block_parameters(run)
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
-    # With stages, logits are on the last one, which keeps fewer activations.
-    activations, logits = _activations(run), logits_bytes(run) if par.pp == 1 else 0.0
+    is_end = last or par.pp == 1
+    activations, logits = _activations(run, last=last), logits_bytes(run) if is_end else 0.0
     return Footprint(
         parameters=parameters,
         gradients=gradients,
@@ -66,18 +83,27 @@ def footprint(run: Run) -> Footprint:
         activations=activations,
         logits=logits,
         gathered=gathered,
-        workspace=WORKSPACE + LOST * (activations + logits),
+        workspace=_beside(run, activations + logits),
     )
 
 
-def parameters_held(run: Run) -> float:
-    """Return the parameters of the fullest rank."""
+def _beside(run: Run, moving: float) -> float:
+    lost = 0.0 if run.memory_kind == "allocated" else LOST * moving
+    return lost + (0.0 if run.memory_kind in ("allocated", "reserved") else WORKSPACE)
+
+
+def _block_parameters(run: Run) -> float:
     model, par = run.model, run.parallel
     experts = max(1, model.experts) / (par.ep if model.experts else 1)
-    block = (model.attention_parameters + experts * model.expert_parameters) / par.tp
-    return math.ceil(model.layers / par.pp) * block + model.vocab * model.hidden / par.tp * (
-        2 if par.pp == 1 and not model.tied else 1
-    )
+    return (model.attention_parameters + experts * model.expert_parameters) / par.tp
+
+
+def parameters_held(run: Run, *, last: bool = False) -> float:
+    """Return the parameters of a rank of the first stage, or of the last."""
+    model, par = run.model, run.parallel
+    layers = model.layers // par.pp if last else math.ceil(model.layers / par.pp)
+    edges = 2 if par.pp == 1 and not model.tied else 1
+    return layers * _block_parameters(run) + edges * model.vocab * model.hidden / par.tp
 
 
 def block_bytes(run: Run) -> float:
@@ -87,6 +113,9 @@ def block_bytes(run: Run) -> float:
     if run.recompute == "full":
         return HALF * rest
     inner = rows * max(1, model.top_k) * model.inner / cut
+    if keeps_every_second_product(run) and model.gated:
+        # The block's input and output, queries, values, the attention's output, the gate.
+        return HALF * (2 * rest + (2 * model.hidden + (model.qkv - model.hidden) / 2) * rows / cut + inner)
     kept = 10 * rest if not model.flash else 8 * rest  # norms' inputs and outputs; with dropout, two masks
     kept += HALF * rows * (model.qkv + model.hidden) / cut  # queries, keys, values and the attention's output
     kept += HALF * inner * (3 if model.gated else 2)
@@ -97,18 +126,28 @@ def block_bytes(run: Run) -> float:
     return kept
 
 
-def _activations(run: Run) -> float:
-    par = run.parallel
-    layers = math.ceil(run.model.layers / par.pp)
-    in_flight = float(min(par.pp, max(1, round(run.micro_batches)))) if run.schedule != "gpipe" else run.micro_batches
+def _activations(run: Run, *, last: bool) -> float:
+    """Return what micro-batches on their way keep, and the block that is computed again, which is there in whole."""
+    par, count = run.parallel, run.micro_batches
+    layers = run.model.layers // par.pp if last else math.ceil(run.model.layers / par.pp)
+    stages_on_their_way = 1 if last else par.pp
+    in_flight = float(min(stages_on_their_way, max(1, round(count)))) if run.schedule != "gpipe" else count
     if par.vpp > 1:
-        in_flight = min(run.micro_batches, in_flight * (1 + (par.pp - 1) / (par.pp * par.vpp)))
-    kept = layers * in_flight * block_bytes(run)
-    if run.recompute == "full":  # the block that is computed again is there in whole
-        kept += block_bytes(run.model_copy(update={"recompute": "none"}))
-    return kept
+        in_flight = min(max(1.0, count), in_flight * (1 + (par.pp - 1) / (par.pp * par.vpp)))
+    again = block_bytes(run.model_copy(update={"recompute": "none"})) if run.recompute == "full" else 0.0
+    return layers * in_flight * block_bytes(run) + again
 
 
 def logits_bytes(run: Run) -> float:
-    """Return the bytes of a micro-batch's logits in half precision, in float32, and of their gradient."""
-    return (HALF + FLOAT + FLOAT) * tokens(run) * run.model.vocab / run.parallel.tp
+    """Return the bytes of a micro-batch's logits, their copies in float32, and their gradients.
+
+    A fused loss writes the gradient over the logits in 16 bit. Megatron's keeps one copy in float32 and its gradient,
+    PyTorch's the logarithms of shares and two gradients, of which compiled code writes the last in 16 bit.
+    """
+    if run.attention_kernels == "native":
+        each = 2 * HALF
+    elif run.parallel.zero < 2:
+        each = HALF + 2 * FLOAT
+    else:
+        each = 3 * FLOAT if run.compile else HALF + 3 * FLOAT
+    return each * tokens(run) * run.model.vocab / run.parallel.tp

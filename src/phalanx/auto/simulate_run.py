@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from phalanx.auto.constants import DEFAULT, Constants
 from phalanx.auto.described_run import Run
-from phalanx.auto.footprint import block_bytes, footprint, logits_bytes, parameters_held
+from phalanx.auto.footprint import block_bytes, logits_bytes, parameters_held, stage_footprint
 from phalanx.auto.predict import StepSeconds
 from phalanx.auto.simulate import simulate
 from phalanx.auto.simulate_values import Pipeline, Simulated, StageWork, Work
@@ -45,7 +45,7 @@ def pipeline_of(run: Run, constants: Constants = DEFAULT) -> Pipeline:
     blocks = [run.model.layers // count + (stage < run.model.layers % count) for stage in range(count)]
     mine = [[stage for stage in range(count) if schedule.holder(stage, par.pp) == rank] for rank in range(par.pp)]
     weights = [_weights(run, seconds, blocks, stages) for stages in mine]
-    held, most = footprint(run), parameters_held(run)
+    held, most = stage_footprint(run), parameters_held(run)
     by_weight = held.parameters + held.gradients + held.optimizer
     return Pipeline(
         schedule=schedule,
