@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def submit(backend: Local, tmp_path: Path) -> Iterator[Callable[..., Submission]
     """Submit attempts of a command, and see that nothing is left of them."""
     made: list[Submission] = []
 
-    def one(command: str, **more: object) -> Submission:
-        made.append(job_stand_in.submission(tmp_path, command, **more))  # type: ignore[arg-type]
+    def one(command: str, **more: Any) -> Submission:
+        made.append(job_stand_in.submission(tmp_path, command, **more))
         backend.submit(made[-1])
         return made[-1]
 
@@ -104,7 +105,9 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
     backend.stop(runs, "", 0.05)
     assert backend.status(runs, "").phase is Phase.RUNNING
     monkeypatch.setattr(local, "_LATE_S", 0.0)
-    until(lambda: [backend.stop(runs, "", 0.05), backend.status(runs, "").phase is Phase.FAILED][1])
+    time.sleep(0.1)
+    backend.stop(runs, "", 0.05)
+    assert backend.status(runs, "").phase is Phase.FAILED
 
 
 def test_secrets_pass_through_no_argument_and_no_environment(backend: Local, submit: Callable[..., Submission]) -> None:

@@ -8,7 +8,6 @@ none takes another process with the same pid for the node. Cards are dealt so to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cluster.detect import memory_bytes
@@ -25,6 +24,7 @@ from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import attempt, launching, layout
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.failures import killed_for_memory, lost_node
+from phalanx.jobs.held import held
 from phalanx.jobs.queue import Amount, need_of
 from phalanx.jobs.records import Failure
 from phalanx.jobs.spec import TrainingJob
@@ -57,7 +57,7 @@ class Local:
             node: What runs a node; its arguments are the attempt's folder, `--node K` and `--secrets-fd N`.
         """
         self.cards = tuple(Machine.look(os.environ).cards if cards is None else cards)
-        self.machine = machine or Amount(len(os.sched_getaffinity(0)) * 1000, memory_bytes() // 2**20, len(self.cards))
+        self.machine = machine or this_machine(len(self.cards))
         self._node = tuple(node)
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
 
@@ -134,13 +134,13 @@ class Local:
     def _start(self, submission: Submission, node: int) -> int | None:
         """Start a node, or find it; return its pid, None for one that has gone again."""
         folder = submission.folder
-        with _taken(_lock_file(folder, node)) as lock:
+        with held(_lock_file(folder, node)) as lock:
             if lock is None:
                 return _found(folder, node)
             if _was_started(folder, node):
                 return None
-            with contextlib.ExitStack() as held:
-                cards = self._free_cards(submission, held)
+            with contextlib.ExitStack() as locks:
+                cards = self._free_cards(submission, locks)
                 child = self._spawn(submission, node, lock, cards)
         self._children[_lock_file(folder, node)] = child
         note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
@@ -173,14 +173,14 @@ class Local:
         finally:
             os.close(secrets)
 
-    def _free_cards(self, submission: Submission, held: contextlib.ExitStack) -> dict[str, int]:
+    def _free_cards(self, submission: Submission, locks: contextlib.ExitStack) -> dict[str, int]:
         """Lock as many cards as a node asks for; names and descriptors, which the node inherits."""
         wanted, found = submission.spec.resources.gpu, dict[str, int]()
         for card in self.cards:
             if len(found) == wanted:
                 break
             name = card.replace("/", "_")
-            lock = held.enter_context(_taken(submission.folder.parents[2] / "cards" / f"{name}.lock"))
+            lock = locks.enter_context(held(submission.folder.parents[2] / "cards" / f"{name}.lock"))
             if lock is not None:
                 found[card] = lock
         if len(found) < wanted:
@@ -192,12 +192,18 @@ class Local:
         path = _lock_file(folder, node)
         if not path.exists():
             return False
-        with _taken(path) as lock:
+        with held(path) as lock:
             if lock is None:
                 return True
         if child := self._children.pop(path, None):
             child.wait()
         return False
+
+
+def this_machine(cards: int | None = None) -> Amount:
+    """Return what this machine has to give, with so many cards, or those that are there."""
+    count = len(Machine.look(os.environ).cards) if cards is None else cards
+    return Amount(len(os.sched_getaffinity(0)) * 1000, memory_bytes() // 2**20, count)
 
 
 def _nodes(submission: Submission) -> range:
@@ -216,22 +222,6 @@ def _was_started(folder: Path, node: int) -> bool:
     """Return whether a node ever ran: it writes its first beat before it starts anything of the user's."""
     signs = (_pid_file(folder, node), layout.heartbeat(folder, node), layout.exit_record(folder, node))
     return any(path.exists() for path in signs)
-
-
-@contextlib.contextmanager
-def _taken(path: Path) -> Iterator[int | None]:
-    """The lock on a file, as a descriptor that children may inherit; None while another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _pid(folder: Path, node: int) -> int | None:
