@@ -18,6 +18,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {"data.bin": CONTENT}
+        self.etags: dict[str, str] = {}
         self.asked: list[tuple[str, str | None]] = []
         self.ends_after: int | None = None
         self.redirects: dict[str, str] = {}
@@ -50,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(206 if first else 200)
         self.send_header("Content-Length", str(len(content) - first))
+        if name in self.server.etags:
+            self.send_header("ETag", self.server.etags[name])
         if first:
             self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         self.end_headers()
