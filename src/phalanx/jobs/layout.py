@@ -10,6 +10,7 @@ HOME/
         node-K.json                        how node K ended; written by node K, once, by renaming
         node-K.beat                        touched by node K while it lives; its text says what the node does
         secrets-K.json                     Slurm: what node K reads when it starts, and removes (mode 0600)
+        plan.svg                           the picture of its Plan, if the script leaves one
         logs/node-K.log                    what the launcher of node K printed
         logs/workerlog.R, serverlog.R ...  what rank R printed; logs/events.*.jsonl its run events
         logs/node-K/                       files of the launcher of node K, those of its ranks linked from logs/
@@ -51,3 +52,8 @@ def exit_record(folder: Path, node: int) -> Path:
 def heartbeat(folder: Path, node: int) -> Path:
     """Return the file whose time of change says that node `node` lives."""
     return folder / f"node-{node}.beat"
+
+
+def plan_picture(folder: Path) -> Path:
+    """Return the picture of the Plan an attempt trains by, as SVG; a script that makes one may leave it there."""
+    return folder / "plan.svg"

@@ -24,7 +24,7 @@ class TokenRows(Database):
     """The part of the store that holds tokens."""
 
     def create_token(self, name: str, actor: Actor, *, lasts_s: float | None = None) -> NewToken:
-        """Make a token with which `actor` is recognised.
+        """Make a token with which `actor` is recognised; those that have expired go.
 
         Raises:
             StateError: If that actor has one of this name.
@@ -37,6 +37,7 @@ class TokenRows(Database):
         kept = {"id": identity, "digest": _digest(text), "owns_store": int(actor.owner)}
         try:
             with self._writes() as connection:
+                connection.execute(delete(tables.tokens).where(tables.tokens.c.expires <= created))
                 connection.execute(insert(tables.tokens).values(row | kept))
         except IntegrityError:
             raise StateError(

@@ -1,0 +1,167 @@
+"""The commands `phalanx code`, `phalanx dataset` and `phalanx secret`: what jobs of a workspace take by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.shown import EITHER_SPELLING, jobs, json_flag, moment, show_named, talk, words, workspace_flag
+from phalanx.cluster import messages
+from phalanx.errors import SpecError
+from phalanx.jobs.records import Named
+from phalanx.jobs.spec import Code, Dataset
+from phalanx.jobs.spec_file import validated
+
+
+@click.group(context_settings=EITHER_SPELLING)
+def code() -> None:
+    """Keep where code comes from under a name: `code: {name: NAME}` in a job."""
+
+
+@code.command("add")
+@click.argument("name")
+@click.argument("source")
+@click.option("--ref", help="Branch, tag or commit of a repository.")
+@click.option("--subdir", help="Folder in it that commands are typed in.")
+@click.option("--secret", help="Secret whose value is the token for the repository.")
+@workspace_flag
+def add_code(name: str, source: str, workspace: str, **fields: str | None) -> None:
+    """Keep a repository (git+https://...) or a folder under a name; replaces what was there."""
+    start: dict[str, Any] = {"path": str(Path(source).absolute())} if Path(source).is_dir() else _from_text(source)
+    given = {field: value for field, value in fields.items() if value is not None}
+    with jobs() as found:
+        found.put_code(workspace, name, validated(Code, start | given))
+    talk("kept", what=messages.text("code"), name=name, workspace=workspace)
+
+
+@code.command("list")
+@workspace_flag
+@json_flag
+def list_codes(workspace: str, as_json: bool) -> None:
+    """List the code configurations of a workspace."""
+    with jobs() as found:
+        listed = found.codes(workspace)
+    rows = [
+        [one.name, one.config["git"] or one.config["path"], one.config["ref"], one.config["subdir"]] for one in listed
+    ]
+    show_named([words()("name"), words()("uri"), "ref", "subdir"], rows, listed, as_json)
+
+
+@code.command("rm")
+@click.argument("name")
+@workspace_flag
+def remove_code(name: str, workspace: str) -> None:
+    """Remove a code configuration."""
+    with jobs() as found:
+        found.remove_code(workspace, name)
+    talk("removed", what=messages.text("code"), name=name)
+
+
+@click.group(context_settings=EITHER_SPELLING)
+def dataset() -> None:
+    """Keep where a dataset lies under a name: `datasets: [NAME]` in a job."""
+
+
+@dataset.command("add")
+@click.argument("name")
+@click.argument("uri")
+@click.option("--kind", type=click.Choice(["local", "nas", "s3", "oss", "http"]), help="Default: what the URI says.")
+@click.option("--mount", help="Where scripts find it: a path in the working copy, or an absolute one.")
+@click.option("--file-system", help="nas: id of the file system.")
+@click.option("--endpoint", help="s3, oss: address of the service.")
+@click.option("--sha256", help="http: what the file must hash to.")
+@click.option("--secret", help="s3, oss: secret with ACCESS_KEY_ID:ACCESS_KEY_SECRET.")
+@click.option("--writable", is_flag=True, help="Let jobs write to it.")
+@workspace_flag
+def add_dataset(name: str, uri: str, workspace: str, writable: bool, **fields: str | None) -> None:
+    """Keep a path, or an s3://, oss:// or https:// address, under a name; replaces what was there."""
+    said = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
+    given = {field: value for field, value in fields.items() if value is not None}
+    with jobs() as found:
+        found.put_dataset(workspace, validated(Dataset, said | given))
+    talk("kept", what=messages.text("dataset"), name=name, workspace=workspace)
+
+
+@dataset.command("list")
+@workspace_flag
+@json_flag
+def list_datasets(workspace: str, as_json: bool) -> None:
+    """List the dataset configurations of a workspace."""
+    with jobs() as found:
+        listed = found.datasets(workspace)
+    rows = [[one.name, one.config["kind"], one.config["uri"], _mount(one)] for one in listed]
+    show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, listed, as_json)
+
+
+@dataset.command("rm")
+@click.argument("name")
+@workspace_flag
+def remove_dataset(name: str, workspace: str) -> None:
+    """Remove a dataset configuration."""
+    with jobs() as found:
+        found.remove_dataset(workspace, name)
+    talk("removed", what=messages.text("dataset"), name=name)
+
+
+@click.group(context_settings=EITHER_SPELLING)
+def secret() -> None:
+    """Keep values that only ranks of jobs see; nothing shows them again."""
+
+
+@secret.command("add")
+@click.argument("name")
+@click.option("--from-env", metavar="VARIABLE", help="Take the value of this environment variable.")
+@workspace_flag
+def add_secret(name: str, from_env: str | None, workspace: str) -> None:
+    """Keep a value under a name: asked for on a terminal, read from standard input otherwise.
+
+    It is never an argument: those are seen by everyone on this machine.
+    """
+    value = _value(name, from_env)
+    with jobs() as found:
+        found.put_secret(workspace, name, value)
+    talk("kept", what=messages.text("secret"), name=name, workspace=workspace)
+
+
+@secret.command("list")
+@workspace_flag
+@json_flag
+def list_secrets(workspace: str, as_json: bool) -> None:
+    """List the names of the secrets of a workspace."""
+    with jobs() as found:
+        listed = found.secrets(workspace)
+    show_named(
+        [words()("name"), words()("created")], [[one.name, moment(one.created)] for one in listed], listed, as_json
+    )
+
+
+@secret.command("rm")
+@click.argument("name")
+@workspace_flag
+def remove_secret(name: str, workspace: str) -> None:
+    """Remove a secret."""
+    with jobs() as found:
+        found.remove_secret(workspace, name)
+    talk("removed", what=messages.text("secret"), name=name)
+
+
+def _from_text(source: str) -> dict[str, Any]:
+    return Code.model_validate(source).model_dump(exclude_unset=True)
+
+
+def _mount(one: Named) -> str:
+    return one.config["mount"] or ""
+
+
+def _value(name: str, variable: str | None) -> str:
+    if variable is not None:
+        if variable not in os.environ:
+            raise SpecError(f"--from-env {variable}: there is no such environment variable. Set it first.")
+        return os.environ[variable]
+    if sys.stdin.isatty():
+        return str(click.prompt(messages.text("secret value", name=name), hide_input=True, err=True))
+    return sys.stdin.read().removesuffix("\n")

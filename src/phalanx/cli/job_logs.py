@@ -1,0 +1,48 @@
+"""Print a log, whole or while it grows; over any `Jobs`, so with and without a server."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from phalanx.cli.shown import talk
+from phalanx.jobs.service_protocol import Jobs
+
+_LOOK_S = 0.5
+_PART = 1 << 18
+
+
+def whole(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:
+    """Print what there is of a log."""
+    end, _ = _print_from(jobs, job, rank, attempt, 0)
+    if not end:
+        talk("job no log", job=job)
+
+
+def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:
+    """Print a log until the job has ended, going on with the log of the next attempt; or one attempt until its end."""
+    number, offset = attempt or jobs.job(job).attempt, 0
+    while True:
+        one = jobs.job(job)  # asked before the log, which is then at its end if the job is
+        ended = False
+        if number:
+            offset, ended = _print_from(jobs, job, rank, number, offset)
+        if attempt is None and one.attempt != number:
+            number, offset = one.attempt, 0
+            if number > 1:
+                talk("job next", number=number)
+        elif one.state.terminal or (attempt is not None and ended):
+            return
+        else:
+            time.sleep(_LOOK_S)
+
+
+def _print_from(jobs: Jobs, job: str, rank: str, attempt: int | None, offset: int) -> tuple[int, bool]:
+    """Print a log from `offset` to its present end; return where that is, and whether no more can come."""
+    while True:
+        part = jobs.log(job, rank=rank, attempt=attempt, offset=offset, limit=_PART)
+        click.echo(part.text, nl=False)
+        offset = part.next
+        if part.ended or not part.text:
+            return offset, part.ended

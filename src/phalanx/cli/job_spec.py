@@ -1,0 +1,99 @@
+"""A job as the command line says it: a file, settings, flags, the words of a command. Shared by submit, run, render."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.errors import SpecError
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec_file import read
+
+_FILES = (".yaml", ".yml", ".json")
+
+_FIELDS: dict[str, tuple[str, Any, str]] = {
+    # flag: (field, type, help)
+    "name": ("name", str, "Name of the job."),
+    "workspace": ("workspace", str, "Workspace it belongs to. Default: default."),
+    "backend": ("backend", click.Choice(["local", "slurm", "kubernetes"]), "What runs it. Default: local."),
+    "launch": ("launch", click.Choice(["phalanx", "torchrun", "env"]), "What starts the ranks. Default: phalanx."),
+    "nodes": ("resources.nodes", int, "Machines. Default: 1."),
+    "procs-per-node": ("resources.procs_per_node", int, "Ranks on each machine. Default: 1."),
+    "cpu": ("resources.cpu", float, "Cores of each machine."),
+    "memory": ("resources.memory", str, "Memory of each machine, as 8Gi."),
+    "gpu": ("resources.gpu", int, "Cards of each machine."),
+    "queue": ("queue", str, "Queue it waits in."),
+    "priority": ("priority", int, "1 to 9; larger is served earlier. Default: 5."),
+    "max-runtime": ("max_runtime", str, "Time after which it is stopped, as 2h."),
+    "retries": ("retries.max", int, "How often it is tried again. Default: 0."),
+    "image": ("kubernetes.image", str, "Kubernetes: the image."),
+    "partition": ("slurm.partition", str, "Slurm: the partition."),
+}
+
+_LISTS = {
+    "dataset": "Dataset of the workspace, as NAME or NAME:MOUNT; repeat it.",
+    "env": "Environment variable, as NAME=VALUE; repeat it.",
+    "secret": "Secret that ranks find as an environment variable; repeat it.",
+}
+
+
+def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the arguments and flags that `spec_of` reads."""
+    for flag, text in reversed(_LISTS.items()):
+        command = click.option(f"--{flag}", flag, multiple=True, help=text)(command)
+    for flag, (_, kind, text) in reversed(_FIELDS.items()):
+        spellings = ["-w", f"--{flag}"] if flag == "workspace" else [f"--{flag}"]
+        command = click.option(*spellings, flag.replace("-", "_"), type=kind, help=text)(command)
+    command = click.option("--code", help="Folder, repository (git+https://...@REF), or name of a configuration.")(
+        command
+    )
+    command = click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field; repeat it.")(
+        command
+    )
+    return click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [-- COMMAND...]")(command)
+
+
+def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
+    """Return the job that a command's arguments and flags say, and the folder its relative paths are meant from.
+
+    Those of a file are meant from the file's folder, those of flags from the current one.
+
+    Raises:
+        SpecError: If it is no job.
+    """
+    words = list(said["words"])
+    file = Path(words.pop(0)) if words and (words[0].endswith(_FILES) or words[0] == "-") else None
+    if file is None and not words and not said["settings"]:
+        raise SpecError(
+            "There is no job to submit. Give a file, `phalanx job submit job.yaml`, "
+            "or a command: `phalanx job submit --name mnist -- python train.py`."
+        )
+    flags = {field: said[flag.replace("-", "_")] for flag, (field, _, _) in _FIELDS.items()}
+    flags |= {f"env.{name}": value for name, value in map(_pair, said["env"])}
+    flags["datasets"] = list(said["dataset"]) or None
+    flags["secrets"] = list(said["secret"]) or None
+    flags["code"] = _code(said["code"])
+    flags["command"] = shlex.join(words) if words else None
+    standard_input = file == Path("-")
+    spec = read(sys.stdin.read() if standard_input else file, settings=said["settings"], flags=flags)
+    return spec, Path.cwd() if file is None or standard_input else file.absolute().parent
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpecError(f"--env {text!r} has no value. Write NAME=VALUE.")
+    return name, value
+
+
+def _code(said: str | None) -> Any:
+    # A folder is meant from where the command is typed, whatever file the rest comes from.
+    if said is not None and "://" not in said and Path(said).is_dir():
+        return {"path": str(Path(said).absolute())}
+    return {"name": said} if re.fullmatch(r"[a-z0-9-]+", said or "") else said

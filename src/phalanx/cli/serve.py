@@ -1,0 +1,100 @@
+"""The commands `phalanx serve` and `phalanx ui`: jobs and the console over HTTP, with a keeper in the same process."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.shown import EITHER_SPELLING, talk
+from phalanx.jobs import layout
+
+if TYPE_CHECKING:
+    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.store import Store
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SIGNED_IN_H = 12
+
+
+def _place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--key", type=_FILE, help="Key of the certificate, if it is in another file."),
+        click.option("--certificate", type=_FILE, help="PEM file; needed to listen on anything but this machine."),
+        click.option("--port", type=click.IntRange(0, 65535), help="0 lets the system choose. Default: 8470."),
+        click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to listen on."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(context_settings=EITHER_SPELLING)
+@_place_options
+def serve(**place: Any) -> None:
+    """Serve jobs and the console; `phalanx token add` makes what people sign in with."""
+    _serve(place, opened=None)
+
+
+@click.command(context_settings=EITHER_SPELLING)
+@_place_options
+@click.option("--no-browser", is_flag=True, help="Only say where the console is.")
+def ui(no_browser: bool, **place: Any) -> None:
+    """Serve the console and open it in a browser; prints a token to sign in with."""
+    _serve(place, opened=(lambda _: None) if no_browser else webbrowser.open)
+
+
+def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> None:
+    from phalanx.jobs.api.app import make_app
+    from phalanx.jobs.api.serve import PORT, Place, address_of, bind
+    from phalanx.jobs.api.serve import serve as answer
+    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.opening import local_actor
+    from phalanx.jobs.service import JobService
+    from phalanx.jobs.service_protocol import Jobs
+    from phalanx.jobs.store import Store
+    from phalanx.ui.console import add_console
+
+    place["port"] = PORT if place["port"] is None else place["port"]
+    where, home, engines = Place(**place), layout.home(), Engines()
+    with ExitStack() as stack:
+        bound = stack.enter_context(bind(where))
+        store = stack.enter_context(Store(None, home))
+
+        def enter(token: str) -> Jobs:
+            return JobService(store, engines, store.actor_of(token), wake=lambda _: None)
+
+        stack.enter_context(_keeping(store, engines, home))
+        app = make_app(enter)
+        add_console(app)
+        address = address_of(bound, where)
+        talk("serving", address=address)
+        if opened is not None:
+            made = store.create_token(f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600)
+            talk("sign in with", hours=_SIGNED_IN_H)
+            click.echo(made.text)
+            bound.listen()  # a browser that is faster than the server waits instead of being refused
+            opened(f"{address}/ui/")
+        answer(app, bound, where)
+
+
+@contextmanager
+def _keeping(store: Store, engines: Engines, home: Path) -> Iterator[None]:
+    """Look after the jobs in a thread of this process; while another keeper does, this one waits its turn."""
+    from phalanx.jobs.backends.local import this_machine
+    from phalanx.jobs.keeper import Keeper, keep
+
+    stopped = threading.Event()
+    keeper = Keeper(store, engines, home, machine=this_machine())
+    thread = threading.Thread(target=keep, args=(home, keeper, stopped), kwargs={"until_idle": False}, name="keeper")
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()

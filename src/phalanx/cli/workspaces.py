@@ -1,0 +1,126 @@
+"""The commands `phalanx workspace` and `phalanx token`: who works where, and how they are known to a server."""
+
+from __future__ import annotations
+
+import click
+
+from phalanx.cli.shown import (
+    EITHER_SPELLING,
+    jobs,
+    json_flag,
+    moment,
+    show_json,
+    show_named,
+    talk,
+    words,
+    workspace_flag,
+)
+from phalanx.cluster import messages
+from phalanx.jobs.quantities import to_seconds
+from phalanx.jobs.records import Role
+
+
+@click.group(context_settings=EITHER_SPELLING)
+def workspace() -> None:
+    """Make and remove workspaces: spaces of jobs, codes, datasets and secrets that only their members see."""
+
+
+@workspace.command("add")
+@click.argument("name")
+def add_workspace(name: str) -> None:
+    """Make a workspace."""
+    with jobs() as found:
+        found.add_workspace(name)
+
+
+@workspace.command("list")
+@json_flag
+def list_workspaces(as_json: bool) -> None:
+    """List workspaces with their members."""
+    with jobs() as found:
+        listed = found.workspaces()
+    rows = [[one.name, ", ".join(f"{name} ({role})" for name, role in one.members.items())] for one in listed]
+    show_named([words()("workspace"), messages.text("member")], rows, listed, as_json)
+
+
+@workspace.command("rm")
+@click.argument("name")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def remove_workspace(name: str, yes: bool) -> None:
+    """Remove a workspace with everything in it; its jobs must have ended."""
+    if not yes:
+        click.confirm(messages.text("remove workspace", name=name), abort=True, err=True)
+    with jobs() as found:
+        found.remove_workspace(name)
+    talk("removed", what=messages.text("workspace"), name=name)
+
+
+@workspace.group()
+def member() -> None:
+    """Say who may do what in a workspace: viewers look, developers submit, admins manage."""
+
+
+@member.command("add")
+@click.argument("name")
+@click.argument("role", type=click.Choice([role.value for role in Role]))
+@workspace_flag
+def add_member(name: str, role: str, workspace: str) -> None:
+    """Make someone a member, or give a member another role."""
+    with jobs() as found:
+        found.put_member(workspace, name, Role(role))
+
+
+@member.command("rm")
+@click.argument("name")
+@workspace_flag
+def remove_member(name: str, workspace: str) -> None:
+    """End a membership."""
+    with jobs() as found:
+        found.remove_member(workspace, name)
+    talk("removed", what=messages.text("member"), name=name)
+
+
+@click.group(context_settings=EITHER_SPELLING)
+def token() -> None:
+    """Make and end the tokens with which people and programs are known to `phalanx serve`."""
+
+
+@token.command("add")
+@click.argument("name")
+@click.option("--owner", help="Whose it is; only the owner of the store may make tokens for others. Default: yours.")
+@click.option("--lasts", help="Time until it expires, as 12h or 30d. Default: it does not.")
+@json_flag
+def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) -> None:
+    """Make a token and print it, this once."""
+    try:
+        lasts_s = None if lasts is None else to_seconds(lasts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--lasts") from None
+    with jobs() as found:
+        made = found.add_token(name, owner=owner, lasts_s=lasts_s)
+    if as_json:
+        show_json(made)
+    else:
+        click.echo(made.text)
+        talk("token once")
+
+
+@token.command("list")
+@json_flag
+def list_tokens(as_json: bool) -> None:
+    """List tokens, without their text."""
+    with jobs() as found:
+        listed = found.tokens()
+    rows = [[one.name, one.owner, moment(one.created), moment(one.expires) or messages.text("never")] for one in listed]
+    headings = [words()("name"), words()("owner"), words()("created"), messages.text("expires")]
+    show_named(headings, rows, listed, as_json)
+
+
+@token.command("rm")
+@click.argument("name")
+@click.option("--owner", help="Whose it is. Default: yours.")
+def remove_token(name: str, owner: str | None) -> None:
+    """End a token."""
+    with jobs() as found:
+        found.remove_token(name, owner=owner)
+    talk("removed", what=messages.text("token"), name=name)
