@@ -81,6 +81,13 @@ class Arrangement:
         return self._layout("mp")
 
     @property
+    def over_rows_and_parts(self) -> Layout:
+        """Where the ranks lie that read other rows, or other tokens of the same."""
+        data, model = self.over_data, self.over_model
+        in_node = min(data.ranks * model.ranks, data.in_node * model.in_node)
+        return Layout(data.ranks * model.ranks, in_node, min(data.sharing, model.sharing))
+
+    @property
     def over_stages(self) -> Layout:
         """Where two neighbours along the stages lie."""
         found = self._layout("pp")

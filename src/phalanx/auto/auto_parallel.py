@@ -30,7 +30,7 @@ from phalanx.errors import ConfigError, PlanError, did_you_mean
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy
 
-STYLES = ("whole", "column", "row", "vocab")
+STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
 
 
 def auto_parallel(
@@ -98,9 +98,15 @@ def auto_parallel(
         room=room,
         where=str(found),
         base=base,
-        left_out=tuple(dict.fromkeys(why for why in (unstaged, *unsharded.values()) if why is not None)),
+        left_out=tuple(
+            dict.fromkeys(why for why in (unstaged, *unsharded.values(), *_apart(search)) if why is not None)
+        ),
         search_again=lambda more: search((*said, *more)),
     )
+
+
+def _apart(search: _Search) -> tuple[str, ...]:
+    return () if search.layers.on_tokens else ("tokens apart between layers, as the model's code does not run on some",)
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -160,11 +166,18 @@ class _Search:
                 room=self.room,
                 top_k=self.top_k,
                 time_limit=None if stop is None else stop - time.monotonic(),
+                limits=limits,
             )
             failing = {region for one in searched.candidates for region in self._failing(one)}
             if not failing:
                 return searched
-            self.layers = replace(self.layers, failing=self.layers.failing | failing)
+            # Other ways that leave tokens apart would most likely meet the same code.
+            apart = {region for region in failing if any("tokens" in (way.takes, way.gives) for _, way in region.ways)}
+            self.layers = replace(
+                self.layers,
+                failing=self.layers.failing | (failing - apart),
+                on_tokens=self.layers.on_tokens and not apart,
+            )
 
     def _arrangements(self) -> Iterator[Arrangement]:
         pieces = self.layers.pieces
@@ -193,11 +206,11 @@ def _regions(found: tuple[Segment, ...], picked: tuple[Way, ...]) -> list[list[t
     """Return runs of segments that hand activations to each other cut."""
     region: dict[int, int] = {}
     for place, (segment, way) in enumerate(zip(found, picked, strict=True)):
-        if not (way.takes_cut or way.gives_cut):
+        if way.takes == way.gives == "whole":
             continue
         region[place] = place
-        for source in segment.inputs if way.takes_cut else ():
-            if source.follows or way.style is not None:
+        for source in segment.inputs:
+            if way.takes_of(source) != "whole":
                 assert isinstance(source.source, int)
                 joined = region[source.source]
                 region = {one: region[place] if root == joined else root for one, root in region.items()}

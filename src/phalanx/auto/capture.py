@@ -23,7 +23,9 @@ from phalanx.auto.capture_blocks import is_inside, put_together, repeated_blocks
 from phalanx.auto.capture_copy import copied, dummy, random_numbers_kept
 from phalanx.auto.capture_record import Recorder
 from phalanx.auto.graph import LEVELS, Captured, Level, Operator
+from phalanx.auto.operator_sites import unfit
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.parallel.captured import note_capture
 from phalanx.plan.shape import ParamShape
 
 logger = logging.getLogger("phalanx.auto")
@@ -63,7 +65,7 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
         logger.info("captured %s as %s, not %s", type(model).__name__, best, reason)
     told = level or best
     modules = tuple((path, type(module).__name__) for path, module in model.named_modules())
-    return Captured(
+    captured = Captured(
         level=told,
         reasons=tuple(reasons),
         operators=_told(told, seen.operators, blocks, dict(modules)),
@@ -73,6 +75,8 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
         tied=_tied(model),
         blocks=blocks,
     )
+    note_capture(model, partial(unfit, captured))
+    return captured
 
 
 @dataclass(frozen=True, slots=True)

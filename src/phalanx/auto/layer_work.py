@@ -95,9 +95,12 @@ class LayerWork:
         rows = 1.0 if arrangement.cuts_by_rows else 1 / arrangement.row_parts
         whole = Share(rows=1 / arrangement.row_parts)
         shares = {whole, Share(rows=rows, outer=1 / parts), Share(rows=rows, inner=1 / parts)}
+        # A bound has no time to ask of which modules ranks can compute parts.
+        split = Share(rows=1 / arrangement.row_parts / arrangement.model)
         least = 0.0
         for work in self.all:
-            found = (self.times(work, share) for share in (shares if _may_be_cut(work.segment) else (whole,)))
+            tried = {split, *shares} if _may_be_cut(work.segment) else {split if not work.segment.is_glue else whole}
+            found = (self.times(work, share) for share in tried)
             least += min(one.forward + one.backward for one in found)
         return least
 
@@ -112,7 +115,7 @@ def _first(found: tuple[Segment, ...], trains: list[bool]) -> list[bool]:
 
 
 def _may_be_cut(segment: Segment) -> bool:
-    return segment.kind in ("Linear", "Embedding") or segment.last_dim_parts > 1
+    return segment.kind in ("Linear", "Embedding") or segment.last_dim_parts > 1 or segment.token_parts > 1
 
 
 def _bytes(tensors: Iterable[TensorShape]) -> float:

@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from phalanx.auto.graph import Captured
+from phalanx.auto.operator_sites import parts_of
 from phalanx.auto.pieces import Pieces
-from phalanx.auto.segments import Segment
+from phalanx.auto.segments import Input, Segment
 from phalanx.plan.tensor_rules import Style
+
+State = Literal["whole", "features", "tokens"]
+"""How an activation stands between layers whose ranks read the same rows: whole, or cut along the last dim, or along
+the one before, in which the tokens of a sequence follow each other."""
 
 
 class Way(NamedTuple):
     """How a part of the model is computed."""
 
-    style: Style | None
-    """Style of `px.shard`; None as it stands."""
+    style: Style | Literal["parts"] | None
+    """Style of `px.shard`, or `parts`: its operators are placed, each computed in parts (`auto/operator_sites`). None
+    as it stands."""
 
-    takes_cut: bool = False
-    """Whether its input arrives cut along the last dim."""
+    takes: State = "whole"
+    """How its input arrives."""
 
-    gives_cut: bool = False
-    """Whether its output leaves cut along the last dim."""
+    gives: State = "whole"
+    """How its output leaves."""
+
+    @property
+    def takes_cut(self) -> bool:
+        """Whether its input arrives cut along the last dim."""
+        return self.takes == "features"
+
+    @property
+    def gives_cut(self) -> bool:
+        """Whether its output leaves cut along the last dim."""
+        return self.gives == "features"
+
+    def takes_of(self, source: Input) -> State:
+        """Return how one of its inputs arrives; masks and the like may be whole where activations are cut."""
+        if self.takes == "features":
+            return "features" if source.follows or self.style is not None else "whole"
+        return self.takes if isinstance(source.source, int) else "whole"
 
     def __str__(self) -> str:
-        if self.style is None:
-            return "cut as it comes" if self.takes_cut else "whole"
-        cut = " from cut" if self.takes_cut else " to cut" if self.gives_cut else ""
-        return f"{self.style}{cut}"
+        if self.style in (None, "sequence"):
+            return {"whole": "whole", "features": "cut as it comes", "tokens": "on its tokens"}[self.takes]
+        taken, given = _WORDS[self.takes], _WORDS[self.gives]
+        return f"{self.style}{f' from {taken}' if taken else ''}{f' to {given}' if given else ''}"
 
+
+_WORDS: dict[State, str] = {"whole": "", "features": "cut", "tokens": "tokens"}
+
+_TOKENS_TOO: tuple[State, ...] = ("whole", "tokens")
+_CUT_TOO: tuple[State, ...] = ("whole", "features")
 
 WHOLE = Way(None)
+PARTS = Way("parts")
 
 EVERY_WAY = (
     WHOLE,
-    Way(None, takes_cut=True, gives_cut=True),
-    Way("column"),
-    Way("column", gives_cut=True),
-    Way("row"),
-    Way("row", takes_cut=True),
-    Way("vocab"),
+    Way(None, "features", "features"),
+    Way(None, "tokens", "tokens"),
+    Way("sequence", "tokens", "tokens"),
+    *(Way("column", taken, given) for taken in _TOKENS_TOO for given in _CUT_TOO),
+    *(Way("row", taken, given) for taken in _CUT_TOO for given in _TOKENS_TOO),
+    *(Way("vocab", gives=given) for given in _TOKENS_TOO),
+    PARTS,
 )
 
 
@@ -76,3 +105,16 @@ class Layers:
 
     failing: frozenset[Region] = frozenset()
     """Ways that do not run together."""
+
+    on_tokens: bool = True
+    """Whether activations may be cut along their tokens between layers."""
+
+    known_parts: dict[tuple[int, int], bool] = field(default_factory=dict, compare=False, repr=False)
+    """Whether so many ranks can compute parts of a segment, by `Segment.like`; kept over searches."""
+
+    def has_parts(self, segment: Segment, ranks: int) -> bool:
+        """Return whether so many ranks can compute parts of a call of a module, operator by operator."""
+        key = segment.like, ranks
+        if key not in self.known_parts:
+            self.known_parts[key] = parts_of(self.captured, segment.operators, ranks) is not None
+        return self.known_parts[key]

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement, divisors
@@ -94,6 +94,7 @@ def search_plans(
     room: float = math.inf,
     top_k: int = 5,
     time_limit: float | None = None,
+    limits: Sequence[str] = (),
 ) -> Searched:
     """Return the fastest Plans of a model that fit the room of every rank.
 
@@ -105,9 +106,10 @@ def search_plans(
         room: Bytes that each has.
         top_k: Arrangements of which the fastest Plan is to be proved.
         time_limit: Seconds after which the best so far and its gap are returned.
+        limits: What left arrangements and ways out, in the user's words, for the error.
 
     Raises:
-        PlanError: If nothing fits; says the least bytes that any Plan needs.
+        PlanError: If nothing fits, and says the least bytes that any Plan needs; or nothing keeps to the limits.
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     space = tuple(arrangements)
@@ -143,7 +145,7 @@ def search_plans(
             found.append(_candidate(layers, space[i], ways, solved))
             bound = min(bound, solved.bound)
     if not listed:
-        raise PlanError("No way to arrange the ranks keeps to the limits. Loosen one, or take another number of ranks.")
+        raise PlanError(_none_left(limits, len(space)))
     if not found:
         raise PlanError(_too_large([(space[i], ways) for i, ways in listed.items()], room))
     found.sort(key=lambda one: one.seconds)
@@ -285,6 +287,12 @@ def _parts(choices: Choices | StagedChoices, solved: Solved) -> dict[str, float]
         "optimizer": update / choices.ranks,
     }
     return {**parts, "stages": solved.seconds - sum(parts.values())}
+
+
+def _none_left(limits: Sequence[str], tried: int) -> str:
+    asked = f" keeps to the limits {', '.join(map(repr, limits))}" if limits else " computes this model"
+    found = f": {tried} are left, and in each some layer has no way to be computed" if tried else ""
+    return f"No way to arrange the ranks{asked}{found}. Loosen one, or take another number of ranks."
 
 
 def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:

@@ -66,6 +66,10 @@ class Segment:
 
     Element-wise modules have the size of the dimension, attention with separate queries, keys and values its heads."""
 
+    token_parts: int
+    """The same of the dimension before the last, of a sequence. All inputs that segments made are cut so; they have
+    three dimensions or more."""
+
     keeps_rows: bool
     """Whether each row of the outputs takes no more than the same row of the inputs. Rows are the first dimension of
     the sample, two or more, wherever they went. False for batch norm in training, for the loss, and if not known."""
@@ -77,6 +81,10 @@ class Segment:
     """Positions of its operators in the captured step, forward."""
 
     backward_operators: tuple[int, ...]
+
+
+_ON_TOKENS = 3
+"""Dimensions of an activation of tokens: rows, tokens, features."""
 
 
 def segments(captured: Captured) -> tuple[Segment, ...]:
@@ -124,6 +132,7 @@ class _Reader:
                     backward_kernels=_kernels(back),
                     kept_bytes=sum(op.kept_bytes for op in ops),
                     last_dim_parts=parts,
+                    token_parts=self._token_parts(run),
                     keeps_rows=self._mixing.isdisjoint(run),
                     like=like.get(at, at),
                     operators=tuple(run),
@@ -143,14 +152,21 @@ class _Reader:
                 return parts, follows
         return 0, lambda read: False
 
-    def _through(self, run: Sequence[int], follows: Callable[[Read], bool]) -> int:
+    def _token_parts(self, run: Sequence[int]) -> int:
+        made = [read for read in self._outside(run) if isinstance(read.source, int)]
+        if not made or any(len(read.value.shape) < _ON_TOKENS for read in made):
+            return 0
+        return self._through(run, lambda read: isinstance(read.source, int), from_end=2)
+
+    def _through(self, run: Sequence[int], follows: Callable[[Read], bool], from_end: int = 1) -> int:
+        """Return the parts of a cut of a dimension, counted from the end, that leaves a run as it enters it."""
         state: dict[tuple[int, int], Cut | None] = {}
 
         def find(read: Read) -> Cut | None:
             if isinstance(read.source, int) and (read.source, read.output) in state:
                 return state[read.source, read.output]
             shape = read.value.shape
-            return Cut(len(shape) - 1, shape[-1]) if shape and follows(read) else None
+            return Cut(len(shape) - from_end, shape[-from_end]) if len(shape) >= from_end and follows(read) else None
 
         for at in run:
             cuts = passed(self._ops[at], find)
@@ -158,7 +174,7 @@ class _Reader:
                 return 0
             state.update({(at, output): cut for output, cut in enumerate(cuts)})
         ends = [(state[at, output], self._ops[at].outputs[output].shape) for at, output in self._outputs(run)]
-        if not all(cut and (cut.dim, cut.repeats) == (len(shape) - 1, 1) for cut, shape in ends):
+        if not all(cut and (cut.dim, cut.repeats) == (len(shape) - from_end, 1) for cut, shape in ends):
             return 0
         return math.gcd(*(cut.parts for cut, _ in ends if cut))
 

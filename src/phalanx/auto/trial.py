@@ -7,8 +7,10 @@ is another on a rank; then its code fails on the narrow tensors, and the layers 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.auto.capture import LossFunction, capture
@@ -42,12 +44,18 @@ def cannot_run_cut(
         model: The whole model; not changed.
         sample: As `capture` takes it.
         loss_fn: As `capture` takes it.
-        cut: Linear layers, by path, and how they are computed.
+        cut: Layers, by path, and how they are computed.
         ranks: Parts.
     """
     narrow, batch, loss = copied((model, sample, loss_fn), _on_meta)
     for path, way in cut.items():
         layer = narrow.get_submodule(path)
+        if way.style != "sequence" and way.takes == "tokens":
+            layer.register_forward_pre_hook(partial(_tokens_together, ranks))
+        if way.style != "sequence" and way.gives == "tokens":
+            layer.register_forward_hook(partial(_first_tokens, ranks))
+        if way.style not in ("column", "row"):
+            continue
         if way.gives_cut:
             layer.weight = _first_part(layer.weight, 0, ranks)
             layer.bias = None if layer.bias is None else _first_part(layer.bias, 0, ranks)
@@ -70,3 +78,11 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _first_part(param: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
     size = -(-param.shape[dim] // ranks)
     return nn.Parameter(param.detach().narrow(dim, 0, size), requires_grad=param.requires_grad)
+
+
+def _tokens_together(ranks: int, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.cat([inputs[0]] * ranks, -2),)
+
+
+def _first_tokens(ranks: int, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.narrow(-2, 0, output.shape[-2] // ranks)

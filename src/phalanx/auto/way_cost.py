@@ -18,6 +18,8 @@ from phalanx.auto.operator_cost import Share, Times
 from phalanx.auto.rates import STATES, Speed
 from phalanx.auto.segments import Segment
 from phalanx.cluster.measured import Kind
+from phalanx.plan.shape import ParamShape
+from phalanx.plan.tensor_rules import CUT_DIM
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel together until they fill this many bytes, as `plan.value.AllReduce` says."""
@@ -45,17 +47,21 @@ class WayCost:
         at = self._at
         ranks = 1 if way == WHOLE else at.model if at.model > 1 else at.data
         own_rows = way.style is not None and at.model == 1
+        in_rows = way.style in ("parts", "sequence") or (way.style is None and way.takes == "tokens")
+        part = _largest_part(work.segment, way, ranks)
         share = Share(
-            rows=1.0 if own_rows else 1 / at.row_parts,
-            outer=1 / ranks if way.style in ("column", None) else 1.0,
-            inner=1 / ranks if way.style == "row" else 1.0,
+            rows=1.0 if own_rows else 1 / at.row_parts / (ranks if in_rows else 1),
+            outer=part if way.style in ("column", None) and not in_rows else 1.0,
+            inner=part if way.style == "row" else 1.0,
         )
         times = self._work.times(work, share)
         sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
-        held = self._held(work.segment, ranks if way.style is not None else 1)
-        kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives_cut or way.style == "row" else 1)
+        held = self._held(work.segment, 1 / part if way.style in CUT_DIM else 1, way)
+        kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives != "whole" or way.style == "row" else 1)
         kept += work.taken if own_rows else 0.0
-        working, again, selected = work.given / at.row_parts / (ranks if way.gives_cut else 1), 0.0, 0.0
+        if way.style == "column" and way.takes == "tokens":
+            kept += work.taken / at.row_parts  # put together, and kept for the gradient of the weight
+        working, again, selected = work.given / at.row_parts / (ranks if way.gives != "whole" else 1), 0.0, 0.0
         if at.recompute == "selective" and work.in_block:
             selected = len(work.operators) * self._speed.host.selective_op_s
         if at.recompute != "none" and work.in_block:
@@ -102,19 +108,39 @@ class WayCost:
 
     def _sent(self, work: Work, way: Way) -> Times:
         """Return the collectives of a layer whose ranks read the same rows."""
-        if way.style is None:
+        if way.style in (None, "sequence"):
             return Times(0.0, 0.0)
         where, said = self._at.over_model, self._called
         taken, given = work.taken / self._at.row_parts, work.given / self._at.row_parts
+        if way.style == "parts":
+            return self._sent_around_parts(work)
         if way.style == "column":
             forward = 0.0 if way.gives_cut else said("all_gather", given, where)
+            if way.takes == "tokens":  # terms of its gradients travel to who adds them
+                return Times(forward + said("all_gather", taken, where), said("all_to_all", taken, where))
             return Times(forward, 0.0 if work.is_first else said("all_reduce", taken, where))
+        if way.gives == "tokens":
+            return Times(said("all_to_all", given, where), said("all_gather", given, where))
         forward = said("all_reduce", given, where)
         whole_taken = way.style == "row" and not way.takes_cut and not work.is_first
         return Times(forward, said("all_gather", taken, where) if whole_taken else 0.0)
 
-    def _held(self, segment: Segment, parts: int) -> _Held:
-        """Return what parameters cost that are cut into so many parts."""
+    def _sent_around_parts(self, work: Work) -> Times:
+        """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.
+
+        Those of whole parameters are terms. What DTensor adds to every operator counts as it does for recomputation.
+        """
+        where, said, rows = self._at.over_model, self._called, self._at.row_parts
+        watched = 2 * len(work.operators) * self._speed.host.selective_op_s
+        forward = sum(said("all_gather", output.bytes / rows, where) for output in work.segment.outputs)
+        backward = sum(said("all_reduce", param.bytes, where) for param in work.segment.parameters if param.trainable)
+        if not work.is_first:
+            inputs = (one for one in work.segment.inputs if isinstance(one.source, int))
+            backward += sum(said("all_gather", one.value.bytes / rows, where) for one in inputs)
+        return Times(forward + watched, backward + watched)
+
+    def _held(self, segment: Segment, parts: float, way: Way) -> _Held:
+        """Return what parameters cost that are cut into so many parts in this way."""
         at, said = self._at, self._speed.collective_s
         own = [param for param in segment.parameters if param.name not in self._seen]
         trained = [param for param in own if param.trainable]
@@ -123,9 +149,15 @@ class WayCost:
         copies = at.data if at.model > 1 or parts == 1 else 1
         bucket = self._bucket / parts
         exchange = gather = 0.0
-        if copies > 1 and size:
+        terms = _terms(trained, way)
+        if terms and not at.zero:
+            exchange += said("all_reduce", bucket, at.over_rows_and_parts) * terms / bucket
+        elif terms:
+            exchange += said("all_reduce", bucket, at.over_model) * terms / at.data / bucket
+        sole = size if at.zero else size - terms
+        if copies > 1 and sole:
             kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
-            exchange = said(kind, bucket, at.over_data) * size / bucket
+            exchange += said(kind, bucket, at.over_data) * sole / bucket
         if at.zero and size + frozen:
             gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
         slices = at.data if at.zero else 1
@@ -137,6 +169,24 @@ class WayCost:
         passing = 0.0 if not at.zero or at.stages > 1 else size + (size + frozen if at.zero == 3 else 0.0)
         update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
         return _Held(values + gradients + state, passing, exchange, gather, update if trained else 0.0)
+
+
+def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
+    """Return the share of a segment that the rank with the largest part has."""
+    weight = next((param for param in segment.parameters if len(param.shape) == 2), None)
+    if weight is None or way.style not in CUT_DIM:
+        return 1 / ranks
+    size = weight.shape[CUT_DIM[way.style]]
+    return -(-size // ranks) / size
+
+
+def _terms(params: Iterable[ParamShape], way: Way) -> float:
+    """Return the bytes of whole parameters of whose gradients each rank has a term, as it sees some of the tokens."""
+    if way.style == "sequence":
+        return sum(param.bytes for param in params)
+    if way.style == "row" and way.gives == "tokens":
+        return sum(param.bytes for param in params if len(param.shape) == 1)
+    return 0.0
 
 
 class _Held(NamedTuple):

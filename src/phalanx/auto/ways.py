@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.choices import Choices, Link, Node
 from phalanx.auto.layer_work import LayerWork
-from phalanx.auto.layers import WHOLE, Layers, Way
+from phalanx.auto.layers import PARTS, WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.segments import Segment
 from phalanx.auto.staged import StagedChoices
@@ -99,8 +99,12 @@ class _Listed:
         found = [WHOLE]
         if self._at.model > 1:
             if self._passes_cut(alike):
-                found.append(Way(None, takes_cut=True, gives_cut=True))
+                found.append(Way(None, "features", "features"))
+            if self._at.stages == 1 and self._layers.on_tokens:
+                found += self._ways_on_tokens(alike)
             found += self._layer_ways(alike, self._at.model, same_rows=True)
+            if self._is_placeable(alike):
+                found.append(PARTS)
         elif self._at.cuts_by_rows:
             found += self._layer_ways(alike, self._at.data, same_rows=False)
         return tuple(way for way in found if (segment.like, way) not in self._layers.unwanted)
@@ -124,11 +128,38 @@ class _Listed:
         if weight.shape[0] >= ranks:
             yield Way("column")
             if same_rows:
-                yield Way("column", gives_cut=True)
+                yield Way("column", gives="features")
         if weight.shape[1] >= ranks:
             yield Way("row")
-            if same_rows and all(not isinstance(source.source, str) for one in alike for source in one.inputs):
-                yield Way("row", takes_cut=True)
+            if same_rows and _has_makers(alike):
+                yield Way("row", "features")
+
+    def _ways_on_tokens(self, alike: list[Segment]) -> Iterable[Way]:
+        """Yield the ways that take or give activations of which each rank has some of the tokens."""
+        first, ranks = alike[0], self._at.model
+        if any(len(shape.shape) < 3 or shape.shape[-2] % ranks for one in alike for shape in one.outputs):
+            return
+        if first.token_parts and all(one.token_parts % ranks == 0 and not self._drops(one) for one in alike):
+            if not any(one.parameters for one in alike):
+                yield Way(None, "tokens", "tokens")
+            elif not first.is_glue and all(map(self._is_alone, alike)):
+                yield Way("sequence", "tokens", "tokens")
+        for way in tuple(self._layer_ways(alike, ranks, same_rows=True)):
+            if way.style in ("row", "vocab") and (way.style == "vocab" or way.takes_cut):
+                yield way._replace(gives="tokens")
+            if way.style == "column" and _has_makers(alike):
+                yield way._replace(takes="tokens")
+
+    def _is_placeable(self, alike: list[Segment]) -> bool:
+        """Return whether ranks can compute parts of the operators of these modules, each with as many rows."""
+        at, first = self._at, alike[0]
+        if at.stages > 1 or at.recompute == "selective" or at.rows % (at.data * at.model):
+            return False
+        if not all(one.path in self._once and not one.is_glue and one.outputs for one in alike):
+            return False
+        if first.kind in ("Linear", "Embedding"):  # they have styles of their own
+            return False
+        return self._layers.has_parts(first, at.model)
 
     def _passes_cut(self, alike: list[Segment]) -> bool:
         """Return whether a cut goes through segments, none of whose cut inputs comes from outside all segments."""
@@ -136,12 +167,16 @@ class _Listed:
             one.last_dim_parts
             and one.last_dim_parts % self._at.model == 0
             and not any(source.follows and isinstance(source.source, str) for source in one.inputs)
-            and (one.kind == "Dropout" or not any(map(self._draws, one.operators)))
+            and not self._drops(one)
             for one in alike
         )
 
+    def _drops(self, one: Segment) -> bool:
+        """Return whether parts of a segment would draw the same random numbers: a module for it knows better."""
+        return one.kind != "Dropout" and any(map(self._draws, one.operators))
+
     def _draws(self, place: int) -> bool:
-        """Return whether an operator draws random numbers: parts would draw the same. A module for it knows better."""
+        """Return whether an operator draws random numbers."""
         operator = self._layers.captured.operators[place]
         if "attention" in operator.name:
             return any(isinstance(value, float) and value > 0 for value in operator.arguments)  # its dropout
@@ -149,11 +184,14 @@ class _Listed:
 
     def _can_be_cut(self, segment: Segment) -> bool:
         """Return whether a layer can have a style, is called once, and holds its parameters alone."""
-        is_alone = not any(param.name in self._shared for param in segment.parameters)
-        return is_alone and segment.path in self._once and segment.path in self._layers.may_be_cut
+        return self._is_alone(segment) and segment.path in self._layers.may_be_cut
+
+    def _is_alone(self, segment: Segment) -> bool:
+        """Return whether a module is called once, and nobody else has its parameters."""
+        return segment.path in self._once and not any(param.name in self._shared for param in segment.parameters)
 
     def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
-        """Yield which ways of neighbours leave an activation cut where it is taken whole, or the reverse."""
+        """Yield which ways of neighbours leave an activation in another state than it is taken in."""
         if self._at.model == 1:
             return
         segments = self._layers.segments
@@ -170,7 +208,12 @@ class _Listed:
                     (i, j): math.inf
                     for i, one in enumerate(ways[pair[0]])
                     for j, two in enumerate(ways[pair[1]])
-                    if one.gives_cut != (two.takes_cut and (source.follows or two.style is not None))
+                    if one.gives != two.takes_of(source)
                 }
                 if apart:
                     yield Link(first=pair[0], second=pair[1], seconds=apart)
+
+
+def _has_makers(alike: list[Segment]) -> bool:
+    """Return whether all inputs are what other segments made: others are whole."""
+    return all(isinstance(source.source, int) for one in alike for source in one.inputs)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.auto.layers import Layers, Way
+from phalanx.auto.layers import PARTS, Layers, State, Way
+from phalanx.auto.operator_sites import parts_of
 from phalanx.auto.planner import Candidate
 from phalanx.errors import PlanError
 from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.tensor_rules import Styled, with_cut_layers
-from phalanx.plan.value import Plan, Reason
+from phalanx.plan.value import ModuleRule, OpRule, Plan, Reason, Shard
 from phalanx.strategy import DistributedStrategy
 
 PLANNED = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "recompute")
@@ -35,6 +36,7 @@ def written(candidate: Candidate, layers: Layers, base: DistributedStrategy | No
     if styled:
         axis = MODEL_AXIS if candidate.arrangement.model > 1 else DATA_AXIS
         plan = with_cut_layers(plan, styled, axis)
+    plan = _with_parts(plan, candidate, layers)
     said = Reason(
         setting=f"planner: {candidate.arrangement}",
         effect=f"predicted {candidate.seconds * 1e3:.4g} ms a step, {candidate.peak / 2**20:.4g} MiB a rank",
@@ -85,22 +87,46 @@ def _styled(candidate: Candidate, layers: Layers) -> Iterator[Styled]:
     kinds = {segment.path: segment.kind for segment in layers.segments if not segment.is_glue}
     names = {param.name for param in layers.captured.parameters}
     for path, way in candidate.ways.items():
-        if way.style is not None:
+        if way.style not in (None, "parts"):
             yield _layer(path, way, names)
-        elif (
-            kinds.get(path) == "Dropout" and path in layers.may_be_cut
-        ):  # it draws the mask of the whole and uses its part
-            yield Styled(module=path, style="column", inputs=-1)
+        elif way.takes != "whole" and kinds.get(path) == "Dropout" and path in layers.may_be_cut:
+            # It draws the mask of the whole and uses its part.
+            yield Styled(module=path, style="sequence" if way.takes == "tokens" else "column", inputs=_DIMS[way.takes])
+
+
+_DIMS: dict[State, int | None] = {"whole": None, "features": -1, "tokens": -2}
+
+
+def _with_parts(plan: Plan, candidate: Candidate, layers: Layers) -> Plan:
+    """Return a Plan in which modules in the way `parts` cut their inputs, and their operators leave outputs so."""
+    modules, ops = list(plan.modules), list(plan.ops)
+    for segment, way in zip(layers.segments, candidate.picked, strict=True):
+        if way != PARTS:
+            continue
+        parts = parts_of(layers.captured, segment.operators, candidate.arrangement.model)
+        assert parts is not None  # a way that is there can be taken
+        modules.append(ModuleRule(match=segment.path, inputs={MODEL_AXIS: Shard(dim=parts.dim)}))
+        for site, dims in parts.placed:
+            ops.append(OpRule(site=str(site), outputs=tuple({MODEL_AXIS: Shard(dim=dim)} for dim in dims)))
+    if not ops:
+        return plan
+    digest = layers.captured.digest()
+    return plan.model_copy(update={"modules": tuple(modules), "ops": tuple(ops), "capture_digest": digest})
 
 
 def _layer(path: str, way: Way, names: set[str]) -> Styled:
     assert way.style is not None
+    assert way.style != "parts"
+    inputs, outputs = _DIMS[way.takes], _DIMS[way.gives]
+    if way.style == "sequence":
+        own = tuple(sorted(name for name in names if name.rpartition(".")[0] == path))
+        return Styled(module=path, style=way.style, others=own, inputs=inputs, outputs=outputs)
     bias = f"{path}.bias"
     return Styled(
         module=path,
         style=way.style,
         weight=f"{path}.weight",
         bias=bias if bias in names else None,
-        inputs=-1 if way.takes_cut else None,
-        outputs=-1 if way.gives_cut else None,
+        inputs=inputs,
+        outputs=outputs,
     )

@@ -1,8 +1,8 @@
 """Make a model and an optimizer train the way a Plan says.
 
 One stated order: compare model and Plan over the ranks; check the Plan against model, mesh and version; broadcast;
-tables; tensor parallel; how modules compute; stages, sharding or data parallel. Objects go in and the same objects come
-out; `state_dict` keys stay those of the plain model.
+tables; tensor parallel; single operators; how modules compute; stages, sharding or data parallel. Objects go in and the
+same objects come out; `state_dict` keys stay those of the plain model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.captured import check_operators
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, shape_of
 from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.techniques import attach_tables, cut_stages, prepare_modules, reduce_gradients, updaters_of
+from phalanx.parallel.techniques import (
+    attach_tables,
+    cut_stages,
+    place_operators,
+    prepare_modules,
+    reduce_gradients,
+    updaters_of,
+)
 from phalanx.parallel.tensor.swap import cut_layers
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
@@ -127,6 +135,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
     check_fits(plan, model, shape, context)
+    check_operators(plan, model)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
     if dist.is_initialized():
@@ -141,6 +150,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         attach_tables(plan, model)
     if context.is_distributed:
         cut_layers(plan, model, mesh)
+        place_operators(plan, model, mesh)
     prepare_modules(plan, model, context)
     update = sharded_update(plan, shape) if context.is_distributed else None
     pipeline = cut_stages(plan, model, mesh, update, context) if mesh.size((STAGE_AXIS,)) > 1 else None

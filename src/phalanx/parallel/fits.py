@@ -12,6 +12,7 @@ from phalanx.plan.mesh import Position, reduced_along
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.server_rules import DENSE
 from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.sites import axis_of, regions
 from phalanx.plan.value import (
     Average,
     OnRanks,
@@ -22,6 +23,7 @@ from phalanx.plan.value import (
     Server,
     TopK,
     Update,
+    matches,
 )
 
 
@@ -106,20 +108,36 @@ def _first_beyond_this_version(plan: Plan, shape: ModelShape, model: nn.Module) 
             return (
                 f"modules[{module.match}].dtype = {module.dtype}: a whole model computes in it, or modules in float32"
             )
-    return _beyond_steps(plan) or _beyond_stages(plan, shape, model)
+    return _beyond_steps(plan) or _beyond_operators(plan, model) or _beyond_stages(plan, shape, model)
 
 
 def _beyond_steps(plan: Plan) -> str | None:
-    """Return what of a Plan's step, operators and schedule cannot be applied."""
+    """Return what of a Plan's step cannot be applied."""
     step = plan.step
-    if plan.world_size > 1 and not step.batch_axes and not plan.modules:
+    if plan.world_size > 1 and not step.batch_axes and not plan.modules and not plan.ops:
         axes = tuple(axis.name for axis in plan.mesh)
         return f"plan.step.batch_axes = (): every rank would compute the same; name the axes that carry rows of {axes}"
-    asked = {
-        "ops": bool(plan.ops),
-        "step.sink": step.sink != 1,
+    return "plan.step.sink" if step.sink != 1 else None
+
+
+def _beyond_operators(plan: Plan, model: nn.Module) -> str | None:
+    """Return what of a Plan's rules for operators cannot be applied, whatever step the model runs."""
+    names = {name for name, _ in model.named_modules()}
+    styled = [name for name in names if any(rule.style and matches(rule.match, name) for rule in plan.modules)]
+    axis = axis_of(plan)
+    for path in regions(plan):
+        if path not in names:
+            return f"ops in {path!r}: the model has no such module.{did_you_mean(path, names)}"
+        cut = min((name for name in styled if not path or f"{name}.".startswith(f"{path}.")), default=None)
+        if cut is not None:
+            return f"ops in {path!r}, in which {cut!r} is cut over ranks by itself: place operators beside it"
+    beside = {
+        f"along {axis!r}, which the mesh has not": axis is not None and axis not in {a.name for a in plan.mesh},
+        "together with step.compiled": plan.step.compiled,
+        "together with stages of a pipeline": Position(plan.mesh, rank=0).count((STAGE_AXIS,)) > 1,
     }
-    return next((f"plan.{name}" for name, is_asked in asked.items() if is_asked), None)
+    found = next((name for name, is_there in beside.items() if plan.ops and is_there), None)
+    return None if found is None else f"plan.ops {found}"
 
 
 def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:

@@ -94,6 +94,14 @@ def _scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
                 param.register_hook(partial(torch.mul, other=1.0 / count))
 
 
+def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Let single operators compute as a Plan says, if it says so of any. Collective then."""
+    if plan.ops:
+        from phalanx.parallel import operators  # imports DTensor
+
+        operators.place_operators(plan, model, mesh)
+
+
 def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     """Change how modules compute, in place; what is not asked for is not imported."""
     if plan.step.sync_bn and context.readers.count > 1:
