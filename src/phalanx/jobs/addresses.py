@@ -49,8 +49,14 @@ def inner_path(text: str) -> str:
     """Return a relative path that stays inside the folder it starts from."""
     path = PurePosixPath(_plain(text, "a path"))
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{text!r} leads out of the code; write a path inside it, without '..'")
+        raise ValueError(f"{text!r} leads out of its folder; write a path inside it, without '..'")
     return str(path)
+
+
+def kept_path(text: str) -> str:
+    """Return an absolute path, or a relative one that stays inside the folder it starts from; neither with `..`."""
+    _plain(text, "a path")
+    return text if text.startswith("/") and ".." not in PurePosixPath(text).parts else inner_path(text)
 
 
 def mount_path(text: str) -> str:

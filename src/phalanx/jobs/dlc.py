@@ -151,9 +151,9 @@ def _dataset(number: int, source: dict[str, Any], left: list[str]) -> dict[str, 
     identity, uri = source.pop("DataSourceId", None), str(source.pop("Uri", None) or "")
     name = _name(str(identity or f"data-{number}"))
     found: dict[str, Any] = {"name": name, "mount": source.pop("MountPath", None)}
-    if "MountAccess" in source:
-        found["readonly"] = source.pop("MountAccess") != "RW"
     where = _where(uri, found["mount"])
+    if source.get("MountAccess") == "RO" or (source.get("MountAccess") == "RW" and where and where["kind"] == "nas"):
+        found["readonly"] = source.pop("MountAccess") == "RO"
     if where is None:
         known = f" ({uri})" if uri else ""
         left.append(f"DataSources[{number}]{known}: where it lies cannot be told; add it: phalanx dataset add {name}")

@@ -9,7 +9,16 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from phalanx.jobs.addresses import bucket_and_key, git_address, git_ref, inner_path, kind_of, mount_path, web_address
+from phalanx.jobs.addresses import (
+    bucket_and_key,
+    git_address,
+    git_ref,
+    inner_path,
+    kept_path,
+    kind_of,
+    mount_path,
+    web_address,
+)
 from phalanx.jobs.command import checked_command
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.states import Cause
@@ -122,6 +131,10 @@ class Dataset(_Model):
         for field, kinds in _ONLY_FOR.items():
             if getattr(self, field) is not None and self.kind not in (*kinds, None):
                 raise ValueError(f"{field} is for {' and '.join(kinds)}, not for {self.kind}; leave it out")
+        if self.kind not in ("local", "nas", None) and not self.readonly:
+            raise ValueError(
+                f"kind {self.kind} is fetched once for all jobs; it can only be read, so leave out readonly"
+            )
         if self.kind == "oss" and self.endpoint is None:
             raise ValueError("oss needs an endpoint, as https://oss-REGION.aliyuncs.com")
         if self.kind == "nas" and self.file_system is None:
@@ -165,9 +178,10 @@ class Retries(_Model):
 
 
 class Checkpoint(_Model):
-    """The folder that survives attempts; the script reads it from PHALANX_CHECKPOINT_DIR. Default: one of the job's."""
+    """The folder that survives attempts; the script reads it from PHALANX_CHECKPOINT_DIR."""
 
-    dir: str | None = None
+    dir: Annotated[str, AfterValidator(kept_path)] | None = None
+    """An absolute path, as to go on from another job, or one in the job's own folder. Default: one of the job's own."""
 
 
 class Kubernetes(_Model):
