@@ -133,9 +133,12 @@ def end_json(end: End) -> str:
 
 
 def read_end(folder: Path, node: int) -> End | None:
-    """Return how node `node` ended, or None while it left no record."""
+    """Return how node `node` ended, or None while it left no record; what is no record counts as a failure."""
     text = _text(layout.exit_record(folder, node))
-    return end_of(text) if text else None
+    try:
+        return end_of(text) if text else None
+    except (ValueError, TypeError, KeyError) as error:
+        return End("failed", Cause.SETUP, f"the exit record of node {node} cannot be read: {error}")
 
 
 def end_of(text: str) -> End:

@@ -1,0 +1,363 @@
+"""The keeper over a store in memory and an engine that does what it is told."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from job_ledger import MemoryLedger
+from phalanx.errors import BackendError, SpecError
+from phalanx.jobs import layout
+from phalanx.jobs.backend import Phase, Status, Submission
+from phalanx.jobs.keeper import LEASE_S, Keeper
+from phalanx.jobs.live import REFUSED_S
+from phalanx.jobs.queue import Amount
+from phalanx.jobs.records import Failure, Job
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause, State
+
+LOST = Failure(Cause.NODE_FAILURE, "node 0 was lost", 0)
+BUG = Failure(Cause.USER_CODE, "rank 0 ended with exit code 1", 0, 0, 1)
+MACHINE = Amount(2000, 4096, 0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """An engine in memory: attempts run until they are told how to end."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[str, int], Status] = {}
+        self.calls: list[str] = []
+        self.secrets: dict[str, str] = {}
+        self.error: Exception | None = None
+
+    def check(self, spec: TrainingJob) -> None: ...
+
+    def render(self, submission: Submission) -> str:
+        return submission.job
+
+    def submit(self, submission: Submission) -> str:
+        self._meet("submit")
+        key = (submission.job, submission.attempt)
+        if key not in self.runs:
+            others = [status.phase for (job, _), status in self.runs.items() if job == submission.job]
+            assert Phase.RUNNING not in others, "two attempts at one job at a time"
+            self.runs[key] = Status(Phase.RUNNING)
+            self.secrets = submission.secrets
+        return f"{submission.job}-{submission.attempt}"
+
+    def status(self, submission: Submission, handle: str) -> Status:
+        self._meet("status")
+        return self.runs.get((submission.job, submission.attempt), Status(Phase.GONE, "unknown"))
+
+    def collect(self, submission: Submission, handle: str) -> None: ...
+
+    def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
+        self._meet("stop")
+        if (submission.job, submission.attempt) in self.runs:
+            self.end(submission.job, Failure(Cause.PREEMPTED, "ended by us"), submission.attempt)
+
+    def cleanup(self, submission: Submission, handle: str) -> None:
+        self._meet("cleanup")
+
+    def end(self, job: str, failure: Failure | None = None, attempt: int = 1) -> None:
+        phase = Phase.SUCCEEDED if failure is None else Phase.FAILED
+        self.runs[job, attempt] = Status(phase, failure=failure)
+
+    def _meet(self, call: str) -> None:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+
+
+class World:
+    """A keeper with everything around it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.clock, self.engine = home, Clock(), Engine()
+        self.ledger = MemoryLedger(self.clock)
+        self.keeper = self.another()
+
+    def another(self, home: str = "") -> Keeper:
+        engines = {"local": self.engine, "slurm": self.engine}
+        return Keeper(self.ledger, engines, self.home / home, machine=MACHINE, clock=self.clock)
+
+    def step(self, times: int = 1, seconds: float = 1.0) -> None:
+        for _ in range(times):
+            self.clock.now += seconds
+            self.keeper.step()
+
+    def job(self, id: str = "a") -> Job:
+        return self.ledger.rows[id]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_job_goes_from_the_queue_to_success(world: World) -> None:
+    world.ledger.add("a")
+    world.step()
+    assert world.job().state is State.RUNNING
+    assert world.ledger.tries["a"][0].handle == "a-1"
+    world.engine.end("a")
+    world.step()
+    assert world.job().state is State.SUCCEEDED
+    assert world.keeper.step() == 1.0
+    assert world.keeper.is_idle
+
+
+def test_jobs_wait_with_a_reason_that_is_written_when_it_changes(world: World) -> None:
+    world.ledger.add("a", resources={"cpu": 2})
+    world.ledger.add("b", resources={"cpu": 1})
+    world.step(30)
+    assert world.job("b").state is State.QUEUED
+    assert world.job("b").reason == "needs 1 cpu, none is free; next in line"
+    assert world.ledger.explained == 1
+    world.engine.end("a")
+    world.step()
+    assert world.job("b").state is State.RUNNING
+    assert world.job("b").reason == ""
+
+
+def test_engines_with_a_queue_of_their_own_get_every_job_and_give_the_reason(world: World) -> None:
+    for id in "abc":
+        world.ledger.add(id, backend="slurm", resources={"cpu": 64})
+    world.step()
+    assert [job.state for job in world.ledger.rows.values()] == [State.RUNNING] * 3
+    world.ledger.add("d", backend="slurm")
+    world.engine.submit = lambda submission: (
+        world.engine.runs.setdefault(  # type: ignore[assignment,method-assign,func-returns-value,return-value]
+            (submission.job, submission.attempt), Status(Phase.QUEUED, "Resources")
+        )
+        and "77"
+    )
+    world.step(2, 5)
+    assert (world.job("d").state, world.job("d").reason) == (State.QUEUED, "slurm: Resources")
+
+
+def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: World) -> None:
+    world.ledger.add("a", retries={"max": 1})
+    world.step()
+    world.engine.end("a", LOST)
+    world.step(2)
+    assert [one.state for one in world.ledger.tries["a"]] == [State.FAILED, State.RUNNING]
+    assert any("restart 1 of 1" in event.message for event in world.ledger.history["a"])
+    world.engine.end("a", LOST, attempt=2)
+    world.step()
+    assert (world.job().state, world.job().failure) == (State.FAILED, LOST)
+    world.ledger.add("b", retries={"max": 5})
+    world.step()
+    world.engine.end("b", BUG)
+    world.step()
+    assert (world.job("b").state, world.job("b").failure) == (State.FAILED, BUG)
+
+
+def test_a_stopped_job_is_stopped_and_one_that_had_succeeded_stays_so(world: World) -> None:
+    for id in "ab":
+        world.ledger.add(id)
+    world.step()
+    for id in "ab":
+        world.ledger.change(id, State.STOPPING, "stopped by ann")
+    world.engine.end("b")
+    world.step(2)
+    assert (world.job("a").state, world.job("a").reason) == (State.STOPPED, "stopped by ann")
+    assert world.job("b").state is State.SUCCEEDED
+
+
+def test_a_job_stopped_before_it_was_handed_over_never_starts(world: World) -> None:
+    world.ledger.add("a")
+    world.ledger.begin_attempt("a")
+    world.ledger.change("a", State.STOPPING, "stopped by ann")
+    world.step(2)
+    assert world.job().state is State.STOPPED
+    assert world.engine.runs == {}
+
+
+def test_a_job_stopped_while_the_keeper_moves_it_is_looked_at_again(world: World) -> None:
+    world.ledger.add("a")
+    begin = world.ledger.begin_attempt
+
+    def stopped_first(job: str) -> Any:
+        world.ledger.change(job, State.STOPPED, "stopped by ann")
+        return begin(job)
+
+    world.ledger.begin_attempt = stopped_first  # type: ignore[method-assign]
+    world.step(2)
+    assert world.job().state is State.STOPPED
+    assert world.engine.runs == {}
+
+
+def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> None:
+    world.ledger.add("a")
+    world.step()
+    world.engine.calls, world.engine.error = [], BackendError("no route.")
+    world.step(100)
+    assert world.job().state is State.RUNNING
+    assert world.job().reason.startswith("local cannot be asked: no route. Tried again in")
+    assert len(world.engine.calls) < 12
+    world.engine.error = None
+    world.engine.end("a")
+    world.step(70)
+    assert world.job().state is State.SUCCEEDED
+
+
+def test_an_engine_that_takes_nothing_fails_the_job_in_the_end(world: World) -> None:
+    world.ledger.add("a")
+    world.engine.error = BackendError("no account")
+    world.step(30, REFUSED_S / 20)
+    failure = world.job().failure
+    assert failure is not None
+    assert failure.cause is Cause.BACKEND
+    assert "no account" in failure.message
+
+
+def test_what_an_engine_refuses_or_a_secret_that_is_gone_fails_at_once(world: World) -> None:
+    world.ledger.add("a")
+    world.engine.error = SpecError("no such partition")
+    world.step()
+    assert world.job().state is State.FAILED
+    world.engine.error = None
+    world.ledger.add("b", secrets=["TOKEN"])
+    world.step()
+    assert world.job("b").state is State.FAILED
+    assert "There is no secret 'TOKEN'" in world.job("b").reason
+    world.ledger.values["TOKEN"] = "value"
+    world.ledger.add("c", secrets=["TOKEN"])
+    world.step()
+    assert world.engine.secrets == {"TOKEN": "value"}
+
+
+def test_silence_of_all_ranks_is_a_hang_and_is_started_again(world: World) -> None:
+    world.ledger.add("a", retries={"max": 1, "hang_after": "60s"})
+    world.step()
+    log = layout.logs(layout.attempt_folder(world.home, "a", 1)) / "workerlog.0"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    os.utime(log, (world.clock.now, world.clock.now))
+    world.step(50)
+    assert len(world.ledger.tries["a"]) == 1
+    world.step(40)
+    first, second = world.ledger.tries["a"]
+    assert (first.failure and first.failure.cause, second.state) == (Cause.HANG, State.RUNNING)
+
+
+def test_the_keeper_ends_what_runs_too_long_if_its_nodes_do_not(world: World) -> None:
+    world.ledger.add("a", max_runtime="60s", grace="10s")
+    world.step(95)
+    assert world.job().state is State.RUNNING
+    world.step(20)
+    failure = world.job().failure
+    assert failure is not None
+    assert failure.cause is Cause.TIMEOUT
+
+
+def test_another_keeper_knows_why_an_attempt_was_being_ended(world: World) -> None:
+    world.ledger.add("a", max_runtime="10s", grace="1s")
+    world.step()
+    world.engine.stop = lambda *_: None  # type: ignore[method-assign]
+    world.step(60)
+    world.keeper = world.another()
+    world.engine.end("a", Failure(Cause.PREEMPTED, "ended by us"))
+    world.step()
+    failure = world.job().failure
+    assert failure is not None
+    assert failure.cause is Cause.TIMEOUT
+
+
+def test_only_one_home_keeps_until_its_lease_runs_out(world: World) -> None:
+    world.ledger.add("a")
+    other = world.another("other")
+    world.step()
+    world.ledger.add("b")
+    other.step()
+    assert world.job("b").state is State.QUEUED
+    world.clock.now += LEASE_S + 1
+    other.step()
+    assert world.job("b").state is State.RUNNING
+
+
+class Killed(BaseException):
+    """The keeper's process has ended here."""
+
+
+def mortal(target: Any, names: tuple[str, ...], dies: Callable[[], bool]) -> None:
+    """Let calls of `target` kill the keeper before or after they act."""
+
+    def wrapped(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            if dies():
+                raise Killed
+            result = act(*arguments, **more)
+            if dies():
+                raise Killed
+            return result
+
+        return call
+
+    for name in names:
+        setattr(target, name, wrapped(getattr(target, name)))
+
+
+def live_through(world: World, chance: random.Random, turns: int, seen: dict[str, State]) -> None:
+    """Let a keeper that may die work while attempts end at random and people stop jobs; no job leaves its end."""
+    for _ in range(turns):
+        world.clock.now += chance.random() * 10
+        try:
+            world.keeper.step()
+        except Killed:
+            world.keeper = world.another()
+        for (id, number), status in list(world.engine.runs.items()):
+            if status.phase is Phase.RUNNING and chance.random() < 0.2:
+                world.engine.end(id, chance.choice([None, LOST, BUG]), number)
+        id, job = chance.choice(list(world.ledger.rows.items()))
+        if chance.random() < 0.02 and not job.state.terminal and job.state is not State.STOPPING:
+            MemoryLedger.change(world.ledger, id, State.STOPPING, "stopped by ann")
+        ended = {id: job.state for id, job in world.ledger.rows.items() if job.state.terminal}
+        assert seen.items() <= ended.items()
+        seen |= ended
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_no_death_of_the_keeper_loses_a_job_or_starts_an_attempt_twice(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    chance = random.Random(seed)
+    world, odds, seen = World(tmp_path_factory.getbasetemp()), [0.05], dict[str, State]()
+    for target, names in (
+        (world.ledger, ("begin_attempt", "submitted", "change", "append", "explain", "attempts", "jobs")),
+        (world.engine, ("submit", "status", "stop", "cleanup")),
+    ):
+        mortal(target, names, lambda: chance.random() < odds[0])
+    for number in range(6):
+        world.ledger.add(f"j{number}", retries={"max": number % 3}, backend=chance.choice(["local", "slurm"]))
+    live_through(world, chance, 150, seen)
+    odds[0] = 0.0
+    live_through(world, chance, 150, seen)
+    for id, job in world.ledger.rows.items():
+        tries = world.ledger.tries[id]
+        ran = [status.phase for (owner, _), status in world.engine.runs.items() if owner == id]
+        assert job.state.terminal
+        assert [one.number for one in tries] == list(range(1, len(tries) + 1))
+        assert len(tries) <= 1 + int(id[1]) % 3
+        assert all(one.ended is not None for one in tries)
+        assert Phase.RUNNING not in ran
+        assert (job.state is State.SUCCEEDED) == (Phase.SUCCEEDED in ran)
