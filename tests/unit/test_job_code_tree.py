@@ -51,6 +51,14 @@ def test_what_the_ignore_files_leave_out_is_not_code(tmp_path: Path) -> None:
     assert paths(tmp_path) == [".gitignore", ".phalanxignore", "a.log", "d.bin", "keep.log", "out/x", "train.py"]
 
 
+def test_ignore_files_above_count_up_to_the_top_of_the_repository(tmp_path: Path) -> None:
+    folder(tmp_path, {".gitignore": "*.py\n", "top/.git/config": "", "top/.gitignore": "*.log\n/lib/x\n"})
+    folder(tmp_path / "top" / "lib", {"x": "", "a.log": "", "train.py": "", "cache/.gitignore": "*\n", "cache/y": ""})
+    assert paths(tmp_path / "top" / "lib") == ["train.py"]
+    (tmp_path / "top" / "lib" / ".git").mkdir()
+    assert paths(tmp_path / "top" / "lib") == ["a.log", "train.py", "x"]
+
+
 def test_a_tree_is_kept_once_for_each_content_and_copied_whole(tmp_path: Path) -> None:
     code, home = folder(tmp_path / "code", {"train.py": "1", "lib/run.sh": "x"}), tmp_path / "home"
     (code / "lib" / "run.sh").chmod(0o755)

@@ -9,35 +9,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import NotFoundError, SpecError
+from known_configs import Known
+from phalanx.errors import SpecError
 from phalanx.jobs.remote import Found
 from phalanx.jobs.resolve import resolve
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.spec_file import read
-
-
-class Known:
-    """The configurations of a workspace, in dictionaries."""
-
-    def __init__(self, **names: dict[str, Any]) -> None:
-        self.codes, self.data, self.secrets = (names.get(kind, {}) for kind in ("codes", "data", "secrets"))
-
-    def code(self, name: str) -> dict[str, Any]:
-        return self._in(self.codes, "code", name)
-
-    def dataset(self, name: str) -> dict[str, Any]:
-        return self._in(self.data, "dataset", name)
-
-    def secret_names(self) -> set[str]:
-        return set(self.secrets)
-
-    def secret(self, name: str) -> str:
-        return str(self._in(self.secrets, "secret", name))
-
-    def _in(self, known: dict[str, Any], kind: str, name: str) -> Any:
-        if name not in known:
-            raise NotFoundError(f"there is no {kind} {name}.")
-        return known[name]
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def remove_secret(name: str, workspace: str) -> None:
 
 
 def _from_text(source: str) -> dict[str, Any]:
-    return Code.model_validate(source).model_dump(exclude_unset=True)
+    return validated(Code, source).model_dump(exclude_unset=True)
 
 
 def _mount(one: Named) -> str:

@@ -7,8 +7,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from pathspec import GitIgnoreSpec
 
@@ -19,7 +20,6 @@ MOST_BYTES = 2 << 30
 MOST_FILES = 100_000
 
 _NEVER = frozenset({".git", "__pycache__", ".venv"})
-_IGNORE_FILES = (".phalanxignore", ".gitignore")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def listed(root: Path, *, everything: bool = False) -> list[Entry]:
     """Return the files and links of a folder of code, by path.
 
     Files that .phalanxignore leaves out are not among them, or .gitignore where the root has no .phalanxignore; both
-    in git's syntax, also those in folders below. `.git`, `.venv` and `__pycache__` never are.
+    in git's syntax, those in folders below included, and above in the same repository. `.git`, `.venv` and
+    `__pycache__` never are.
 
     Args:
         root: The folder.
@@ -47,9 +48,9 @@ def listed(root: Path, *, everything: bool = False) -> list[Entry]:
     """
     if not root.is_dir():
         raise SpecError(f"code: {root} is no folder. Give the folder of the code.")
-    ignore_file = next((name for name in _IGNORE_FILES if (root / name).is_file()), _IGNORE_FILES[0])
+    ignored = None if everything else _Ignored.around(root)
     try:
-        entries = sorted(_walked(root, "", [], None if everything else ignore_file), key=lambda entry: entry.path)
+        entries = sorted(_walked(root, "", ignored), key=lambda entry: entry.path)
     except OSError as error:
         raise SpecError(
             f"code: cannot read {error.filename}: {error.strerror}. Let it be read, or ignore it."
@@ -88,30 +89,55 @@ def copy(root: Path, entries: list[Entry], into: Path) -> None:
         progress.add(entry.bytes)
 
 
-def _walked(
-    folder: Path, prefix: str, ignored: list[tuple[str, GitIgnoreSpec]], ignore_file: str | None
-) -> Iterator[Entry]:
-    if ignore_file is not None and (folder / ignore_file).is_file():
-        lines = (folder / ignore_file).read_text(errors="surrogateescape").splitlines()
-        ignored = [*ignored, (prefix, GitIgnoreSpec.from_lines(lines))]
-    with os.scandir(folder) as found:
+@dataclass(frozen=True)
+class _Ignored:
+    """The ignore files that speak of a folder: the folder of each with what it says, the nearest first."""
+
+    file_name: str
+    specs: tuple[tuple[str, GitIgnoreSpec], ...] = ()
+
+    @classmethod
+    def around(cls, root: Path) -> Self:
+        """Return what the folders above `root` ignore in it, up to the top of its repository."""
+        if (root / ".phalanxignore").is_file():
+            return cls(".phalanxignore")
+        above = list(root.absolute().parents)
+        top = next((number for number, folder in enumerate(above) if (folder / ".git").exists()), None)
+        found = cls(".gitignore")
+        if top is not None and not (root / ".git").exists():
+            for folder in reversed(above[: top + 1]):
+                found = found.inside(str(folder))
+        return found
+
+    def inside(self, folder: str) -> Self:
+        """Return this with the ignore file of `folder`, if it has one."""
+        path = Path(folder, self.file_name)
+        if not path.is_file():
+            return self
+        spec = GitIgnoreSpec.from_lines(path.read_text(errors="surrogateescape").splitlines())
+        return replace(self, specs=((folder + "/", spec), *self.specs))
+
+    def has(self, path: str) -> bool:
+        """Return whether an absolute path, with a slash behind it for a folder, is ignored."""
+        for folder, spec in self.specs:
+            decision = spec.check_file(path.removeprefix(folder)).include
+            if decision is not None:
+                return decision
+        return False
+
+
+def _walked(folder: Path, prefix: str, ignored: _Ignored | None) -> Iterator[Entry]:
+    here = os.path.abspath(folder)
+    ignored = ignored and ignored.inside(here)
+    with os.scandir(here) as found:
         for item in found:
-            path = prefix + item.name
             is_folder = item.is_dir(follow_symlinks=False)
-            if item.name in _NEVER or _is_ignored(path + "/" * is_folder, ignored):
+            if item.name in _NEVER or (ignored is not None and ignored.has(item.path + "/" * is_folder)):
                 continue
             if is_folder:
-                yield from _walked(Path(item.path), path + "/", ignored, ignore_file)
+                yield from _walked(Path(item.path), f"{prefix}{item.name}/", ignored)
             else:
-                yield _entry(item, path)
-
-
-def _is_ignored(path: str, ignored: list[tuple[str, GitIgnoreSpec]]) -> bool:
-    for prefix, spec in reversed(ignored):  # the nearest file that speaks of a path decides
-        decision = spec.check_file(path.removeprefix(prefix)).include
-        if decision is not None:
-            return decision
-    return False
+                yield _entry(item, prefix + item.name)
 
 
 def _entry(item: os.DirEntry[str], path: str) -> Entry:

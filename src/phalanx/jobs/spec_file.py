@@ -48,8 +48,8 @@ def read(
 ModelT = typing.TypeVar("ModelT", TrainingJob, Code, Dataset)
 
 
-def validated(model: type[ModelT], said: Mapping[str, Any]) -> ModelT:
-    """Return `said` as a job, code or dataset.
+def validated(model: type[ModelT], said: Mapping[str, Any] | str) -> ModelT:
+    """Return `said` as a job, code or dataset; the last two also from their short forms.
 
     Raises:
         SpecError: If a field is unknown, missing or cannot be as it is; names every one.
