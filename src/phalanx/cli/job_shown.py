@@ -58,7 +58,7 @@ def job(one: Job, attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
         facts.add_row(heading, escape(value))
     console().print(facts)
     _failure(one.failure)
-    _phases(one, events)
+    _phases(events)
     if attempts:
         _attempts(attempts)
 
@@ -100,19 +100,14 @@ def _failure(failure: Failure | None) -> None:
         click.echo(failure.detail.rstrip())
 
 
-def _phases(one: Job, events: Sequence[Event]) -> None:
+def _phases(events: Sequence[Event]) -> None:
     say = words()
     changes = [event for event in events if event.kind == "state"]
-    ends = [event.time for event in changes[1:]] + [one.ended or datetime.now(UTC)]
-    rows = [
-        [
-            moment(event.time),
-            say(event.data["to"]),
-            span(event.time, end) if event.time != one.ended else "",
-            event.message,
-        ]
-        for event, end in zip(changes, ends, strict=True)
-    ]
+    ends = [event.time for event in changes[1:]] + [datetime.now(UTC)]
+    rows = []
+    for event, end in zip(changes, ends, strict=True):
+        state = State(event.data["to"])
+        rows.append([moment(event.time), say(state), "" if state.terminal else span(event.time, end), event.message])
     show_table([say("time"), say("state"), say("duration"), say("reason")], rows)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import NotFoundError
-from phalanx.jobs import layout
+from phalanx.jobs import layout, striking
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -32,9 +32,6 @@ MOST_BYTES = 2**20
 
 _LEAST_BYTES = 16
 """Fewer could be less than one letter."""
-
-SHORTEST_SECRET = 4
-"""Shorter values are no secrets, and striking them out would leave no log readable."""
 
 _FILES = {"": "workerlog.{}", "server-": "serverlog.{}", "heter-": "heterlog.{}", "node-": "node-{}.log"}
 """Prefix of a log's name and the file it means."""
@@ -185,8 +182,7 @@ def _behind_hole(descriptor: int, start: int, size: int) -> tuple[int, str]:
 
 def _values(secrets: Collection[str]) -> list[bytes]:
     """Return what to look for, the longest first: values, and the lines of those that have several."""
-    parts = {part.strip() for value in secrets for part in (value, *value.splitlines())}
-    return sorted((part.encode() for part in parts if len(part) >= SHORTEST_SECRET), key=len, reverse=True)
+    return [part.encode() for part in striking.parts(secrets)]
 
 
 def _struck(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> bytes:
@@ -200,7 +196,7 @@ def _struck(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> by
             continue
         parts.append(whole[at : max(at, found.start())])
         if found.start() >= low:
-            parts.append(b"***")
+            parts.append(striking.MARK.encode())
         at = min(found.end(), high)
     return b"".join([*parts, whole[at:high]])
 

@@ -141,7 +141,7 @@ class JobService:
         number = found.attempt if attempt is None else attempt
         ended = found.state.terminal or self._attempt(job, number).ended is not None
         folder = self._folder(found, number)
-        piece = logs.read(folder, rank, offset, limit, secrets=self._hidden(found), last=ended)
+        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets_used(found), last=ended)
         return LogPart(piece.text, piece.next, ended and not piece.rest)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
@@ -332,10 +332,3 @@ class JobService:
     def _folder(self, job: Job, attempt: int | None) -> Path:
         number = job.attempt if attempt is None else self._attempt(job.id, attempt).number
         return layout.attempt_folder(self._store.home, job.id, number)
-
-    def _hidden(self, job: Job) -> list[str]:
-        """Values that logs of the job are not to show: of its secrets that are still there."""
-        spec = TrainingJob.model_validate(job.spec)
-        used = {*spec.secrets, spec.code.secret, *(dataset.secret for dataset in spec.datasets)}
-        there = {secret.name for secret in self._store.secrets(job.workspace)}
-        return list(self._store.secret_values(job.workspace, sorted(there & used)).values())

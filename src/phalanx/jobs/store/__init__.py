@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from phalanx.jobs.store.jobs import JobRows
 from phalanx.jobs.store.leases import LeaseRows
-from phalanx.jobs.store.secrets import SecretRows
 from phalanx.jobs.store.tokens import TokenRows
 
 
-class Store(JobRows, SecretRows, TokenRows, LeaseRows):
+class Store(JobRows, TokenRows, LeaseRows):
     """Everything that is kept. Each method is one transaction: when it has returned, nothing of it can be lost.
 
     Who may do what is not asked here but in `jobs/service`. `Store(url, home)` opens one; `close` or `with` ends it.

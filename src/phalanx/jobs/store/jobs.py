@@ -1,4 +1,7 @@
-"""Jobs, their attempts and events, as rows; a job's state changes here and nowhere else."""
+"""Jobs, their attempts and events, as rows; a job's state changes here and nowhere else.
+
+Why an attempt failed may quote what it printed: values of the job's secrets are struck out before anything is kept.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from phalanx.jobs.records import Attempt, Event, Failure, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State, may_follow
 from phalanx.jobs.store import tables
-from phalanx.jobs.store.workspaces import WorkspaceRows
+from phalanx.jobs.store.secrets import SecretRows
+from phalanx.jobs.striking import struck
 
 _LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
 """Of ids: none is read as another."""
@@ -24,7 +28,7 @@ _LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
 _JOB_COLUMNS = [column for column in tables.jobs.c if column.name != "request"]
 
 
-class JobRows(WorkspaceRows):
+class JobRows(SecretRows):
     """The part of the store that holds jobs."""
 
     def create_job(
@@ -195,8 +199,9 @@ class JobRows(WorkspaceRows):
     def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Append an event to a job's history."""
         with self._writes() as connection:
-            self._one(connection, job, lock=True)
-            self._append(connection, job, kind, message, data or {})
+            found = self._one(connection, job, lock=True)
+            used = self._secrets_used(connection, found.workspace, found.spec)
+            self._append(connection, job, kind, struck(message, used), struck(dict(data or {}), used))
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
         """Return the events of a job since number `after`, in order."""
@@ -221,7 +226,9 @@ class JobRows(WorkspaceRows):
         if not may_follow(job.state, state):
             raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
         moment = self._clock()
-        kept = None if failure is None else asdict(failure)
+        used = self._secrets_used(connection, job.workspace, job.spec)
+        kept = None if failure is None else struck(asdict(failure), used)
+        reason = struck(reason, used)
         values: dict[str, Any] = {"state": state, "reason": reason}
         if state is State.RUNNING and job.started is None:
             values["started"] = moment

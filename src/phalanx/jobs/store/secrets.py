@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cryptography.fernet import Fernet, InvalidToken
-from sqlalchemy import and_, delete, insert, select
+from sqlalchemy import Connection, and_, delete, insert, select
 
 from phalanx.errors import ConfigError, NotFoundError
+from phalanx.jobs.records import Job
 from phalanx.jobs.service_protocol import SecretName
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.workspaces import WorkspaceRows
@@ -63,6 +64,27 @@ class SecretRows(WorkspaceRows):
     def secret_values(self, workspace: str, names: Collection[str]) -> dict[str, str]:
         """Return secrets in the clear, by name; errors as of `secret`."""
         return {name: self.secret(workspace, name) for name in names}
+
+    def _secrets_used(self, connection: Connection, workspace: str, spec: Mapping[str, Any]) -> list[str]:
+        """Return the values of the secrets that a job uses, as far as they are still there."""
+        c = tables.secrets.c
+        names = {*spec["secrets"], spec["code"]["secret"], *(dataset["secret"] for dataset in spec["datasets"])} - {
+            None
+        }
+        if not names:
+            return []
+        asked = select(c.encrypted).where(c.workspace == workspace, c.name.in_(names))
+        values = []
+        for encrypted in connection.execute(asked).scalars():
+            # What another key encrypted, no rank was given.
+            with contextlib.suppress(InvalidToken):
+                values.append(self._box.decrypt(encrypted.encode()).decode())
+        return values
+
+    def secrets_used(self, job: Job) -> list[str]:
+        """Return the values that nothing of a job may show: of the secrets that it uses and that are still there."""
+        with self._reads() as connection:
+            return self._secrets_used(connection, job.workspace, job.spec)
 
     def remove_secret(self, workspace: str, name: str) -> None:
         """Remove a secret.

@@ -1,0 +1,295 @@
+"""The commands of jobs: what they print, their exit codes, and that secrets pass through no argument."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from job_fakes import OWNER, VALUE, FakeBackend
+from phalanx.cli import shown
+from phalanx.cli.group import phalanx
+from phalanx.cli.jobs import exit_code
+from phalanx.errors import ConfigError, SpecError
+from phalanx.jobs import layout
+from phalanx.jobs.opening import opened
+from phalanx.jobs.records import Failure
+from phalanx.jobs.service import JobService
+from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.states import Cause, State
+from phalanx.jobs.store import Store
+
+Phalanx = Callable[..., Result]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(None, tmp_path / "home") as store:
+        yield store
+
+
+@pytest.fixture
+def command(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phalanx:
+    """Run a command of ours in a folder with code, on a store with a backend that starts nothing."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text("print('hi')\n")
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown.words.cache_clear()
+
+    @contextmanager
+    def here() -> Iterator[Jobs]:
+        yield JobService(store, {"local": FakeBackend()}, OWNER, wake=lambda _: None)
+
+    monkeypatch.setattr(shown, "opened", here)
+
+    def run(*words: str, fails: bool = False, text: str | None = None) -> Result:
+        result = CliRunner().invoke(phalanx, list(words), input=text, catch_exceptions=False)
+        assert fails or result.exit_code == 0, result.output
+        return result
+
+    return run
+
+
+def submitted(command: Phalanx, *flags: str) -> str:
+    return command("job", "submit", "--name", "mnist", *flags, "--", "python", "train.py").stdout.strip()
+
+
+def ended(store: Store, job: str, state: State, failure: Failure | None = None) -> str:
+    store.begin_attempt(job)
+    store.change(job, State.RUNNING, "on this machine")
+    if state is State.STOPPED:
+        store.change(job, State.STOPPING)
+    return store.change(job, state, "it is over", failure=failure).id
+
+
+def write_log(store: Store, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
+    folder = layout.logs(layout.attempt_folder(store.home, job, attempt))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"workerlog.{rank}").write_text(text)
+
+
+def test_a_command_is_submitted_with_flags_in_either_spelling(command, store):
+    job = store.job(
+        submitted(command, "--procs_per_node", "2", "--memory", "2Gi", "--env", "LR=0.1", "--max-runtime", "1h")
+    )
+    assert job.spec["command"] == "python train.py"
+    assert job.spec["resources"]["procs_per_node"] == 2
+    assert (job.spec["env"], job.spec["max_runtime"]) == ({"LR": "0.1"}, 3600.0)
+    assert Path(job.spec["code"]["path"]) == Path.cwd()
+
+
+def test_a_file_is_submitted_with_paths_from_its_folder_and_changed_by_flags(command, store, tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "go.py").write_text("pass\n")
+    file = folder / "job.yaml"
+    file.write_text("name: mnist\ncommand: python go.py\nresources: {nodes: 1, cpu: 2}\n")
+    made = json.loads(command("job", "submit", str(file), "--priority", "7", "--set", "retries.max=2", "--json").stdout)
+    assert (made["priority"], made["spec"]["retries"]["max"], made["spec"]["resources"]["cpu"]) == (7, 2, 2.0)
+    assert made["spec"]["code"]["path"] == str(folder)
+    text = f"name: mnist\ncommand: python go.py\ncode: {folder}\n"
+    assert command("job", "submit", "-", text=text).stdout.startswith("mnist-")
+
+
+def test_a_dry_run_prints_what_would_be_handed_over_and_keeps_nothing(command, store):
+    command("secret", "add", "KEY", text=VALUE)
+    said = ["--name", "mnist", "--secret", "KEY", "--", "python", "train.py"]
+    dry, rendered = command("job", "submit", "--dry-run", *said), command("job", "render", *said)
+    assert dry.stdout == rendered.stdout == "python train.py {'KEY': '******'}\n"
+    assert store.jobs() == []
+
+
+def test_nothing_to_submit_says_what_to_write(command):
+    with pytest.raises(SpecError, match=r"Give a file, `phalanx job submit job.yaml`"):
+        command("job", "submit")
+    with pytest.raises(SpecError, match="--env 'LR' has no value"):
+        submitted(command, "--env", "LR")
+
+
+def test_jobs_are_listed_within_80_columns_with_reasons(command, store):
+    queued, running, failed = (submitted(command) for _ in range(3))
+    store.explain({queued: "needs 4 cpu, 2 are free; 3rd in line"})
+    store.begin_attempt(running)
+    store.change(running, State.RUNNING)
+    ended(store, failed, State.FAILED, Failure(Cause.OOM, "rank 1 ran out of memory", rank=1))
+    listed = command("job", "list").stdout
+    assert max(map(len, listed.splitlines())) <= 80
+    assert "3rd in line" in " ".join(listed.split())
+    assert "out of memory: rank 1 ran out of memory" in " ".join(listed.replace("\n", " ").split())
+    assert [job["id"] for job in json.loads(command("job", "list", "--state", "failed", "--json").stdout)] == [failed]
+    few = command("job", "list", "--limit", "1")
+    assert failed in few.stdout
+    assert queued not in few.stdout
+    assert "The newest 1." in few.stderr
+
+
+def test_a_job_is_shown_with_phases_attempts_and_why_it_failed(command, store):
+    job = submitted(command)
+    failure = Failure(Cause.USER_CODE, "ValueError: x", node=0, rank=1, exit_code=1, detail="Traceback\n  line 3")
+    ended(store, job, State.FAILED, failure)
+    text = command("job", "show", job).stdout
+    for part in (
+        "python train.py",
+        "ValueError: x",
+        "rank 1, exit code 1",
+        "  line 3",
+        "queued",
+        "running",
+        "it is over",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+    found = json.loads(command("job", "show", job, "--json").stdout)
+    assert found["attempts"][0]["failure"]["cause"] == "user_code"
+    assert len(found["events"]) == 4
+    assert "failed: it is over" in command("job", "events", job).stdout
+
+
+def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    job = submitted(command)
+    store.stop(job, "")
+    assert "已停止" in command("job", "list").stdout
+    assert f"{job}：已停止" in command("job", "wait", job, fails=True).stderr
+
+
+def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
+    command("secret", "add", "KEY", text=VALUE)
+    job = submitted(command, "--secret", "KEY")
+    assert "has written no log yet" in command("job", "logs", job).stderr
+    ended(store, job, State.SUCCEEDED)
+    write_log(store, job, f"zero {VALUE}\n")
+    write_log(store, job, "one\n", rank=1)
+    assert command("job", "logs", job).stdout.startswith("zero ")
+    assert VALUE not in command("job", "logs", job).output
+    assert command("job", "logs", job, "--rank", "1").stdout == "one\n"
+    assert command("job", "logs", job, "--list").stdout == "0\n1\n"
+
+
+def test_following_goes_on_with_the_next_attempt_and_ends_with_the_job(command, store):
+    job = submitted(command)
+    store.begin_attempt(job)
+    store.change(job, State.RUNNING)
+    write_log(store, job, "first\n")
+    store.change(job, State.RESTARTING, failure=Failure(Cause.NODE_FAILURE, "gone"))
+    ended(store, job, State.SUCCEEDED)
+    write_log(store, job, "second\n", attempt=2)
+    assert command("job", "logs", "-f", job).stdout == "second\n"
+    assert command("job", "logs", "-f", "--attempt", "1", job).stdout == "first\n"
+
+
+def test_run_ends_with_the_code_of_the_job(command, store, monkeypatch):
+    created = JobService.submit
+
+    def submit(self: JobService, *args: object, **named: object) -> object:
+        made = created(self, *args, **named)  # type: ignore[arg-type]
+        ended(store, made.id, State.FAILED, Failure(Cause.USER_CODE, "exit code 7", rank=0, exit_code=7))
+        write_log(store, made.id, "training\n")
+        return store.job(made.id)
+
+    monkeypatch.setattr(JobService, "submit", submit)
+    result = command("job", "run", "--name", "mnist", "--", "python", "train.py", fails=True)
+    assert (result.exit_code, result.stdout) == (7, "training\n")
+    assert "error in the training code: exit code 7" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "failure", "code"),
+    [
+        (State.SUCCEEDED, None, 0),
+        (State.STOPPED, None, 130),
+        (State.FAILED, Failure(Cause.OOM, "", exit_code=-9), 137),
+        (State.FAILED, Failure(Cause.SETUP, ""), 1),
+        (State.FAILED, Failure(Cause.TIMEOUT, "", exit_code=0), 1),
+    ],
+)
+def test_exit_codes(command, store, state, failure, code):
+    assert exit_code(store.job(ended(store, submitted(command), state, failure))) == code
+
+
+def test_wait_gives_up_after_its_time(command):
+    job = submitted(command)
+    result = command("job", "wait", job, "--timeout", "0", fails=True)
+    assert result.exit_code == 124
+    assert f"{job} has not ended after 0 s; it is queued." in result.stderr
+
+
+def test_jobs_are_stopped_and_tried_again(command, store):
+    job = submitted(command)
+    assert f"{job}: stopped" in command("job", "stop", job).stderr
+    again = command("job", "retry", job).stdout.strip()
+    assert store.job(again).retry_of == job
+    assert f"Retry of {job}" in " ".join(command("job", "show", again).stdout.split())
+
+
+def test_configurations_are_kept_listed_and_removed(command, store, tmp_path):
+    command("code", "add", "resnet", "git+https://git.example/resnet.git@v1", "--subdir", "src")
+    command("code", "add", "here", ".")
+    command("dataset", "add", "digits", str(tmp_path), "--mount", "data")
+    command("dataset", "add", "pictures", "s3://bucket/pictures", "--endpoint", "https://s3.example")
+    code, here = (one.config for one in (store.config("default", "code", name) for name in ("resnet", "here")))
+    assert (code["git"], code["ref"], code["subdir"]) == ("https://git.example/resnet.git", "v1", "src")
+    assert here["path"] == str(Path.cwd())
+    assert store.config("default", "dataset", "digits").config["kind"] == "local"
+    assert "pictures" in command("dataset", "list").stdout
+    for kind, name in (("code", "resnet"), ("dataset", "digits")):
+        assert name in command(kind, "list").stdout
+        command(kind, "rm", name)
+        assert name not in [one["name"] for one in json.loads(command(kind, "list", "--json").stdout)]
+
+
+def test_workspaces_and_members(command, store):
+    command("workspace", "add", "vision")
+    command("workspace", "member", "add", "ann", "developer", "-w", "vision")
+    assert "ann (developer)" in command("workspace", "list").stdout
+    command("workspace", "member", "rm", "ann", "-w", "vision")
+    assert command("workspace", "rm", "vision", text="n\n", fails=True).exit_code == 1
+    command("workspace", "rm", "vision", "--yes")
+    assert [one.name for one in store.workspaces()] == ["default"]
+
+
+def test_the_value_of_a_secret_comes_from_input_or_a_variable_never_an_argument(command, store, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "from the environment")
+    outputs = [
+        command("secret", "add", "KEY", text=VALUE + "\n"),
+        command("secret", "add", "B", "--from-env", "MY_TOKEN"),
+    ]
+    assert store.secret_values("default", ["KEY", "B"]) == {"KEY": VALUE, "B": "from the environment"}
+    assert command("secret", "add", "KEY", VALUE, fails=True).exit_code == 2
+    outputs.append(command("secret", "list"))
+    assert VALUE not in "".join(result.output for result in outputs)
+    with pytest.raises(SpecError, match="--from-env GONE"):
+        command("secret", "add", "C", "--from-env", "GONE")
+    command("secret", "rm", "B")
+    assert [one.name for one in store.secrets("default")] == ["KEY"]
+
+
+def test_a_token_is_printed_once(command, store):
+    text = command("token", "add", "laptop", "--lasts", "30d").stdout.strip()
+    assert store.actor_of(text) == OWNER
+    assert text not in command("token", "list").output
+    assert command("token", "add", "x", "--lasts", "soon", fails=True).exit_code == 2
+    command("token", "rm", "laptop")
+    assert store.tokens() == []
+
+
+def test_an_address_of_a_server_needs_a_token(monkeypatch):
+    monkeypatch.setenv("PHALANX_API", "https://jobs.example")
+    with pytest.raises(ConfigError, match="PHALANX_TOKEN is not set"), opened():
+        pass
+
+
+def test_listing_jobs_imports_neither_torch_nor_what_migrates_and_serves():
+    program = "import sys, phalanx.cli.jobs, phalanx.jobs.service; print(*sys.modules)"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not loaded & {"torch", "alembic", "fastapi", "httpx", "numpy"}
