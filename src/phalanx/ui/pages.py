@@ -12,6 +12,7 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from phalanx.errors import NotFoundError
 from phalanx.jobs.api.jobs import LOG_START, streamed
 from phalanx.jobs.records import Attempt, Job
+from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
 from phalanx.ui import show
 from phalanx.ui.visitor import ROOT, Visitor, visitor
@@ -69,7 +70,8 @@ def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str =
     ranks = who.jobs.logs_of(job, attempt=number) if found.attempt else []
     chosen = rank if rank in ranks else (ranks[0] if ranks else "")
     log = who.jobs.log(job, rank=chosen, attempt=number, offset=-LOG_START) if chosen else None
-    spec = yaml.safe_dump(found.spec, sort_keys=False, allow_unicode=True)
+    said = TrainingJob.model_validate(found.spec).model_dump(mode="json", exclude_defaults=True)
+    spec = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
     values: dict[str, Any] = {
         "ranks": ranks,
         "chosen": chosen,
@@ -78,15 +80,21 @@ def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str =
         "picture": bool(who.jobs.plan(job)),
     }
     who.workspace = found.workspace
-    return who.page(
-        "job.html", place="jobs", events=who.jobs.events(job), **_head(who, found), **values | {"attempt": number}
-    )
+    return who.page("job.html", place="jobs", attempt=number, **_head(who, found), **values)
 
 
 def _head(who: Visitor, job: Job) -> dict[str, Any]:
     attempts: list[Attempt] = who.jobs.attempts(job.id)
-    grace = show.length(float(job.spec.get("grace", 30)))
-    return {"job": job, "attempts": attempts, "reports": _last_reports(who, job) if job.attempt else [], "grace": grace}
+    events = who.jobs.events(job.id)
+    return {
+        "job": job,
+        "attempts": attempts,
+        "events": events,
+        "states": list(State),
+        "phases": show.phases(events, job.ended),
+        "reports": _last_reports(who, job) if job.attempt else [],
+        "grace": show.length(float(job.spec.get("grace", 30))),
+    }
 
 
 def _last_reports(who: Visitor, job: Job) -> list[tuple[str, dict[str, Any]]]:
@@ -108,7 +116,7 @@ def job_head(who: Visiting, job: str) -> Response:
 @routes.get("/jobs/{job}/events-table")
 def events_table(who: Visiting, job: str) -> Response:
     """Show the events of a job alone."""
-    return who.page("events.html", events=who.jobs.events(job))
+    return who.page("events.html", events=who.jobs.events(job), states=list(State))
 
 
 @routes.get("/jobs/{job}/log-names")
@@ -178,8 +186,9 @@ def _queue(who: Visitor) -> dict[str, Any]:
     waiting.sort(key=lambda job: -job.priority)
     running = [job for job in live if job.state is not State.QUEUED]
     meters = [
-        {"name": name, "used": used, "total": max(total, 1e-9), "text": _amounts(name, used, total)}
+        {"name": name, "used": used, "total": total, "text": _amounts(name, used, total)}
         for name, (used, total) in who.jobs.machine().items()
+        if total
     ]
     return {"waiting": waiting, "running": running, "meters": meters}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from markupsafe import Markup
 
-from phalanx.jobs.records import Job
+from phalanx.jobs.records import Event, Job
 from phalanx.jobs.states import State
 from phalanx.ui.words import Say
 
@@ -52,6 +53,34 @@ def badge(say: Say) -> Callable[[State], Markup]:
         return Markup('<span class="badge {}">{}</span>').format(state, say(state))
 
     return shown
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A state that a job was or is in, and for how long."""
+
+    state: State
+    since: datetime
+    lasted: str
+
+
+def phases(events: Sequence[Event], ended: datetime | None) -> list[Passed]:
+    """Return the states a job went through, first to last, with how long it was in each; an end lasts no time."""
+    changes = [(State(event.data["to"]), event.time) for event in events if event.data.get("to") in set(State)]
+    ends = [*(time for _, time in changes[1:]), ended][: len(changes)]
+    return [
+        Passed(state, since, "" if state.terminal else span(since, end))
+        for (state, since), end in zip(changes, ends, strict=True)
+    ]
+
+
+def prose(text: str) -> Markup:
+    """Return a text of ours with what stands between backticks as code."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if index % 2 else Markup("{}").format(part)
+        for index, part in enumerate(parts)
+    )
 
 
 def needs(job: Job) -> str:

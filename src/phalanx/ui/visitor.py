@@ -29,7 +29,13 @@ _pages = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_pages.globals |= {"when": show.when, "span": show.span, "number": show.number, "needs": show.needs}
+_pages.globals |= {
+    "when": show.when,
+    "span": show.span,
+    "number": show.number,
+    "needs": show.needs,
+    "prose": show.prose,
+}
 
 
 def language(request: Request) -> str:

@@ -4,6 +4,16 @@
 const EVERY_MS = 2000;
 const LOG_LIMIT = 400000; // characters kept of a log
 
+// Times in the reader's own zone; the server writes UTC.
+const localise = (within) => {
+  for (const one of within.querySelectorAll("time[datetime]")) {
+    const at = new Date(one.dateTime);
+    one.textContent = new Date(at - at.getTimezoneOffset() * 60000).toISOString().slice(0, 19).replace("T", " ");
+    one.title = at.toString();
+  }
+};
+localise(document);
+
 // Parts of a page that the server makes anew.
 for (const part of document.querySelectorAll("[data-live]")) {
   let shown = part.innerHTML;
@@ -15,7 +25,7 @@ for (const part of document.querySelectorAll("[data-live]")) {
         if (answer.ok) {
           const text = await answer.text();
           // A focused link or an open selection would be lost under the reader's hands.
-          if (text !== shown && !part.contains(document.activeElement)) { part.innerHTML = text; shown = text; }
+          if (text !== shown && !part.contains(document.activeElement)) { part.innerHTML = text; shown = text; localise(part); }
         }
       } catch (error) { console.warn("The server did not answer; asking again.", error); }
     }

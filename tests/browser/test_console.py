@@ -1,0 +1,225 @@
+"""The console in a real browser, as a person uses it: sign in, look, submit, follow, stop; in two languages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+import chromium
+from job_server import JobServer, job_server, report
+from phalanx.jobs import layout
+from phalanx.jobs.records import Failure, Role
+from phalanx.jobs.states import Cause, State
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobServer]:
+    with job_server(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def open_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    chromium.need()
+    with chromium.browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser(open_browser: Chrome, server: JobServer) -> Iterator[Chrome]:
+    """A browser in which the store's owner has signed in; what a page complains of fails the test."""
+    open_browser.get(f"{server.url}/ui/sign-in")
+    open_browser.delete_all_cookies()
+    _sign_in(open_browser, server.url, server.owner_token())
+    open_browser.get_log("browser")
+    yield open_browser
+    expected = ("favicon", "status of 422")  # a form that is refused is shown again with that status
+    complaints = [one["message"] for one in open_browser.get_log("browser")]
+    assert [one for one in complaints if not any(word in one for word in expected)] == []
+
+
+def _sign_in(browser: Chrome, url: str, token: str) -> None:
+    browser.get(f"{url}/")
+    browser.find_element(By.ID, "token").send_keys(token + Keys.ENTER)
+    _until(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "header nav"))
+
+
+def _until(browser: Chrome, seen: object, seconds: float = 20) -> None:
+    WebDriverWait(browser, seconds, poll_frequency=0.1).until(lambda _: seen())  # type: ignore[operator]
+
+
+def _text(browser: Chrome) -> str:
+    return browser.find_element(By.TAG_NAME, "main").text
+
+
+def test_only_a_valid_token_lets_in(open_browser, server):
+    open_browser.get(f"{server.url}/ui/sign-in")
+    open_browser.delete_all_cookies()
+    open_browser.get(f"{server.url}/ui/w/default/")
+    assert "/ui/sign-in" in open_browser.current_url
+    open_browser.find_element(By.ID, "token").send_keys("made up" + Keys.ENTER)
+    _until(open_browser, lambda: "not known" in _text(open_browser))
+    open_browser.find_element(By.ID, "token").send_keys(server.owner_token() + Keys.ENTER)
+    _until(open_browser, lambda: "No jobs here yet" in _text(open_browser) or "Name" in _text(open_browser))
+    assert open_browser.execute_script("return document.cookie") == ""
+
+
+def test_a_list_that_changes_by_itself(browser, server):
+    browser.get(f"{server.url}/ui/w/default/")
+    job = server.queue("appears")
+    server.store.explain({job.id: "needs 4 cpu, 2 are free; 3rd in line"})
+    _until(browser, lambda: job.id in _text(browser))
+    assert "needs 4 cpu, 2 are free; 3rd in line" in _text(browser)
+    Select(browser.find_element(By.NAME, "state")).select_by_value("failed")
+    _until(browser, lambda: "state=failed" in browser.current_url)
+    assert job.id not in _text(browser)
+
+
+def test_a_job_is_followed_while_it_runs(browser, server):
+    job = server.queue("followed", resources={"procs_per_node": 2})
+    folder = server.start(job)
+    log = layout.logs(folder) / "workerlog.0"
+    log.write_text("first line\n")
+    (layout.logs(folder) / "workerlog.1").write_text("the other rank\n")
+    report(folder, 0, 10)
+    browser.get(f"{server.url}/ui/jobs/{job.id}")
+    shown = browser.find_element(By.CSS_SELECTOR, "pre.log")
+    _until(browser, lambda: "first line" in shown.text)
+    with log.open("a") as file:
+        file.write("second line <script>alert(1)</script>\n")
+    _until(browser, lambda: "second line <script>" in shown.text)
+    _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, ".charts canvas")) == 2)
+    report(folder, 1, 10)
+    _until(browser, lambda: "worker.1" in browser.find_element(By.CSS_SELECTOR, ".charts").text)
+    server.end(
+        job, Failure(Cause.OOM, "rank 1 was killed: out of memory", node=0, rank=1, exit_code=-9, detail="Killed")
+    )
+    _until(browser, lambda: "Why it failed: out of memory" in _text(browser))
+    assert "rank 1 was killed" in _text(browser)
+    browser.find_element(By.LINK_TEXT, "1").click()
+
+
+def test_submitting_by_keyboard_alone(browser, server, tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    browser.get(f"{server.url}/ui/w/default/new")
+    browser.find_element(By.ID, "name").send_keys("Not A Name", Keys.TAB, "python train.py", Keys.ENTER)
+    _until(browser, lambda: "Not submitted" in _text(browser))
+    wrong = browser.find_element(By.ID, "name")
+    assert wrong.get_attribute("aria-invalid") == "true"
+    assert browser.find_element(By.ID, "command").get_attribute("value") == "python train.py"
+    wrong.clear()
+    wrong.send_keys("typed")
+    browser.find_element(By.ID, "code.path").send_keys(str(tmp_path))
+    browser.find_element(By.ID, "resources.cpu").send_keys("0.5", Keys.ENTER)
+    _until(browser, lambda: "/ui/jobs/typed-" in browser.current_url)
+    made = server.store.job(browser.current_url.rpartition("/")[2])
+    assert made.state is State.QUEUED
+    assert made.spec["resources"]["cpu"] == 0.5
+    assert made.spec["code"]["digest"]
+
+
+def test_what_the_checks_of_submission_say_is_shown(browser, server, tmp_path):
+    browser.get(f"{server.url}/ui/w/default/new")
+    browser.find_element(By.ID, "name").send_keys("nothing")
+    browser.find_element(By.ID, "command").send_keys("python missing.py")
+    browser.find_element(By.ID, "code.path").send_keys(str(tmp_path), Keys.ENTER)
+    _until(browser, lambda: "missing.py" in browser.find_element(By.CSS_SELECTOR, ".problem").text)
+
+
+def test_stopping_asks_first(browser, server):
+    job = server.queue("to-stop")
+    browser.get(f"{server.url}/ui/jobs/{job.id}")
+    browser.find_element(By.CSS_SELECTOR, "button.danger").click()
+    browser.switch_to.alert.dismiss()
+    assert server.store.job(job.id).state is State.QUEUED
+    browser.find_element(By.CSS_SELECTOR, "button.danger").click()
+    browser.switch_to.alert.accept()
+    _until(browser, lambda: server.store.job(job.id).state is State.STOPPED)
+    _until(browser, lambda: "stopped" in _text(browser))
+
+
+def test_chinese_is_chinese_on_every_page(browser, server):
+    job = server.queue("zhongwen")
+    server.start(job)
+    server.end(job, Failure(Cause.USER_CODE, "rank 0 raised", rank=0))
+    browser.get(f"{server.url}/ui/w/default/")
+    browser.find_element(By.LINK_TEXT, "中文").click()
+    _until(browser, lambda: browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "zh-CN")
+    for place, word in (
+        ("w/default/", "作业"),
+        (f"jobs/{job.id}", "训练代码出错"),
+        ("queue", "本机"),
+        ("w/default/new", "必填"),
+        ("w/default/datasets", "数据集"),
+        ("w/default/codes", "代码"),
+    ):
+        browser.get(f"{server.url}/ui/{place}")
+        assert word in browser.page_source
+
+
+def test_every_page_is_whole_for_screen_readers(browser, server):
+    job = server.queue("read-aloud")
+    folder = server.start(job)
+    (layout.logs(folder) / "workerlog.0").write_text("hello\n")
+    for place in ("w/default/", "w/default/new", f"jobs/{job.id}", "queue", "w/default/datasets"):
+        browser.get(f"{server.url}/ui/{place}")
+        unnamed = browser.execute_script("""
+            const named = (one) => one.labels?.length || one.ariaLabel || one.title || one.textContent.trim();
+            return [...document.querySelectorAll('input:not([type=hidden]), select, textarea, button, a, meter')]
+                .filter((one) => !named(one)).map((one) => one.outerHTML)""")
+        assert unnamed == []
+        assert len(browser.find_elements(By.TAG_NAME, "h1")) == 1
+        assert all(table.find_elements(By.TAG_NAME, "caption") for table in browser.find_elements(By.TAG_NAME, "table"))
+        assert browser.find_elements(By.CSS_SELECTOR, "a.skip[href='#content']")
+
+
+def test_a_viewer_looks_and_cannot_touch(open_browser, server):
+    server.store.create_workspace("secret-things")
+    hidden = server.queue("hidden", workspace="secret-things")
+    job = server.queue("looked-at")
+    open_browser.get(f"{server.url}/ui/sign-in")
+    open_browser.delete_all_cookies()
+    _sign_in(open_browser, server.url, server.token("vera", Role.VIEWER))
+    open_browser.get(f"{server.url}/ui/jobs/{hidden.id}")
+    assert "There is no such page" in _text(open_browser)
+    open_browser.get(f"{server.url}/ui/w/secret-things/")
+    assert "hidden" not in _text(open_browser)
+    open_browser.get(f"{server.url}/ui/jobs/{job.id}")
+    open_browser.execute_script("document.querySelector('[data-question]').removeAttribute('data-question')")
+    open_browser.find_element(By.CSS_SELECTOR, "button.danger").click()
+    _until(open_browser, lambda: "vera is viewer" in _text(open_browser))
+    assert server.store.job(job.id).state is State.QUEUED
+
+
+def test_nothing_is_fetched_from_elsewhere(browser, server):
+    browser.get(f"{server.url}/ui/w/default/")
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert fetched
+    assert all(one.startswith(server.url) for one in fetched)
+
+
+def test_pages_fit_a_telephone(browser, server):
+    browser.set_window_size(500, 900)
+    try:
+        for place in ("w/default/", "w/default/new", "queue"):
+            browser.get(f"{server.url}/ui/{place}")
+            wide = browser.execute_script(
+                "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+            assert wide <= 0
+    finally:
+        browser.set_window_size(1280, 900)
+
+
+def test_signing_out(browser: Chrome, server: JobServer, tmp_path: Path) -> None:
+    browser.get(f"{server.url}/ui/w/default/")
+    browser.find_element(By.CSS_SELECTOR, "button.plain").click()
+    browser.get(f"{server.url}/ui/queue")
+    assert "/ui/sign-in" in browser.current_url

@@ -1,0 +1,94 @@
+"""The server of jobs in this process, on a store of its own: for tests of the HTTP interface and the console."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from phalanx.jobs import layout
+from phalanx.jobs.api.app import make_app
+from phalanx.jobs.api.serve import Place, address_of, bind
+from phalanx.jobs.backends import Engines
+from phalanx.jobs.records import Actor, Failure, Job, Role
+from phalanx.jobs.service import JobService
+from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import State
+from phalanx.jobs.store import Store
+from phalanx.ui.console import add_console
+
+OWNER = Actor("keeper-of-the-house", owner=True)
+
+
+@dataclass
+class JobServer:
+    """A server that runs. No keeper does: jobs are what a test makes them."""
+
+    url: str
+    store: Store
+    home: Path
+
+    def token(self, name: str, role: Role | None = None, workspace: str = "default") -> str:
+        """Return a token of `name`, made a member of `workspace` if a role is given."""
+        if role is not None:
+            self.store.put_member(workspace, name, role)
+        return self.store.create_token("test", Actor(name)).text
+
+    def owner_token(self) -> str:
+        """Return a token of the store's owner."""
+        return self.store.create_token(f"owner-{time.monotonic_ns()}", OWNER).text
+
+    def queue(self, name: str, owner: str = "ada", workspace: str = "default", **said: object) -> Job:
+        """Put a job into the store as it is, without the checks of submission."""
+        spec = TrainingJob.model_validate(
+            {"name": name, "command": "python train.py", "workspace": workspace, "code": {"digest": "0" * 64}} | said
+        )
+        return self.store.create_job(spec, owner=owner)
+
+    def start(self, job: Job) -> Path:
+        """Take a job to running; return its attempt's folder, which has one for logs."""
+        attempt = self.store.begin_attempt(job.id)
+        folder = layout.attempt_folder(self.home, job.id, attempt.number)
+        layout.logs(folder).mkdir(parents=True)
+        self.store.change(job.id, State.RUNNING)
+        return folder
+
+    def end(self, job: Job, failure: Failure | None = None) -> None:
+        """Let a running job end."""
+        self.store.change(job.id, State.FAILED if failure else State.SUCCEEDED, failure=failure)
+
+
+def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
+    """Write the run events that a rank of a training would."""
+    with (layout.logs(folder) / f"events.worker.{rank}.jsonl").open("a") as file:
+        for step in range(steps):
+            event = {"time": 0.1 * step, "step": step, "loss": loss / (1 + step), "samples_per_s": 1000.0 + 7 * rank}
+            file.write(json.dumps(event) + "\n")
+
+
+@contextmanager
+def job_server(home: Path, *, per_second: float = 10_000, burst: int = 10_000) -> Iterator[JobServer]:
+    """Run a server until the block ends."""
+    place = Place(port=0)
+    with Store(None, home) as store, bind(place) as bound:
+
+        def enter(token: str) -> Jobs:
+            return JobService(store, Engines(), store.actor_of(token), wake=lambda _: None)
+
+        app = make_app(enter, per_second=per_second, burst=burst)
+        add_console(app)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
+        thread.start()
+        try:
+            yield JobServer(address_of(bound, place), store, home)
+        finally:
+            server.should_exit = True
+            thread.join()
