@@ -33,14 +33,20 @@ main()
 
 
 def submission(
-    home: Path, script: str, *, number: int = 1, values: Mapping[str, str] | None = None, **said: Any
+    home: Path,
+    script: str,
+    *,
+    job: str = "job-1",
+    number: int = 1,
+    values: Mapping[str, str] | None = None,
+    **said: Any,
 ) -> Submission:
     """Return an attempt at a job whose code is `script`, in place already, with `values` of secrets."""
     spec = TrainingJob.model_validate({"name": "job", "command": "python train.py", **said})
-    folder = home / "jobs" / "job-1" / f"attempt-{number}"
+    folder = home / "jobs" / job / f"attempt-{number}"
     (folder / "work").mkdir(parents=True)
     (folder / "work" / "train.py").write_text(script)
-    return Submission("job-1", number, spec, folder, dict(values or {}))
+    return Submission(job, number, spec, folder, dict(values or {}))
 
 
 def start_node(made: Submission, node: int, **environment: str) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ HOME/
         node-K.beat                        touched by node K while it lives; its text says what the node does
         secrets-K.json                     Slurm: what node K reads when it starts, and removes (mode 0600)
         plan.svg                           the picture of its Plan, if the script leaves one
+        stop                               Slurm: what asks all nodes to end, by being there
         logs/node-K.log                    what the launcher of node K printed
         logs/workerlog.R, serverlog.R ...  what rank R printed; logs/events.*.jsonl its run events
         logs/node-K/                       files of the launcher of node K, those of its ranks linked from logs/
@@ -42,6 +43,11 @@ def logs(folder: Path) -> Path:
 def secrets(folder: Path, node: int) -> Path:
     """Return the file from which node `node` takes the secrets, which it removes."""
     return folder / f"secrets-{node}.json"
+
+
+def stop(folder: Path) -> Path:
+    """Return the file that asks all nodes of an attempt to end."""
+    return folder / "stop"
 
 
 def exit_record(folder: Path, node: int) -> Path:

@@ -51,6 +51,8 @@ class Stop:
     outcome: str
     message: str
     cause: Cause | None = None
+    is_known: bool = False
+    """Whether what this node started has had the signal already."""
 
 
 @dataclass
@@ -62,6 +64,9 @@ class Node:
     secrets: Mapping[str, str]
     in_pod: bool = False
     """Whether this node sees no other's files, and tells its text and its end to Kubernetes."""
+
+    signals_reach_all: bool = False
+    """Whether who sends this process a signal sends it to everything below too, as Slurm does."""
 
     started: float = field(default_factory=time.time)
     _stop: Stop | None = None
@@ -102,7 +107,7 @@ class Node:
         return os.fdopen(os.dup(1), "wb", buffering=0) if self.in_pod else self.said.open("ab", buffering=0)
 
     def _run(self, output: BinaryIO) -> End:
-        setup = Setup(self.folder, self.order, self.place.node, self.secrets, shared=not self.in_pod)
+        setup = Setup(self.folder, self.order, self.place.node, self.secrets, in_pod=self.in_pod)
         prepared = self._prepare(setup)
         if isinstance(prepared, End):
             return prepared
@@ -142,7 +147,7 @@ class Node:
         if self.spec.launch == "env":
             stdout = (self.logs / f"workerlog.{self.place.node}").open("ab", buffering=0)
         process = subprocess.Popen(
-            start.argv,
+            [*prepared.before, *start.argv],
             cwd=prepared.cwd,
             env=self._variables(start, prepared, hosts),
             stdin=subprocess.DEVNULL,
@@ -151,7 +156,8 @@ class Node:
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(parent),
         )
-        self._doing, self._next_beat = "running", 0.0
+        self._doing = "running"
+        self._beat()
         code = self._watch(process)
         if self._stop is not None:
             return self._stopped(code)
@@ -182,7 +188,8 @@ class Node:
                 if self._stop is not None and deadline is None:
                     settle_s = 0.0 if self.spec.launch == "env" else _SETTLE_S
                     deadline = time.monotonic() + self.spec.grace + settle_s
-                    self._signal(process)
+                    if not self._stop.is_known:
+                        self._signal(process)
                 if deadline is not None and time.monotonic() > deadline:
                     # Its own ranks die with it; what else is below this process is killed at the end.
                     os.killpg(process.pid, signal.SIGKILL)
@@ -211,15 +218,19 @@ class Node:
                 if key.data is not None:
                     key.data()
         if number := self.stops.take():
-            self._stop_for(Stop("stopped", f"asked to end by {signal.Signals(number).name}"))
+            name = signal.Signals(number).name
+            self._stop_for(Stop("stopped", f"asked to end by {name}", is_known=self.signals_reach_all))
         limit = self.spec.max_runtime
         if limit is not None and time.time() > self.started + limit:
             self._stop_for(Stop("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
         if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
-            attempt.beat(self.folder, self.place.node, self._doing)
+            self._beat()
             self._link_logs()
             self._look_at_others()
+
+    def _beat(self) -> None:
+        self._next_beat = time.monotonic() + BEAT_S
+        attempt.beat(self.folder, self.place.node, self._doing)
 
     def _stop_for(self, stop: Stop) -> None:
         if self._stop is None:
@@ -227,7 +238,9 @@ class Node:
             self._stop = stop
 
     def _look_at_others(self) -> None:
-        """End with the others: none can train without a node that failed or is lost."""
+        """End when all are asked to, or with another: none can train without a node that failed or is lost."""
+        if layout.stop(self.folder).exists():
+            self._stop_for(Stop("stopped", "asked to end"))
         for node in range(len(self.place.hosts)):
             path = layout.heartbeat(self.folder, node)
             if node == self.place.node or not path.exists():
@@ -300,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", help="addresses of all nodes, in order; default: loopback addresses of this machine")
     parser.add_argument("--port", type=int, default=launching.PORT, help="first of the ports that the attempt may use")
     parser.add_argument("--secrets-fd", type=int, help="pipe to read {name: value} from")
+    parser.add_argument("--signals-reach-all", action="store_true", help="signals come to all processes below this one")
     parser.add_argument("--pod", action="store_true", help="in a pod: no other node sees this folder")
     asked = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -313,7 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.hosts
         else launching.own_hosts(order.job, order.attempt, order.spec.resources.nodes)
     )
-    code = Node(asked.folder, launching.Place(node, tuple(hosts), asked.port), secrets, in_pod=asked.pod).run()
+    place = launching.Place(node, tuple(hosts), asked.port)
+    code = Node(asked.folder, place, secrets, in_pod=asked.pod, signals_reach_all=asked.signals_reach_all).run()
     if asked.pod:
         _report(asked.folder, node)
     return code

@@ -16,10 +16,11 @@ from phalanx.jobs.code import materialise
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where the command starts, and the variables that say where its data is."""
+    """Where the command starts, the variables that say where its data is, and the words before it that mount data."""
 
     cwd: Path
     variables: dict[str, str]
+    before: tuple[str, ...] = ()
 
 
 class Setup:
@@ -31,7 +32,7 @@ class Setup:
         error: Why there is none.
     """
 
-    def __init__(self, folder: Path, order: Order, node: int, secrets: Mapping[str, str], *, shared: bool) -> None:
+    def __init__(self, folder: Path, order: Order, node: int, secrets: Mapping[str, str], *, in_pod: bool) -> None:
         """Prepare nothing yet.
 
         Args:
@@ -39,13 +40,14 @@ class Setup:
             order: What is to run.
             node: Number of this node.
             secrets: Values by name.
-            shared: Whether all nodes see `folder`; the first then makes the working copy for all.
+            in_pod: Whether this node has `folder` and all files for itself. Else the first node makes the working copy
+                for all.
         """
         self.doing = "preparing"
         self.prepared: Prepared | None = None
         self.error: Exception | None = None
         self._folder, self._order, self._node, self._secrets = folder, order, node, secrets
-        self._makes_work = not shared or node == 0
+        self._in_pod, self._makes_work = in_pod, in_pod or node == 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -68,16 +70,17 @@ class Setup:
         else:
             self._wait_for(work)
         self._order.checkpoint.mkdir(parents=True, exist_ok=True)
-        variables = self._data(work) if spec.datasets else {}
+        variables, before = self._data(work) if spec.datasets else ({}, ())
         cwd = work / spec.code.subdir
         if not cwd.is_dir():
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
         self.doing = "starting"
-        return Prepared(cwd, variables)
+        return Prepared(cwd, variables, before)
 
-    def _data(self, work: Path) -> dict[str, str]:
-        """Make every dataset readable here; return the variables that say where each is."""
+    def _data(self, work: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Make every dataset readable here; return what says where each is, and what mounts them."""
         # What reads addresses is slow to import, and not every job has data.
+        from phalanx.jobs import mounts
         from phalanx.jobs.datasets import provide
 
         variables = {}
@@ -85,7 +88,14 @@ class Setup:
             self.doing = f"preparing dataset {dataset.name}"
             found = provide(dataset, self._order.home, work, self._secret(dataset.secret))
             variables[f"PHALANX_DATASET_{re.sub('[^A-Z0-9]', '_', dataset.name.upper())}"] = str(found)
-        return variables
+        found = mounts.binds(self._order.spec.datasets, self._order.home)
+        if self._in_pod:
+            # A pod is the job's alone: nothing has to be hidden from anybody.
+            for bind in found:
+                bind.target.parent.mkdir(parents=True, exist_ok=True)
+                bind.target.symlink_to(bind.source)
+            return variables, ()
+        return variables, tuple(mounts.prefix(found))
 
     def _make(self, work: Path) -> None:
         """Put the code into `work`, whole or not at all; a working copy that is there already was made before."""
