@@ -43,7 +43,7 @@ def clock() -> Clock:
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/phalanx.db"
+        return f"sqlite:///{tmp_path}/jobs.db"
     return postgresql.url(request.getfixturevalue("postgres"), f"test_{next(_SCHEMAS)}")
 
 

@@ -99,6 +99,18 @@ def test_a_file_is_submitted_with_paths_from_its_folder_and_changed_by_flags(com
     assert command("job", "submit", "-", text=text).stdout.startswith("mnist-")
 
 
+def test_code_of_a_flag_takes_the_place_of_the_files_and_settings_add_to_it(command, store, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("name: mnist\ncommand: python train.py\ncode: {path: gone, subdir: x}\n")
+    (Path.cwd() / "inner").mkdir()
+    (Path.cwd() / "inner" / "train.py").write_text("pass\n")
+    job = command("job", "submit", str(file), "--code", ".", "--set", "code.subdir=inner").stdout.strip()
+    code = store.job(job).spec["code"]
+    assert (code["path"], code["subdir"]) == (str(Path.cwd()), "inner")
+    command("code", "add", "here", ".")
+    assert store.job(submitted(command, "--code", "here")).spec["code"]["path"] == str(Path.cwd())
+
+
 def test_a_dry_run_prints_what_would_be_handed_over_and_keeps_nothing(command, store):
     command("secret", "add", "KEY", text=VALUE)
     said = ["--name", "mnist", "--secret", "KEY", "--", "python", "train.py"]

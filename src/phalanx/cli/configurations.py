@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
+from phalanx.cli.job_spec import code_of
 from phalanx.cli.shown import EITHER_SPELLING, jobs, json_flag, moment, show_named, talk, words, workspace_flag
 from phalanx.cluster import messages
 from phalanx.errors import SpecError
@@ -31,10 +31,9 @@ def code() -> None:
 @workspace_flag
 def add_code(name: str, source: str, workspace: str, **fields: str | None) -> None:
     """Keep a repository (git+https://...) or a folder under a name; replaces what was there."""
-    start: dict[str, Any] = {"path": str(Path(source).absolute())} if Path(source).is_dir() else _from_text(source)
     given = {field: value for field, value in fields.items() if value is not None}
     with jobs() as found:
-        found.put_code(workspace, name, validated(Code, start | given))
+        found.put_code(workspace, name, validated(Code, code_of(source) | given))
     talk("kept", what=messages.text("code"), name=name, workspace=workspace)
 
 
@@ -147,10 +146,6 @@ def remove_secret(name: str, workspace: str) -> None:
     with jobs() as found:
         found.remove_secret(workspace, name)
     talk("removed", what=messages.text("secret"), name=name)
-
-
-def _from_text(source: str) -> dict[str, Any]:
-    return validated(Code, source).model_dump(exclude_unset=True)
 
 
 def _mount(one: Named) -> str:

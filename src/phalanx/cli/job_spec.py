@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 import click
 
 from phalanx.errors import SpecError
-from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import read
+from phalanx.jobs.spec import Code, TrainingJob
+from phalanx.jobs.spec_file import read, validated
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -78,10 +79,11 @@ def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
     flags |= {f"env.{name}": value for name, value in map(_pair, said["env"])}
     flags["datasets"] = list(said["dataset"]) or None
     flags["secrets"] = list(said["secret"]) or None
-    flags["code"] = _code(said["code"])
     flags["command"] = shlex.join(words) if words else None
     standard_input = file == Path("-")
-    spec = read(sys.stdin.read() if standard_input else file, settings=said["settings"], flags=flags)
+    # Before the settings, which may add to it: --code git+https://... --set code.subdir=src
+    code = [] if said["code"] is None else [f"code={json.dumps(code_of(said['code']))}"]
+    spec = read(sys.stdin.read() if standard_input else file, settings=[*code, *said["settings"]], flags=flags)
     return spec, Path.cwd() if file is None or standard_input else file.absolute().parent
 
 
@@ -92,8 +94,15 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _code(said: str | None) -> Any:
-    # A folder is meant from where the command is typed, whatever file the rest comes from.
-    if said is not None and "://" not in said and Path(said).is_dir():
+def code_of(said: str) -> dict[str, Any]:
+    """Return the fields of the code that a flag names: a folder, a repository, or a configuration.
+
+    Raises:
+        SpecError: If it is none of them.
+    """
+    if "://" not in said and Path(said).is_dir():
+        # A folder is meant from where the command is typed, whatever file the rest comes from.
         return {"path": str(Path(said).absolute())}
-    return {"name": said} if re.fullmatch(r"[a-z0-9-]+", said or "") else said
+    if re.fullmatch(r"[a-z0-9-]+", said):
+        return {"name": said}
+    return validated(Code, said).model_dump(exclude_unset=True)

@@ -1,7 +1,7 @@
 """Where things lie under PHALANX_HOME, and what the files of an attempt are called. Pure.
 
 HOME/
-    phalanx.db  key                        the store, and the key its secrets are encrypted with
+    jobs.db  key                           the store, and the key its secrets are encrypted with
     code/DIGEST/                           trees of code, by content
     cache/                                 datasets that were fetched
     jobs/JOB/attempt-N/

@@ -48,7 +48,7 @@ class Database:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home = home
         self._clock = clock
-        self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'phalanx.db'}")
+        self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'jobs.db'}")
         self._engine = _engine(self._url)
         self._writing = self._engine.execution_options(writes=True)
         try:
@@ -111,7 +111,7 @@ def _checked(url: str) -> URL:
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         raise ConfigError(
             "The store's address (PHALANX_STORE) is neither SQLite's nor PostgreSQL's. "
-            "Write sqlite:////folder/phalanx.db or postgresql://user@host/database."
+            "Write sqlite:////folder/jobs.db or postgresql://user@host/database."
         )
     return parsed
 
