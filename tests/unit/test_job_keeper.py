@@ -46,6 +46,7 @@ class Engine:
         self.calls: list[str] = []
         self.secrets: dict[str, str] = {}
         self.error: Exception | None = None
+        self.begins = Status(Phase.RUNNING)
 
     def check(self, spec: TrainingJob) -> None: ...
 
@@ -58,7 +59,7 @@ class Engine:
         if key not in self.runs:
             others = [status.phase for (job, _), status in self.runs.items() if job == submission.job]
             assert Phase.RUNNING not in others, "two attempts at one job at a time"
-            self.runs[key] = Status(Phase.RUNNING)
+            self.runs[key] = self.begins
             self.secrets = submission.secrets
         return f"{submission.job}-{submission.attempt}"
 
@@ -143,12 +144,7 @@ def test_engines_with_a_queue_of_their_own_get_every_job_and_give_the_reason(wor
     world.step()
     assert [job.state for job in world.ledger.rows.values()] == [State.RUNNING] * 3
     world.ledger.add("d", backend="slurm")
-    world.engine.submit = lambda submission: (
-        world.engine.runs.setdefault(  # type: ignore[assignment,method-assign,func-returns-value,return-value]
-            (submission.job, submission.attempt), Status(Phase.QUEUED, "Resources")
-        )
-        and "77"
-    )
+    world.engine.begins = Status(Phase.QUEUED, "Resources")
     world.step(2, 5)
     assert (world.job("d").state, world.job("d").reason) == (State.QUEUED, "slurm: Resources")
 
