@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from phalanx.errors import DataError, SpecError
 from phalanx.jobs.addresses import bucket_and_key, inner_path
 from phalanx.jobs.kept import Progress
@@ -67,6 +65,8 @@ def fetch(dataset: Dataset, into: Path, secret: str | None = None) -> None:
 
 
 def _look_at_page(dataset: Dataset) -> Found:
+    import httpx  # slow to import, as s3fs is
+
     asked = {"Accept-Encoding": "identity"}  # the size of the file, not of how it travels
     try:
         # Some servers answer HEAD with an error, all of them GET; the body is not read.
