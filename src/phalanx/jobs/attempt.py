@@ -56,12 +56,13 @@ class End:
     ended: float = 0.0
 
 
-def order(submission: Submission, home: Path | None = None) -> dict[str, Any]:
+def order(submission: Submission, home: str = "", job_folder: str = "") -> dict[str, Any]:
     """Return what the nodes of `submission` are to do, as JSON.
 
     Args:
         submission: The attempt.
-        home: PHALANX_HOME as the nodes see it; None where they see the submission's folder itself.
+        home: PHALANX_HOME as the nodes see it; empty where they see ours.
+        job_folder: The job's folder as the nodes see it; empty where they see ours.
     """
     folder = submission.folder
     return {
@@ -69,7 +70,7 @@ def order(submission: Submission, home: Path | None = None) -> dict[str, Any]:
         "attempt": submission.attempt,
         "spec": submission.spec.model_dump(mode="json"),
         "home": str(home or folder.parents[2]),
-        "checkpoint": str(folder.parent / (submission.spec.checkpoint.dir or "checkpoints")),
+        "checkpoint": str(Path(job_folder or folder.parent) / (submission.spec.checkpoint.dir or "checkpoints")),
     }
 
 

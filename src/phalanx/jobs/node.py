@@ -277,9 +277,11 @@ def _say(output: BinaryIO, text: str) -> None:
     output.write(f"{text}\n".encode())
 
 
-def _secrets(folder: Path, node: int, descriptor: int | None) -> dict[str, str]:
-    """Secrets by name, from a pipe, or from the file that only this node reads, which is gone then."""
-    if descriptor is not None:
+def _secrets(folder: Path, node: int, descriptor: int | None, file: Path | None) -> dict[str, str]:
+    """Secrets by name, from a pipe, a pod's file, or the file that only this node reads, which is gone then."""
+    if file is not None:
+        text = file.read_bytes()
+    elif descriptor is not None:
         with os.fdopen(descriptor, "rb") as pipe:
             text = pipe.read()
     else:
@@ -310,17 +312,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m phalanx.jobs.node", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the attempt, with attempt.json in it")
     parser.add_argument("--node", required=True, help="number of this node, or the variable that holds it")
+    parser.add_argument("--first-node", type=int, default=0, help="number to add to that of --node")
     parser.add_argument("--hosts", help="addresses of all nodes, in order; default: loopback addresses of this machine")
     parser.add_argument("--port", type=int, default=launching.PORT, help="first of the ports that the attempt may use")
     parser.add_argument("--secrets-fd", type=int, help="pipe to read {name: value} from")
+    parser.add_argument("--secrets-file", type=Path, help="file to read {name: value} from")
     parser.add_argument("--signals-reach-all", action="store_true", help="signals come to all processes below this one")
     parser.add_argument("--pod", action="store_true", help="in a pod: no other node sees this folder")
     asked = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    node = _node(asked.node)
-    secrets = _secrets(asked.folder, node, asked.secrets_fd)
-    if asked.pod:
-        secrets = {**os.environ, **secrets}
+    node = asked.first_node + _node(asked.node)
+    secrets = _secrets(asked.folder, node, asked.secrets_fd, asked.secrets_file)
     order = attempt.read(asked.folder)
     hosts = (
         asked.hosts.split(",")

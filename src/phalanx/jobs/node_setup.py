@@ -12,6 +12,7 @@ from phalanx.errors import BackendError, PhalanxError
 from phalanx.jobs import attempt
 from phalanx.jobs.attempt import Order
 from phalanx.jobs.code import materialise
+from phalanx.jobs.trees import unpack
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class Setup:
             self.doing = f"preparing dataset {dataset.name}"
             found = provide(dataset, self._order.home, work, self._secret(dataset.secret))
             variables[f"PHALANX_DATASET_{re.sub('[^A-Z0-9]', '_', dataset.name.upper())}"] = str(found)
-        found = mounts.binds(self._order.spec.datasets, self._order.home)
-        if self._in_pod:
-            # A pod is the job's alone: nothing has to be hidden from anybody.
-            for bind in found:
-                bind.target.parent.mkdir(parents=True, exist_ok=True)
-                bind.target.symlink_to(bind.source)
-            return variables, ()
-        return variables, tuple(mounts.prefix(found))
+        binds = mounts.binds(self._order.spec.datasets, self._order.home)
+        if not self._in_pod:
+            return variables, tuple(mounts.prefix(binds))
+        # A pod is the job's alone: nothing has to be hidden from anybody.
+        for bind in binds:
+            bind.target.parent.mkdir(parents=True, exist_ok=True)
+            bind.target.symlink_to(bind.source)
+        return variables, ()
 
     def _make(self, work: Path) -> None:
         """Put the code into `work`, whole or not at all; a working copy that is there already was made before."""
@@ -103,6 +104,11 @@ class Setup:
             return
         partial = work.with_name("work.partial")
         code = self._order.spec.code
+        packed = self._folder / "code.tar.gz"
+        if self._in_pod and packed.exists() and code.digest:
+            tree = self._order.home / "code" / code.digest
+            tree.mkdir(parents=True)
+            unpack(packed, tree)
         materialise(code, self._order.home, partial, self._secret(code.secret))
         partial.rename(work)
 
