@@ -1,0 +1,110 @@
+"""A job as a user has it: submitted, hit by kills of a rank and of the keeper, started again, finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.jobs.backends import Engines
+from phalanx.jobs.held import held
+from phalanx.jobs.keeper import ensure_keeper
+from phalanx.jobs.records import Actor
+from phalanx.jobs.service import JobService
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause, State
+from phalanx.jobs.store import Store
+
+SCRIPT = """
+import os, time
+from pathlib import Path
+
+folder, rank = Path(os.environ["PHALANX_CHECKPOINT_DIR"]), os.environ["RANK"]
+saved = folder / f"step-{rank}"
+begun = int(saved.read_text()) if saved.exists() else 0
+print("begins at", begun, "of world", os.environ["WORLD_SIZE"], flush=True)
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+# The first attempt goes on until somebody ends it.
+for step in range(begun + 1, begun + 4 if begun else 10**6):
+    time.sleep(0.05)
+    saved.with_suffix(".new").write_text(str(step))
+    saved.with_suffix(".new").rename(saved)
+print("done", flush=True)
+"""
+
+
+def keepers(home: Path) -> list[int]:
+    """Pids of the keepers of `home` in the background."""
+    words = [b"phalanx.jobs.keeper", str(home).encode()]
+
+    def is_one(pid: str) -> bool:
+        try:
+            found = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # It has ended.
+            return False
+        return all(word in found for word in words)
+
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and is_one(pid)]
+
+
+def _is_free(lock: Path) -> bool:
+    with held(lock) as taken:
+        return taken is not None
+
+
+def until(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_outlives_its_keeper_and_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, code = tmp_path / "home", tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text(SCRIPT)
+    monkeypatch.delenv("PHALANX_STORE", raising=False)
+    spec = TrainingJob.model_validate(
+        {
+            "name": "count",
+            "command": "python train.py",
+            "code": {"path": str(code)},
+            "resources": {"procs_per_node": 2, "cpu": 0.5},
+            "retries": {"max": 1},
+        }
+    )
+    with Store(None, home) as store:
+        jobs = JobService(store, Engines(), Actor("ann", owner=True), wake=lambda _: None)
+        job = jobs.submit(spec, base=code).id
+        racing = [threading.Thread(target=ensure_keeper, args=(home,)) for _ in range(4)]
+        for one in racing:
+            one.start()
+        for one in racing:
+            one.join()
+        assert len(keepers(home)) == 1
+        saved = home / "jobs" / job / "checkpoints"
+        until(lambda: (saved / "step-1").exists() and int((saved / "step-1").read_text()) > 3)
+        os.kill(keepers(home)[0], signal.SIGKILL)
+        until(lambda: _is_free(home / "keeper.lock"))
+        os.kill(int((saved / "pid-1").read_text()), signal.SIGKILL)
+        ensure_keeper(home)
+        until(lambda: jobs.job(job).state.terminal)
+        assert jobs.job(job).state is State.SUCCEEDED, (jobs.job(job), (home / "keeper.log").read_text())
+        first, second = jobs.attempts(job)
+        assert first.failure is not None
+        assert (first.failure.cause, first.failure.rank, first.failure.exit_code) == (Cause.PREEMPTED, 1, -9)
+        assert second.state is State.SUCCEEDED
+        assert "begins at 0 of world 2" in jobs.log(job, rank="1", attempt=1).text
+        text = jobs.log(job, rank="1").text
+        assert "done" in text
+        assert int(text.split("begins at ")[1].split()[0]) > 3
+        assert [event.data["to"] for event in jobs.events(job) if event.kind == "state"] == [
+            *("queued", "preparing", "running", "restarting"),
+            *("preparing", "running", "succeeded"),
+        ]
+        until(lambda: not keepers(home))
