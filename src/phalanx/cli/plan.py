@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.simulate_files import draw_simulated, drawn_options
+from phalanx.auto.simulate_files import draw_simulated, drawn_options, write_file
+from phalanx.cluster.messages import text
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planned import Planned
@@ -65,6 +67,7 @@ def _plan_script(
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
+    _check_folders(save, picture, trace, timeline)
     from phalanx.train.plan_script import plan_script
 
     answer = plan_script(
@@ -84,14 +87,22 @@ def _plan_script(
     if picture is not None:
         from phalanx.auto.planned_picture import picture_of_plan
 
-        picture.write_text(picture_of_plan(answer))
+        write_file(picture, picture_of_plan(answer))
+        click.echo(text("plan picture", path=picture), err=True)
     if trace is not None or timeline is not None:
         draw_simulated(answer.simulate(), answer.seconds, trace, timeline)
     if save is not None:
         from phalanx.plan.files import save_plan
 
         save_plan(answer.plan, save)
-        click.echo(f"{save}: train with it, px.distribute(..., plan=phalanx.plan.load_plan({str(save)!r}))", err=True)
+        click.echo(text("plan saved", path=save), err=True)
+
+
+def _check_folders(*files: Path | None) -> None:
+    """Raise before a search rather than after it where its answer could not be written."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"Asked to write {file}, and there is no folder {file.parent}. Make it, or name another.")
 
 
 def _print(answer: Planned, reasons: list[str]) -> None:

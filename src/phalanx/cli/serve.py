@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import threading
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -80,6 +81,9 @@ def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> 
             click.echo(made.text)
             bound.listen()  # a browser that is faster than the server waits instead of being refused
             opened(f"{address}/ui/")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # The server ends when it gets one, and then sends it to whoever was there before: that is nobody.
+            signal.signal(number, lambda *_: None)
         answer(app, bound, where)
 
 

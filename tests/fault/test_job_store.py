@@ -1,0 +1,70 @@
+"""Writers of the store that are killed: what they acknowledged is there, and the next one goes on."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import postgres as postgresql
+from phalanx.jobs.states import State
+from phalanx.jobs.store import Store
+
+pytestmark = pytest.mark.fault
+
+WRITER = """
+import sys
+from pathlib import Path
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import State
+from phalanx.jobs.store import Store
+
+with Store(sys.argv[1], Path(sys.argv[2])) as store:
+    while True:
+        job = store.create_job(TrainingJob(name="job", command="python train.py"), owner="ann")
+        print("queued", job.id, flush=True)
+        store.begin_attempt(job.id)
+        store.change(job.id, State.RUNNING)
+        print("running", job.id, flush=True)
+        store.change(job.id, State.SUCCEEDED)
+        print("succeeded", job.id, flush=True)
+"""
+
+
+def acknowledged(url: str, home: Path, lines: int) -> dict[str, State]:
+    """Let a writer write, kill it after so many lines, and return the last state it told of each job."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, url, str(home)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    with writer.stdout:
+        told = [writer.stdout.readline() for _ in range(lines)]
+        writer.send_signal(signal.SIGKILL)
+        told += list(writer.stdout)
+    writer.wait()
+    whole = [line.split() for line in told if line.endswith("\n")]
+    return {job: State(state) for state, job in whole}
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_what_a_killed_writer_acknowledged_is_there(kind, tmp_path, request):
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    if kind == "postgresql":
+        url = postgresql.url(request.getfixturevalue("postgres"), "killed")
+    rounds = random.Random(7)
+    told: dict[str, State] = {}
+    for _ in range(2):
+        told |= acknowledged(url, tmp_path, rounds.randint(5, 40))
+    order = [State.QUEUED, State.RUNNING, State.SUCCEEDED]
+    with Store(url, tmp_path) as store:
+        kept = {job.id: job for job in store.jobs()}
+        assert told.keys() <= kept.keys()
+        for job, state in told.items():
+            assert order.index(kept[job].state) >= order.index(state)
+        for job in kept.values():
+            # State and history were written together or not at all.
+            changes = [event.data["to"] for event in store.events(job.id) if event.kind == "state"]
+            assert changes == [*order][: len(changes)]
+            assert changes[-1] == job.state
