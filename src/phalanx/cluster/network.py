@@ -116,7 +116,15 @@ def _inodes(port: int, *, listening: bool) -> set[str]:
 
 def _holds(folder: Path, inodes: set[str]) -> bool:
     try:
-        targets = [os.readlink(entry) for entry in folder.iterdir()]
+        entries = os.listdir(folder)
     except OSError:
         return False  # Another user's process, or one that just ended.
-    return any(target[:8] == "socket:[" and target[8:-1] in inodes for target in targets)
+    return any(_inode_of(folder / entry) in inodes for entry in entries)
+
+
+def _inode_of(descriptor: Path) -> str | None:
+    try:
+        target = os.readlink(descriptor)
+    except OSError:
+        return None  # Closed since it was listed; of this very process that is the listing's own.
+    return target[8:-1] if target.startswith("socket:[") else None

@@ -1,0 +1,260 @@
+"""Jobs over HTTP: the same verbs, values and errors as the service; nothing for strangers; no input that breaks it."""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from job_server import JobServer, job_server, report
+from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
+from phalanx.jobs import layout
+from phalanx.jobs.api.app import make_app
+from phalanx.jobs.api.serve import Place, bind, serve
+from phalanx.jobs.client import Client
+from phalanx.jobs.records import Role
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.states import State
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobServer]:
+    with job_server(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@pytest.fixture
+def owner(server: JobServer) -> Iterator[Client]:
+    with Client(server.url, server.owner_token()) as client:
+        yield client
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('hello')\n")
+    (folder / "big.bin").write_bytes(b"left out")
+    (folder / ".phalanxignore").write_text("*.bin\n")
+    return folder
+
+
+def test_a_job_goes_round_by_http(server, owner, tree):
+    spec = TrainingJob(name="round", command="python train.py", code=Code(path="."), resources={"cpu": 0.5})
+    job = owner.submit(spec, base=tree, request="once")
+    assert owner.submit(spec, base=tree, request="once") == job == owner.job(job.id)
+    assert job.state is State.QUEUED
+    kept = server.home / "code" / job.spec["code"]["digest"]
+    assert sorted(path.name for path in kept.iterdir()) == [".phalanxignore", "train.py"]
+    assert job.id in [one.id for one in owner.jobs("default", states=[State.QUEUED])]
+    with pytest.raises(StateError, match="Only a job that has ended"):
+        owner.retry(job.id)
+
+    folder = server.start(job)
+    (layout.logs(folder) / "workerlog.0").write_text("one\ntwo\n")
+    report(folder, 0, 3)
+    assert owner.logs_of(job.id) == ["0"]
+    part = owner.log(job.id, rank="0")
+    assert (part.text, part.ended) == ("one\ntwo\n", False)
+    assert owner.reporting(job.id) == ["worker.0"]
+    assert [event["step"] for event in owner.reports(job.id, rank="worker.0").events] == [0, 1, 2]
+    assert owner.attempts(job.id)[0].number == 1
+    assert [event.number for event in owner.events(job.id)] == list(range(1, len(owner.events(job.id)) + 1))
+
+    server.end(job)
+    assert owner.log(job.id, offset=part.next).ended
+    assert owner.retry(job.id).spec == job.spec
+    assert owner.plan(job.id) == ""
+    assert owner.machine()["cpu"][1] >= 1
+    assert "phalanx.jobs.node" in owner.render(spec, base=tree)
+
+
+def test_configurations_go_round_by_http(server, owner):
+    owner.add_workspace("round-trip")
+    owner.put_member("round-trip", "ada", Role.DEVELOPER)
+    assert {one.name: one.members for one in owner.workspaces()}["round-trip"] == {"ada": Role.DEVELOPER}
+    owner.put_code("round-trip", "net", Code(git="https://example.org/net.git"))
+    owner.put_dataset("round-trip", Dataset(name="digits", kind="local", uri=str(server.home)))
+    owner.put_secret("round-trip", "KEY", "very secret value")
+    assert [one.name for one in owner.codes("round-trip")] == ["net"]
+    assert [one.name for one in owner.datasets("round-trip")] == ["digits"]
+    assert [one.name for one in owner.secrets("round-trip")] == ["KEY"]
+    made = owner.add_token("laptop", owner="ada", lasts_s=60)
+    with Client(server.url, made.text) as ada:
+        assert ada.whoami().name == "ada"
+        assert [one.name for one in ada.tokens()] == ["laptop"]
+        ada.remove_secret("round-trip", "KEY")
+        ada.remove_code("round-trip", "net")
+        ada.remove_dataset("round-trip", "digits")
+        with pytest.raises(AccessError, match="only the owner"):
+            ada.add_workspace("another")
+    owner.remove_token("laptop", owner="ada")
+    with Client(server.url, made.text) as ada, pytest.raises(AccessError):
+        ada.whoami()
+    owner.remove_member("round-trip", "ada")
+    owner.remove_workspace("round-trip")
+    with pytest.raises(NotFoundError):
+        owner.codes("round-trip")
+
+
+def test_who_may_do_what(server, owner, tree):
+    owner.add_workspace("theirs")
+    mine, theirs = server.queue("mine"), server.queue("theirs", workspace="theirs")
+    spec = TrainingJob(name="no", command="python train.py")
+    with Client(server.url, server.token("vera", Role.VIEWER)) as vera:
+        assert vera.job(mine.id).id == mine.id
+        with pytest.raises(AccessError, match="vera is viewer"):
+            vera.submit(spec, base=tree)
+        with pytest.raises(AccessError, match="vera is viewer"):
+            vera.put_secret("default", "A", "b")
+        with pytest.raises(AccessError):
+            vera.stop(mine.id)
+        assert theirs.id not in [one.id for one in vera.jobs()]
+        for ask in (vera.job, vera.events, vera.attempts, vera.logs_of, vera.stop, vera.plan, vera.reporting):
+            with pytest.raises(NotFoundError):
+                ask(theirs.id)
+        for ask in (vera.codes, vera.datasets, vera.secrets, vera.jobs):
+            with pytest.raises(NotFoundError):
+                ask("theirs")
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic YTpi"},
+        {"Cookie": "phalanx_session=x"},
+    ):
+        answer = httpx.get(f"{server.url}/api/v1/jobs", headers=headers)
+        assert answer.status_code == 401
+        assert mine.id not in answer.text
+
+
+def test_archives_of_code_that_lead_out_are_refused(server, owner, tmp_path):
+    archive = tmp_path / "a.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("../../escaped.py"), io.BytesIO(b""))
+    with pytest.raises(SpecError, match="archive of code"):
+        owner.put_tree("default", archive)
+    assert not list(server.home.parent.rglob("escaped.py"))
+
+
+def test_paths_in_names_find_nothing(server, owner):
+    job = server.queue("paths")
+    folder = server.start(job)
+    (layout.logs(folder) / "workerlog.0").write_text("x")
+    for rank in ("../../../../phalanx.db", "..%2f..%2fkey", "/etc/passwd", "0/../../attempt"):
+        with pytest.raises((NotFoundError, ConfigError, BackendError)):
+            owner.log(job.id, rank=rank)
+        assert owner.reports(job.id, rank=rank.replace("/", "")).events == []
+    with pytest.raises((NotFoundError, BackendError)):
+        owner.job("../../etc")
+
+
+def test_a_log_streams_until_the_attempt_has_ended(server, owner):
+    job = server.queue("streamed")
+    log = layout.logs(server.start(job)) / "workerlog.0"
+    log.write_text("begin\n")
+    headers = {"Authorization": f"Bearer {server.owner_token()}"}
+    with httpx.stream("GET", f"{server.url}/api/v1/jobs/{job.id}/logs/0/stream", headers=headers, timeout=20) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+        assert next(line for line in lines if line.startswith("data")) == 'data: "begin\\n"'
+        with log.open("a") as file:
+            file.write("end\n")
+        server.end(job)
+        rest = [line for line in lines if line and not line.startswith(":")]
+    assert rest == ['data: "end\\n"', "event: end", "data: "]
+
+
+def test_too_many_requests_and_too_large_ones_are_refused(tmp_path):
+    with job_server(tmp_path, per_second=0.5, burst=3) as small:
+        token = small.owner_token()
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(headers=headers) as client:
+            found = [client.get(f"{small.url}/api/v1/whoami") for _ in range(5)]
+        assert [one.status_code for one in found[:3]] == [200, 200, 200]
+        assert found[-1].status_code == 429
+        assert int(found[-1].headers["retry-after"]) >= 1
+        time.sleep(int(found[-1].headers["retry-after"]))
+        body = b'{"spec": "' + b"x" * (2 << 20) + b'"}'
+        answer = httpx.post(f"{small.url}/api/v1/jobs", headers=headers, content=body)
+        assert answer.status_code == 413
+
+
+def test_off_loopback_only_with_a_certificate(tmp_path):
+    with pytest.raises(ConfigError, match="in the clear"):
+        bind(Place(host="0.0.0.0", port=0))
+    with pytest.raises(ConfigError, match="https"):
+        Client("http://train.example", "token")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"in use by pid \d+"):
+            bind(Place(port=taken.getsockname()[1]))
+
+
+def test_a_certificate_serves_https(tmp_path, monkeypatch):
+    pem = tmp_path / "both.pem"
+    _make_certificate(pem)
+    started: list[uvicorn.Server] = []
+    run = uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **said: (started.append(self), run(self, **said))[1])
+    place = Place(host="0.0.0.0", port=0, certificate=pem)
+    bound = bind(place)
+    bound.listen()
+
+    def refuse(_: str) -> None:
+        raise AccessError("unknown token")
+
+    thread = threading.Thread(target=serve, args=(make_app(refuse), bound, place))
+    thread.start()
+    try:
+        port = bound.getsockname()[1]
+        trust = ssl.create_default_context(cafile=str(pem))
+        assert httpx.get(f"https://localhost:{port}/api/v1/whoami", verify=trust).status_code == 401
+    finally:
+        started[0].should_exit = True
+        thread.join()
+
+
+def _make_certificate(path: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(path), "-out", f"{path}.crt"]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_whatever_the_description_allows_breaks_nothing(server, tmp_path):
+    """Requests made from the OpenAPI description, valid and not: no answer is an error of the server's own.
+
+    They ask about a workspace and a job that are there. Left out are a stream, which does not end, archives, and
+    the ending of tokens, which would end the one they are made with.
+    """
+    job = server.queue("fuzzed")
+    (layout.logs(server.start(job)) / "workerlog.0").write_text("hello\n")
+    (tmp_path / "schemathesis.toml").write_text(
+        f'headers = {{ Authorization = "Bearer {server.owner_token()}" }}\n'
+        f'[parameters]\n"path.job" = "{job.id}"\n"path.workspace" = "default"\n"path.rank" = "0"\n'
+    )
+    command = [
+        str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/api/v1/openapi.json",
+        "--checks", "not_a_server_error,content_type_conformance,response_schema_conformance",
+        "--phases", "fuzzing", "--max-examples", "8", "--generation-deterministic", "--seed", "1",
+        "--exclude-path-regex", "(stream|trees)$", "--exclude-path", "/api/v1/tokens/{name}",
+        "--request-timeout", "20", "--no-color",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
