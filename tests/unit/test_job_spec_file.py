@@ -143,6 +143,8 @@ def test_code_may_be_one_word(said: str, code: Code) -> None:
         ({"git": "https://host/x", "subdir": "/etc"}, "leads out of its folder"),
         ({"git": "https://host/x", "path": "."}, "found git and path"),
         ({}, "found none"),
+        ("ext::sh -c x", "runs a command"),
+        ({"path": ""}, "is not a folder"),
         ({"path": ".", "commit": "0" * 40}, "commit belongs to git"),
         ({"git": "ssh://git@host/x", "secret": "T"}, "a secret is a token for https://"),
         ("https://host/x.git", r"write git\+https://host/x.git"),

@@ -45,6 +45,11 @@ def git_ref(text: str) -> str:
     return text
 
 
+def folder_path(text: str) -> str:
+    """Return the path of a folder of this machine, absolute or not."""
+    return _plain(text, "a folder")
+
+
 def inner_path(text: str) -> str:
     """Return a relative path that stays inside the folder it starts from."""
     path = PurePosixPath(_plain(text, "a path"))

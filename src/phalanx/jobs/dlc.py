@@ -140,7 +140,7 @@ def _code(source: dict[str, Any], left: list[str]) -> dict[str, Any]:
         )
     left += [f"CodeSource.{key} {_short(value)}: nothing here is like it" for key, value in source.items() if value]
     if not identity:
-        left.append("CodeSource: there is none; the code is the folder you submit from, unless --set code.path=FOLDER")
+        left.append("CodeSource: there is none; the code is the folder of this file, unless --set code.path=FOLDER")
         return {"path": "."}
     name = _name(str(identity))
     left.append(f"CodeSource {identity}: its repository is not in the file; add it: phalanx code add {name}")

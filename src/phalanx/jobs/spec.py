@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from phalanx.jobs.addresses import (
     bucket_and_key,
+    folder_path,
     git_address,
     git_ref,
     inner_path,
@@ -59,7 +60,7 @@ class Code(_Model):
     """Branch, tag or commit."""
     commit: Commit | None = None
     """git: the commit that `ref` was at submission."""
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: Annotated[str, AfterValidator(folder_path)] | None = None
     """A folder on this machine, which is copied without what .phalanxignore, or else .gitignore, leaves out."""
     digest: Sha256 | None = None
     """path: the content at submission."""
