@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
+from phalanx.auto.planned_table import planned_table
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
 from phalanx.auto.simulate_plan import simulate_plan
@@ -183,21 +183,13 @@ class Planned:
         return as_text(self)
 
     def __rich__(self) -> RenderableType:
-        found = self.searched
-        head = (
-            f"{self.where}: {found.best.seconds * 1e3:.4g} ms a step, at most {found.gap:.2g} % over the best; "
-            f"{found.best.peak / MIB:.4g} MiB a rank; mostly {self.limited_by}"
+        return planned_table(
+            self.where,
+            self.searched,
+            self.space,
+            self.left_out,
+            lambda one: self._cut(one) if one.cut else "",
         )
-        grid = Table(title="Fastest of each arrangement", title_justify="left")
-        for name in ("arrangement", "layers cut", "ms", "compute", "layers", "exchange", "update", "stages", "MiB"):
-            grid.add_column(name, justify="left" if name in ("arrangement", "layers cut") else "right")
-        for one in found.candidates:
-            cells = [f"{seconds * 1e3:.3f}" for seconds in (one.seconds, *one.parts.values())]
-            grid.add_row(str(one.arrangement), self._cut(one), *cells, f"{one.peak / MIB:.1f}")
-        space = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in self.space.items())
-        count = f"{len(found.arrangements)} arrangements, {found.solved} of them layer by layer"
-        said = [f"searched: {count}; {space}", *(f"not searched: {why}" for why in self.left_out)]
-        return Group(Text(head), grid, *map(Text, said))
 
     def _cut(self, candidate: Candidate) -> str:
         """Return the layers that are cut, each repeated one once."""

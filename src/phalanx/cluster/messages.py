@@ -153,6 +153,11 @@ TABLE: dict[str, tuple[str, str]] = {
         "搜索范围：{count} 种排布，其中 {listed} 种逐层求解；{space}",
     ),
     "plan not searched": ("not searched: {why}", "未搜索：{why}"),
+    "plan picture": ("{path}: the model with its placements", "{path}：模型及其切分方式"),
+    "plan saved": (
+        "{path}: train with it, px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
+        "{path}：用它训练，px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
+    ),
     "plan compute": ("compute", "计算"),
     "plan collectives of layers": ("collectives of layers", "层内集合通信"),
     "plan exchange of gradients": ("exchange of gradients", "梯度交换"),
