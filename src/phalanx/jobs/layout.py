@@ -10,11 +10,11 @@ HOME/
         node-K.json                        how node K ended; written by node K, once, by renaming
         node-K.beat                        touched by node K while it lives; its text says what the node does
         secrets-K.json                     Slurm: what node K reads when it starts, and removes (mode 0600)
-        plan.svg                           the picture of its Plan, if the script leaves one
         stop                               Slurm: what asks all nodes to end, by being there
         logs/node-K.log                    what the launcher of node K printed
         logs/workerlog.R, serverlog.R ...  what rank R printed; logs/events.*.jsonl its run events
-        logs/node-K/                       files of the launcher of node K, those of its ranks linked from logs/
+        logs/node-K/                       files of the launcher of node K, those of its ranks linked from logs/;
+                                           rank 0 leaves plan.json and shape.json there
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def stop(folder: Path) -> Path:
     return folder / "stop"
 
 
+def launcher_logs(folder: Path, node: int) -> Path:
+    """Return the folder in which the launcher of node `node` keeps its files."""
+    return logs(folder) / f"node-{node}"
+
+
 def exit_record(folder: Path, node: int) -> Path:
     """Return the file in which node `node` says how it ended."""
     return folder / f"node-{node}.json"
@@ -58,8 +63,3 @@ def exit_record(folder: Path, node: int) -> Path:
 def heartbeat(folder: Path, node: int) -> Path:
     """Return the file whose time of change says that node `node` lives."""
     return folder / f"node-{node}.beat"
-
-
-def plan_picture(folder: Path) -> Path:
-    """Return the picture of the Plan an attempt trains by, as SVG; a script that makes one may leave it there."""
-    return folder / "plan.svg"

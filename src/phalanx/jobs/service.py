@@ -160,9 +160,13 @@ class JobService:
 
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
+        from phalanx.plan.explain import explain
+        from phalanx.plan.files import left
+        from phalanx.plan.picture import picture
+
         found = self.job(job)
-        picture = layout.plan_picture(self._folder(found, None)) if found.attempt else None
-        return picture.read_text(encoding="utf-8") if picture is not None and picture.is_file() else ""
+        plan = left(layout.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
+        return picture(explain(*plan)) if plan is not None else ""
 
     def machine(self) -> dict[str, tuple[float, float]]:
         """Return what of this machine is given to jobs and what it has."""

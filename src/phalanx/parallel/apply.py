@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ from phalanx.parallel.techniques import (
     updaters_of,
 )
 from phalanx.parallel.tensor.swap import cut_layers
+from phalanx.plan.files import leave
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Plan, Push
@@ -162,6 +164,9 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     _applied[model] = Applied(plan, shape, reducer, update is not None and pipeline is None, updaters, pipeline)
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
+    # Of several models the first one's: who looks at a run wants one answer.
+    if context.role.log_dir and context.rank == 0 and len(_applied) == 1:
+        leave(plan, shape, Path(context.role.log_dir))
     return model
 
 

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.errors import PlanError, did_you_mean
 from phalanx.plan import value as values
+from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import Plan, Value
+
+_PLAN, _SHAPE = "plan.json", "shape.json"
+_shapes = TypeAdapter(ModelShape)
 
 _FIELDS = {
     name
@@ -64,3 +68,18 @@ def _said(error: ErrorDetails) -> str:
         return f"{where}: there is no such field.{did_you_mean(last, _FIELDS)}"
     found = error["input"]
     return f"{where}: {error['msg']}" + ("" if isinstance(found, dict | bytes) else f", found {found!r}")
+
+
+def leave(plan: Plan, shape: ModelShape, folder: Path) -> None:
+    """Write a Plan (`plan.json`) and the shape of its model (`shape.json`) beside a run's logs, for who watches it."""
+    (folder / _SHAPE).write_bytes(_shapes.dump_json(shape))
+    beside = folder / f"{_PLAN}.new"
+    save_plan(plan, beside)
+    beside.replace(folder / _PLAN)  # comes last and whole: a reader who sees it finds both
+
+
+def left(folder: Path) -> tuple[Plan, ModelShape] | None:
+    """Return what `leave` wrote to a folder; None if nothing was."""
+    if not (folder / _PLAN).is_file():
+        return None
+    return load_plan(folder / _PLAN), _shapes.validate_json((folder / _SHAPE).read_bytes())
