@@ -138,6 +138,22 @@ def test_jobs_wait_with_a_reason_that_is_written_when_it_changes(world: World) -
     assert world.job("b").reason == ""
 
 
+def test_limits_of_queues_are_read_when_they_change(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    (world.home / "queues.yaml").write_text("team: {jobs: 1}\n")
+    for id in "abc":
+        world.ledger.add(id, queue="team", resources={"cpu": 0.5})
+    world.step()
+    assert [world.job(id).state for id in "abc"] == [State.RUNNING, State.QUEUED, State.QUEUED]
+    assert world.job("b").reason == "the quota of queue team is used up"
+    (world.home / "queues.yaml").write_text("team: {job: 1}\n")
+    world.step(20)
+    assert "queues.yaml is no list of limits" in caplog.text
+    assert world.job("b").state is State.QUEUED
+    (world.home / "queues.yaml").unlink()
+    world.step(20)
+    assert world.job("c").state is State.RUNNING
+
+
 def test_engines_with_a_queue_of_their_own_get_every_job_and_give_the_reason(world: World) -> None:
     for id in "abc":
         world.ledger.add(id, backend="slurm", resources={"cpu": 64})

@@ -52,7 +52,11 @@ class Submission:
 
 
 class Backend(Protocol):
-    """An engine that runs attempts. Every call may be repeated: doing twice what was done once changes nothing."""
+    """An engine that runs attempts. Every call may be repeated: doing twice what was done once changes nothing.
+
+    `handle` is what `submit` returned; empty where the keeper died before it noted that, and a person stopped the job
+    meanwhile. The engine then looks for the attempt by its marks, and says `GONE` if there is none.
+    """
 
     name: str
 

@@ -29,7 +29,8 @@ from phalanx.jobs.failures import refused
 from phalanx.jobs.held import held
 from phalanx.jobs.ledger import Ledger
 from phalanx.jobs.live import LOCAL_EVERY_S, Live
-from phalanx.jobs.queue import Amount, Quota, Running, Waiting
+from phalanx.jobs.queue import Amount, Running, Waiting
+from phalanx.jobs.quotas import Quotas
 from phalanx.jobs.records import Failure, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
@@ -64,7 +65,6 @@ class Keeper:
         home: Path,
         *,
         machine: Amount,
-        quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Make a keeper; nothing happens before its first `step`.
@@ -74,11 +74,11 @@ class Keeper:
             backends: Engines by name. Who starts on `local` is decided here, the others have queues of their own.
             home: The folder of all state.
             machine: What `local` has to give.
-            quotas: Limits of queues on this machine.
             clock: Seconds since the epoch.
         """
         self._ledger, self._backends, self._home = ledger, backends, home
-        self._machine, self._quotas, self._clock = machine, quotas, clock
+        self._machine, self._clock = machine, clock
+        self._quotas = Quotas(home / "queues.yaml")
         self._holder = f"{os.uname().nodename}:{home}"
         self._leased = self._looked_at_line = self._shared = 0.0
         self._version: Any = None
@@ -232,7 +232,7 @@ class Keeper:
                 waiting.append(Waiting(job.id, _owner(job), job.priority, age, need, spec.queue))
         if not waiting:
             return
-        chosen = queue.choose(waiting, running, self._machine, self._used_lately(now), self._quotas)
+        chosen = queue.choose(waiting, running, self._machine, self._used_lately(now), self._quotas.now())
         for id in chosen.start:
             self._begin(self._jobs[id])
         new = {id: reason for id, reason in chosen.reasons.items() if self._jobs[id].reason != reason}

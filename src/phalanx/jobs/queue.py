@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from phalanx.jobs.quotas import Quota
 from phalanx.jobs.spec import TrainingJob
 
 AGEING_S = 1800.0
@@ -77,26 +78,6 @@ class Running:
     owner: str
     need: Amount
     queue: str = "default"
-
-
-@dataclass(frozen=True)
-class Quota:
-    """The most that running jobs of one queue may hold together; None is no limit."""
-
-    cpu: float | None = None
-    memory: int | None = None
-    gpu: int | None = None
-    jobs: int | None = None
-
-    def allows(self, held: Sequence[Running], more: Amount) -> bool:
-        """Return whether a job that needs `more` may start beside `held`, jobs of the same queue."""
-        total = _sum([one.need for one in held]).plus(more)
-        return (
-            (self.cpu is None or total.cpu <= round(self.cpu * 1000))
-            and (self.memory is None or total.memory <= self.memory // _MIB)
-            and (self.gpu is None or total.gpu <= self.gpu)
-            and (self.jobs is None or len(held) < self.jobs)
-        )
 
 
 @dataclass
@@ -172,7 +153,7 @@ def choose(
         quota = (quotas or {}).get(one.queue)
         if not one.need.within(capacity):
             chosen.reasons[one.id] = f"needs more than this machine has ({one.need.shown()}, it has {capacity.shown()})"
-        elif quota is not None and not quota.allows([other for other in held if other.queue == one.queue], one.need):
+        elif quota is not None and not _allowed(quota, [other for other in held if other.queue == one.queue], one.need):
             chosen.reasons[one.id] = f"the quota of queue {one.queue} is used up"
         elif one.need.within(free) and _harmless(one.need, spare):
             chosen.start.append(one.id)
@@ -187,6 +168,17 @@ def choose(
             place += 1
             chosen.reasons[one.id] = _reason(one, first, place, free)
     return chosen
+
+
+def _allowed(quota: Quota, held: Sequence[Running], more: Amount) -> bool:
+    """Return whether a job that needs `more` may start beside `held`, jobs of the same queue."""
+    total = _sum([one.need for one in held]).plus(more)
+    return (
+        (quota.cpu is None or total.cpu <= round(quota.cpu * 1000))
+        and (quota.memory is None or total.memory <= quota.memory // _MIB)
+        and (quota.gpu is None or total.gpu <= quota.gpu)
+        and (quota.jobs is None or len(held) < quota.jobs)
+    )
 
 
 def _harmless(more: Amount, spare: Amount) -> bool:
