@@ -13,6 +13,7 @@ from git_server import commit, git, serving
 from phalanx.errors import SpecError
 from phalanx.jobs.code import fixed, materialise, tree
 from phalanx.jobs.code_tree import listed
+from phalanx.jobs.git import unsent
 from phalanx.jobs.spec import Code
 
 pytestmark = pytest.mark.dist
@@ -98,9 +99,13 @@ def test_what_a_working_copy_has_that_the_job_will_not_is_said(
         (copy / "train.py").write_text("3")
         (copy / "new.py").write_text("")
         fixed(Code(git=address), tmp_path / "home", copy)
+        git(copy, "push", "--quiet", str(tmp_path / "served" / "code"), "HEAD:refs/heads/other")
+        git(copy, "fetch", "--quiet")
+        assert unsent(address, copy) == ["not committed: train.py", "not committed: new.py"]
+        assert unsent(address + "x", copy) == unsent(address, tmp_path) == []
     said = [message.partition("; ")[2] for message in caplog.messages]
     assert said[:2] == ["not committed: train.py", "not committed: new.py"]
-    assert said[2].startswith("not in the repository: ")
+    assert said[2].startswith("not pushed: ")
     caplog.clear()
     fixed(Code(git=str(copy)), tmp_path / "home", None)
     assert [message.partition("; ")[2] for message in caplog.messages] == said[:2]

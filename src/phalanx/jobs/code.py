@@ -140,7 +140,7 @@ def _warn_of_unsent(code: Code, base: Path | None) -> None:
     folder = Path(address.removeprefix("file://")) if is_local(address) else base
     if folder is None or not folder.is_dir():
         return
-    lines = git.unsent(address, str(code.commit), folder)
+    lines = git.unsent(address, folder)
     for line in lines[:_NAMED]:
         logger.warning("the job runs commit %.12s of %s; %s", code.commit, address, line)
     if len(lines) > _NAMED:

@@ -75,27 +75,23 @@ def check_out(address: str, commit: str, into: Path, secret: str | None = None) 
     return [line.split("\t", 1)[1] for line in staged if line.startswith("160000 ")]
 
 
-def unsent(address: str, commit: str, folder: Path) -> list[str]:
-    """Return what the working copy around `folder` has that `commit` of the repository lacks, a line for each.
+def unsent(address: str, folder: Path) -> list[str]:
+    """Return what the working copy around `folder` has that its repository lacks, a line for each.
 
-    Nothing is returned where `folder` is in no working copy of that repository.
+    Nothing is returned where `folder` is in no working copy of the repository at `address`.
     """
     top = _asked(folder, "rev-parse", "--show-toplevel").strip()
-    if not top or not _is_of(Path(top), address):
+    local = Path(address.removeprefix("file://"))
+    is_itself = local.is_dir() and local.resolve() in (Path(top).resolve(), (Path(top) / ".git").resolve())
+    if not top or not (is_itself or _bare(address) in map(_bare, _asked(folder, "remote", "-v").split())):
         return []
     changed = [line[3:] for line in _asked(folder, "status", "--porcelain", "-z").split("\0") if line[2:3] == " "]
-    commits = _asked(folder, "log", "--format=%h %s", f"{commit}..HEAD").splitlines()
-    return [f"not committed: {path}" for path in changed] + [f"not in the repository: {line}" for line in commits]
+    ahead = [] if is_itself else _asked(folder, "log", "--format=%h %s", "HEAD", "--not", "--remotes").splitlines()
+    return [f"not committed: {path}" for path in changed] + [f"not pushed: {line}" for line in ahead]
 
 
-def _is_of(top: Path, address: str) -> bool:
-    path = Path(address.removeprefix("file://"))
-    if path.is_dir():
-        return path.resolve() in (top.resolve(), (top / ".git").resolve())
-    remotes = _asked(top, "remote", "-v").split()
-    return address.removesuffix("/").removesuffix(".git") in {
-        remote.removesuffix("/").removesuffix(".git") for remote in remotes
-    }
+def _bare(address: str) -> str:
+    return address.removesuffix("/").removesuffix(".git")
 
 
 def _patterns(ref: str) -> list[str]:
