@@ -188,6 +188,23 @@ def test_jobs_are_listed_newest_first_and_by_what_is_asked(store, clock):
     assert [job.name for job in store.jobs(ended_after=made[0].created)] == ["a"]
 
 
+def test_what_scripts_and_engines_say_is_kept_whatever_it_holds(store):
+    job = store.create_job(spec(), owner="ann")
+    store.explain({job.id: "a\0b"})
+    store.append(job.id, "note", "half a letter \ud800", {"text": "\0"})
+    store.begin_attempt(job.id)
+    failed = store.change(job.id, State.FAILED, "\0", failure=Failure(Cause.SETUP, "a\0", detail="\0"))
+    assert (failed.reason, failed.failure.message) == ("\ufffd", "a\0")
+    assert [event.message for event in store.events(job.id)] == [
+        "submitted by ann", "half a letter ?", "attempt 1", "\ufffd",
+    ]  # fmt: skip
+
+
+def test_a_text_that_the_database_cannot_look_for_is_an_error_of_ours(store):
+    with pytest.raises((NotFoundError, ConfigError), match=r"There is no job|The store cannot keep that"):
+        store.job("a\0b")
+
+
 def test_a_reason_is_explained_without_an_event(store):
     job = store.create_job(spec(), owner="ann")
     store.explain({job.id: "2nd in line"})

@@ -209,6 +209,14 @@ def test_a_secret_that_can_be_no_variable_is_refused(acting, name, value):
         acting(OWNER).put_secret("default", name, value)
 
 
+@pytest.mark.parametrize("name", ["", "Vision", "a/b", "..", "a" * 41, "a\0"])
+def test_names_are_those_that_a_job_can_say(acting, name, tree):
+    with pytest.raises(SpecError, match="cannot be the name of a workspace"):
+        acting(OWNER).add_workspace(name)
+    with pytest.raises(SpecError, match="cannot be the name of a code configuration"):
+        acting(OWNER).put_code("default", name, Code(path=str(tree)))
+
+
 def test_configurations_say_where_things_are_and_nothing_of_a_job(acting):
     with pytest.raises(SpecError, match="name, commit and digest belong to a job"):
         acting(OWNER).put_code("default", "c", Code(name="d"))

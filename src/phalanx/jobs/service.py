@@ -7,13 +7,15 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
 from phalanx.jobs import layout
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.metrics import Reports
 from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
 from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
-from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store
 from phalanx.jobs.store.jobs import no_job
@@ -21,6 +23,7 @@ from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
 
 _ROLES = list(Role)
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 Wake = Callable[[Path], None]
 """Makes sure that some keeper looks after the jobs under a home."""
@@ -191,6 +194,7 @@ class JobService:
     def add_workspace(self, workspace: str) -> Workspace:
         """Make a workspace."""
         self._need_owner("make workspaces")
+        _check_name("a workspace", workspace)
         return self._store.create_workspace(workspace)
 
     def remove_workspace(self, workspace: str) -> None:
@@ -228,6 +232,7 @@ class JobService:
     def put_code(self, workspace: str, name: str, code: Code) -> Named:
         """Keep where code comes from under a name."""
         self._need(workspace, Role.DEVELOPER)
+        _check_name("a code configuration", name)
         if code.name is not None or code.commit or code.digest:
             raise SpecError("A code configuration holds git or path; name, commit and digest belong to a job.")
         return self._store.put_config(workspace, "code", name, code.model_dump(mode="json"))
@@ -336,3 +341,12 @@ class JobService:
     def _folder(self, job: Job, attempt: int | None) -> Path:
         number = job.attempt if attempt is None else self._attempt(job.id, attempt).number
         return layout.attempt_folder(self._store.home, job.id, number)
+
+
+def _check_name(what: str, name: str) -> None:
+    try:
+        _NAME.validate_python(name)
+    except ValidationError:
+        raise SpecError(
+            f"{name!r} cannot be the name of {what}. Write small letters, digits and dashes, 40 at most."
+        ) from None

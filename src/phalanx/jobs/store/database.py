@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, DataError, OperationalError
 
 from phalanx.errors import BackendError, ConfigError
 from phalanx.jobs.store.upgrade import is_current, upgrade
@@ -94,6 +94,8 @@ class Database:
     def _reached(self) -> Iterator[None]:
         try:
             yield
+        except DataError as error:
+            raise ConfigError(f"The store cannot keep that: {str(error.orig).strip()}.") from error
         except OperationalError as error:
             raise BackendError(
                 f"The store at {self.shown_url} cannot be used: {str(error.orig).strip()}. "

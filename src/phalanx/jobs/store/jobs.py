@@ -158,8 +158,9 @@ class JobRows(SecretRows):
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
         with self._writes() as connection:
-            for job, reason in sorted(reasons.items()):
-                c = tables.jobs.c
+            c = tables.jobs.c
+            for job, said in sorted(reasons.items()):
+                reason = _storable(said)
                 connection.execute(update(tables.jobs).where(c.id == job, c.reason != reason).values(reason=reason))
 
     def begin_attempt(self, job: str) -> Attempt:
@@ -228,7 +229,7 @@ class JobRows(SecretRows):
         moment = self._clock()
         used = self._secrets_used(connection, job.workspace, job.spec)
         kept = None if failure is None else struck(asdict(failure), used)
-        reason = struck(reason, used)
+        reason = _storable(struck(reason, used))
         values: dict[str, Any] = {"state": state, "reason": reason}
         if state is State.RUNNING and job.started is None:
             values["started"] = moment
@@ -264,8 +265,13 @@ class JobRows(SecretRows):
     def _append(self, connection: Connection, job: str, kind: str, message: str, data: Mapping[str, Any]) -> None:
         c = tables.events.c
         last = connection.execute(select(func.max(c.number)).where(c.job == job)).scalar_one() or 0
-        row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": message}
+        row = {"job": job, "number": last + 1, "time": self._clock(), "kind": kind, "message": _storable(message)}
         connection.execute(insert(tables.events).values(data=dict(data), **row))
+
+
+def _storable(text: str) -> str:
+    """Return a text that came from a script or an engine without what no database takes in a text."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
 def no_job(job: str) -> NotFoundError:
