@@ -9,10 +9,12 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from kubeflow_trainer_api import models
 
 from phalanx.errors import SpecError
 from phalanx.jobs.backend import Submission
+from phalanx.jobs.backends.kubernetes import Kubernetes
 from phalanx.jobs.backends.kubernetes_manifests import HIDDEN, check, hidden, manifests
 from phalanx.jobs.spec import TrainingJob
 
@@ -148,6 +150,17 @@ def test_packed_code_goes_with_the_order_while_it_is_small() -> None:
     assert hidden([config])[0]["binaryData"] == {"code.tar.gz": "(4 characters)"}
     with pytest.raises(SpecError, match="packs to 900001 bytes, and 900000 can go with a job on Kubernetes"):
         manifests(submission, job_secret="", code=b"x" * 900_001)
+
+
+def test_a_tree_of_code_is_packed_as_it_is_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "code" / ("0" * 64)
+    kept.mkdir(parents=True)
+    (kept / "train.py").write_text("print(1)")
+    asked = spec("jobset", code={"path": "/x", "digest": "0" * 64})
+    text = Kubernetes().render(Submission("j-1", 1, asked, tmp_path / "jobs" / "j-1" / "attempt-1", {}))
+    shown = list(yaml.safe_load_all(text))
+    assert [made["kind"] for made in shown] == ["ConfigMap", "Secret", "JobSet"]
+    assert "characters" in shown[0]["binaryData"]["code.tar.gz"]
 
 
 @pytest.mark.parametrize(

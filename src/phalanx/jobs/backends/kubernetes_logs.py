@@ -1,0 +1,53 @@
+"""How much of a pod's log we have: the time stamp of the last line, and how many lines bear it. No cluster is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+_MARGIN_S = 2
+
+
+@dataclass
+class Seen:
+    """The end of what was taken of one log; kept in a file beside it."""
+
+    stamp: str = ""
+    lines: int = 0
+    """How many lines with that stamp were taken."""
+
+    @classmethod
+    def read(cls, log: Path) -> Seen:
+        """Return what was taken into `log` so far."""
+        path = _note(log)
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def seconds_ago(self) -> int:
+        """Return for how many seconds to ask back, so that nothing after the last line is missed."""
+        # Nanoseconds are cut, which datetime does not know.
+        when = datetime.fromisoformat(self.stamp[:19]).replace(tzinfo=UTC)
+        return max(1, math.ceil((datetime.now(UTC) - when).total_seconds()) + _MARGIN_S)
+
+    def append(self, log: Path, text: bytes) -> None:
+        """Append to `log` what is new in `text`, whole lines that begin with their time stamps."""
+        before, had, again, taken = self.stamp, self.lines, 0, list[bytes]()
+        for line in text.split(b"\n")[:-1]:
+            stamp, _, said = line.partition(b" ")
+            name = stamp.decode(errors="replace")
+            again += name == before
+            if name < before or (name == before and again <= had):
+                continue
+            self.stamp, self.lines = name, (self.lines + 1 if name == self.stamp else 1)
+            taken.append(said + b"\n")
+        if not taken:
+            return
+        with log.open("ab") as file:
+            file.writelines(taken)
+        _note(log).write_text(json.dumps({"stamp": self.stamp, "lines": self.lines}))
+
+
+def _note(log: Path) -> Path:
+    return log.with_name(f".{log.name}.seen")

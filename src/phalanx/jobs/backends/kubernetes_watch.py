@@ -1,0 +1,124 @@
+"""Objects of a Kubernetes cluster as they are now: listed once, then watched by a thread that no broken watch ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from phalanx.errors import BackendError
+
+logger = logging.getLogger("phalanx.jobs")
+
+WATCH_S = 300
+"""How long one watch is asked to last; servers end them when they like."""
+
+_GONE = 410
+_FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
+
+
+class Watched:
+    """The objects that one list call of the client gives, by name. Any thread may ask.
+
+    Args:
+        what: What is watched, for messages.
+        call: A list function of the client, its arguments bound.
+    """
+
+    def __init__(self, what: str, call: Callable[..., Any]) -> None:
+        self._what, self._call = what, call
+        self._objects: dict[str, Mapping[str, Any]] = {}
+        self._version = ""
+        self._error: str | None = "not listed yet"
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def objects(self) -> dict[str, Mapping[str, Any]]:
+        """Return the objects as last seen.
+
+        Raises:
+            BackendError: While the server cannot be reached, or refuses.
+        """
+        with self._changed:
+            if self._thread is None:
+                self._list()
+                self._thread = threading.Thread(target=self._run, daemon=True, name=f"watch {self._what}")
+                self._thread.start()
+            if self._error is not None:
+                raise BackendError(f"Kubernetes does not tell of {self._what}: {self._error}")
+            return dict(self._objects)
+
+    def close(self) -> None:
+        """Watch no longer; the thread ends with its present watch."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        wait_s = _FIRST_WAIT_S
+        while not self._closed.is_set():
+            try:
+                self._follow()
+                wait_s = _FIRST_WAIT_S
+            except (ApiException, HTTPError, ValueError) as error:
+                is_old = isinstance(error, ApiException) and error.status == _GONE
+                if not is_old:
+                    logger.info("watch of %s: %s; going on in %g s", self._what, _first_line(error), wait_s)
+                    self._closed.wait(wait_s)
+                    wait_s = min(2 * wait_s, _MOST_WAIT_S)
+                with self._changed:
+                    self._list()
+
+    def _list(self) -> None:
+        """Read everything; what cannot be read is told to whoever asks."""
+        try:
+            found = json.loads(self._call(_preload_content=False).data)
+        except (ApiException, HTTPError, ValueError) as error:
+            self._error = _first_line(error)
+            return
+        self._objects = {item["metadata"]["name"]: item for item in found["items"]}
+        self._version = found["metadata"]["resourceVersion"]
+        self._error = None
+
+    def _follow(self) -> None:
+        """Take what changes from the version on that was seen last, until the server ends the watch."""
+        stream = self._call(
+            watch=True,
+            resource_version=self._version,
+            timeout_seconds=WATCH_S,
+            allow_watch_bookmarks=True,
+            _preload_content=False,
+        )
+        for line in _lines(stream):
+            event = json.loads(line)
+            raw = event["object"]
+            if event["type"] == "ERROR":
+                raise ApiException(status=raw.get("code"), reason=raw.get("message"))
+            with self._changed:
+                self._version = raw["metadata"]["resourceVersion"]
+                if event["type"] == "DELETED":
+                    self._objects.pop(raw["metadata"]["name"], None)
+                elif event["type"] != "BOOKMARK":
+                    self._objects[raw["metadata"]["name"]] = raw
+            if self._closed.is_set():
+                return
+
+
+def _lines(stream: Any) -> Iterator[bytes]:
+    """Yield whole lines of a response as they come; half a line at its end is a watch that broke."""
+    rest = b""
+    try:
+        for piece in stream.stream(amt=None, decode_content=False):
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from (line for line in whole if line.strip())
+    finally:
+        stream.close()
+        stream.release_conn()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
