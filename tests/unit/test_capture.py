@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
-from phalanx.auto.capture import capture
+from phalanx.auto.capture import Arguments, _advice, capture
 from phalanx.auto.graph import Captured
 from phalanx.errors import ConfigError
 
@@ -221,6 +221,20 @@ def test_dtype_and_device_are_kept() -> None:
     assert {param.dtype for param in captured.parameters} == {"bfloat16"}
     assert next(op for op in captured.operators if op.name == "aten.mm.default").outputs[0].dtype == "bfloat16"
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_tensors_on_meta_are_taken_to_be_where_the_others_are() -> None:
+    with torch.device("meta"):
+        model = GPT()
+    there = capture(GPT(), words(), F.cross_entropy)
+    assert capture(model, words(), F.cross_entropy) == there
+    assert capture(GPT(), tuple(part.to("meta") for part in words()), F.cross_entropy) == there
+
+
+def test_a_sample_on_another_device_than_the_model_is_said() -> None:
+    with FakeTensorMode():
+        elsewhere = Arguments((torch.empty(2, 3, device="cuda"),), {})
+    assert "The model is on cpu, the sample on cuda:0: put them on one device" in _advice(nn.Linear(3, 4), elsewhere)
 
 
 def test_a_model_made_of_fake_tensors_is_captured() -> None:

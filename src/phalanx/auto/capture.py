@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.auto.capture_blocks import is_inside, put_together, repeated_blocks
-from phalanx.auto.capture_copy import copied, dummy, random_numbers_kept
+from phalanx.auto.capture_copy import copied, dummy, meant_by_meta, random_numbers_kept
 from phalanx.auto.capture_record import Recorder
 from phalanx.auto.graph import LEVELS, Captured, Level, Operator
 from phalanx.auto.operator_sites import unfit
@@ -54,7 +54,7 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
     """
     if level is not None and level not in LEVELS:
         raise ConfigError(f"capture knows the levels {', '.join(LEVELS)}, not {level!r}.{did_you_mean(level, LEVELS)}")
-    inputs = _arguments(sample, has_target=loss_fn is not None)
+    inputs = arguments_of(sample, has_target=loss_fn is not None)
     seen, reasons = _seen(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
     blocks = repeated_blocks(seen.operators, parameters)
@@ -80,7 +80,9 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class Arguments:
+    """What a model is called with, and what its loss takes beside the output."""
+
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
     target: Any = None
@@ -94,7 +96,8 @@ class _Seen:
     questions: list[tuple[str, str]] | None
 
 
-def _arguments(sample: Any, *, has_target: bool) -> _Arguments:
+def arguments_of(sample: Any, *, has_target: bool) -> Arguments:
+    """Return how a model is called on a sample, and its target."""
     if has_target:
         if not isinstance(sample, tuple | list) or len(sample) < 2:
             size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
@@ -102,13 +105,13 @@ def _arguments(sample: Any, *, has_target: bool) -> _Arguments:
                 f"capture with a loss takes a sample (input, ..., target), found a {type(sample).__name__}{size}. Put "
                 "the target last, or leave loss_fn out."
             )
-        return _Arguments(tuple(sample[:-1]), {}, sample[-1])
+        return Arguments(tuple(sample[:-1]), {}, sample[-1])
     if isinstance(sample, Mapping):
-        return _Arguments((), dict(sample))
-    return _Arguments(tuple(sample) if isinstance(sample, tuple | list) else (sample,), {})
+        return Arguments((), dict(sample))
+    return Arguments(tuple(sample) if isinstance(sample, tuple | list) else (sample,), {})
 
 
-def _seen(model: nn.Module, inputs: _Arguments, loss_fn: LossFunction | None) -> tuple[_Seen, list[str]]:
+def _seen(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> tuple[_Seen, list[str]]:
     """Return what a pass under fake tensors showed or, where there is no such pass, one on dummies."""
     held = [*model.parameters(), *model.buffers(), *tree_leaves((inputs.positional, inputs.keywords, inputs.target))]
     mode = detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,14 +125,26 @@ def _seen(model: nn.Module, inputs: _Arguments, loss_fn: LossFunction | None) ->
     except Exception as error:
         raise ConfigError(
             f"capture runs {type(model).__name__} on tensors with the shapes of the sample, and it failed: {reason}; "
-            f"on dummies: {_first_line(error)}. Hand in what one training step takes."
+            f"on dummies: {_first_line(error)}. {_advice(model, inputs)}"
         ) from error
 
 
-def _pass(model: nn.Module, inputs: _Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Seen:
+def _advice(model: nn.Module, inputs: Arguments) -> str:
+    """Return what to do about a model that does not run on its sample."""
+    held = [*model.parameters(), *model.buffers()]
+    given = [one for one in tree_leaves((inputs.positional, inputs.keywords, inputs.target)) if isinstance(one, Tensor)]
+    devices, others = sorted({str(one.device) for one in held}), sorted({str(one.device) for one in given})
+    if len({*devices, *others} - {"meta"}) > 1:
+        return f"The model is on {', '.join(devices)}, the sample on {', '.join(others)}: put them on one device."
+    return "Hand in what one training step takes."
+
+
+def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Seen:
     """Run forward, loss and backward pass on a copy: under fake tensors if there is a mode, else on dummies."""
     parts = (model, inputs.positional, inputs.keywords, inputs.target, loss_fn)
-    net, positional, keywords, target, loss = copied(parts, dummy if mode is None else partial(_fake, mode))
+    meant = meant_by_meta(parts)
+    substitute = partial(dummy, meant) if mode is None else partial(_fake, mode, meant)
+    net, positional, keywords, target, loss = copied(parts, substitute)
     tensors = [leaf for leaf in tree_leaves((positional, keywords, target)) if isinstance(leaf, Tensor)]
     recorder = Recorder(net, tensors, mode)
     with (
@@ -197,9 +212,12 @@ def _shape(name: str, tensor: Tensor, *, trainable: bool | None = None) -> Param
     )
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    # without history and gradients: those that there are would be added to
-    made = mode.from_tensor(tensor.detach(), static_shapes=True)
+def _fake(mode: FakeTensorMode, meant: torch.device, tensor: Tensor) -> Tensor:
+    if tensor.is_meta and meant.type != "meta":
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meant)
+    else:  # without history and gradients: those that there are would be added to
+        made = mode.from_tensor(tensor.detach(), static_shapes=True)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

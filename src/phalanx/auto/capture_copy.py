@@ -23,13 +23,27 @@ def copied(parts: tuple[Any, ...], substitute: Substitute) -> tuple[Any, ...]:
     return copy.deepcopy(parts, memo)
 
 
-def dummy(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device, of ones if they are floats or booleans, else of zeros.
+def meant_by_meta(parts: tuple[Any, ...]) -> torch.device:
+    """Return where tensors on the meta device are to be taken for: where all others are, or just there.
+
+    So a model that was built without memory is captured with samples that have some, and the reverse.
+    """
+    real = {tensor.device for tensor in _tensors(parts) if not tensor.is_meta}
+    return real.pop() if len(real) == 1 else torch.device("meta")
+
+
+def dummy(meant: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype, of ones if they are floats or booleans, else of zeros.
 
     Whole numbers are often indices, for which 0 is always right.
+
+    Args:
+        meant: Where it is if the other is on the meta device; else where the other is.
+        tensor: The other.
     """
     one = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
-    made = (torch.ones_like if one else torch.zeros_like)(tensor.detach())
+    device = meant if tensor.is_meta else tensor.device
+    made = (torch.ones_like if one else torch.zeros_like)(tensor.detach(), device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
