@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from phalanx.jobs.spec import TrainingJob
 from phalanx.ui import form
+from phalanx.ui.field_words import CHINESE
 
 SCHEMA = TrainingJob.model_json_schema()
 
@@ -28,6 +29,17 @@ def test_every_field_of_the_spec_is_asked_for():
     } <= paths
     required = {one.path for one in _leaves(form.fields(SCHEMA, {}, {})) if one.required}
     assert required >= {"name", "command"}
+
+
+def _all(made):
+    return [path for one in made for path in [one.path, *_all(one.fields)]]
+
+
+def test_every_field_is_explained_in_both_languages():
+    made = form.fields(SCHEMA, {}, {}, words=CHINESE)
+    assert set(_all(made)) == set(CHINESE)
+    assert {one.path for one in made if not one.help} == set()
+    assert {one.path for one in _leaves(form.fields(SCHEMA, {}, {})) if not one.help} == set()
 
 
 def test_kinds_follow_the_schema():

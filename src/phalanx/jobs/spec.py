@@ -65,6 +65,7 @@ class Code(_Model):
     digest: Sha256 | None = None
     """path: the content at submission."""
     name: Name | None = None
+    """Name of a code configuration of the workspace."""
     subdir: Annotated[str, AfterValidator(inner_path)] = "."
     """Folder of the code in which the command starts."""
     secret: Variable | None = None
@@ -155,25 +156,35 @@ class Resources(_Model):
     """What one job needs. `cpu`, `memory` and `gpu` are for each node."""
 
     nodes: int = Field(default=1, ge=1)
+    """How many machines."""
     procs_per_node: int = Field(default=1, ge=1)
+    """Ranks on each."""
     cpu: float | None = Field(default=None, gt=0)
+    """Cores; parts of one may be said."""
     memory: Bytes | None = None
+    """As 8Gi or 500M."""
     gpu: int = Field(default=0, ge=0)
+    """Accelerators."""
 
 
 class ServerRole(_Model):
     """Parameter servers with resources of their own; the job's `resources` are then its workers'."""
 
     count: int = Field(default=1, ge=1)
+    """How many servers."""
     cpu: float | None = Field(default=None, gt=0)
+    """Cores of each server."""
     memory: Bytes | None = None
+    """Memory of each server, as 8Gi."""
 
 
 class Retries(_Model):
     """What is tried again. `max` counts every attempt after the first, whatever ended the one before."""
 
     max: int = Field(default=0, ge=0)
+    """How many attempts may follow the first."""
     on: tuple[Cause, ...] = (Cause.NODE_FAILURE, Cause.PREEMPTED, Cause.HANG)
+    """The causes of failure after which another attempt is made."""
     hang_after: Seconds | None = None
     """Silence of every rank, no log and no run event, after which an attempt counts as hung. None: never."""
 
@@ -189,8 +200,11 @@ class Kubernetes(_Model):
     """What only Kubernetes needs to know."""
 
     dialect: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
+    """Which kind of object is made."""
     namespace: str = "default"
+    """Where it is made."""
     image: str | None = None
+    """Container image; phalanx must be installed in it."""
     queue: str | None = None
     """Kueue: the local queue."""
     runtime: str = "torch-distributed"
@@ -201,8 +215,11 @@ class Slurm(_Model):
     """What only Slurm needs to know."""
 
     partition: str | None = None
+    """Partition to run in; the cluster has a default."""
     account: str | None = None
+    """Account that is charged."""
     qos: str | None = None
+    """Quality of service."""
     options: tuple[str, ...] = ()
     """More `#SBATCH` options, as `--constraint=a100`."""
 
@@ -212,12 +229,16 @@ class TrainingJob(_Model):
 
     kind: Literal["TrainingJob"] = "TrainingJob"
     name: Name
+    """Small letters, digits and dashes, 40 at most; the id of a job begins with it."""
     workspace: Name = "default"
+    """The workspace that the job and what it names belong to."""
     command: Annotated[str, AfterValidator(checked_command)]
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""
     code: Code = Code(path=".")
     datasets: tuple[Dataset, ...] = ()
+    """Datasets by name (`mnist`, `mnist:data`), or said in full."""
     env: dict[Variable, str] = {}
+    """Environment variables of the ranks."""
     secrets: tuple[Variable, ...] = ()
     """Names of the workspace's secrets, which the ranks find as environment variables."""
     resources: Resources = Resources()
@@ -226,11 +247,15 @@ class TrainingJob(_Model):
     """phalanx, torchrun: a launcher on every node starts the ranks, WORLD_SIZE counts processes.
     env: one process a node, started as it is, WORLD_SIZE and RANK count nodes."""
     backend: Literal["local", "slurm", "kubernetes"] = "local"
+    """What runs the job: this machine, Slurm or Kubernetes."""
     kubernetes: Kubernetes = Kubernetes()
     slurm: Slurm = Slurm()
     queue: Name = "default"
+    """Queue of this machine; Slurm's and Kubernetes' are said under their names."""
     priority: int = Field(default=5, ge=1, le=9)
+    """From 1 to 9; higher ones start first."""
     max_runtime: Seconds | None = None
+    """Time after which the job is ended, as 2h or 1h30m."""
     grace: Seconds = 30.0
     """Time between SIGTERM and SIGKILL, in which a script saves its checkpoint."""
     retries: Retries = Retries()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import yaml
@@ -44,6 +44,7 @@ def fields(
     filled: Mapping[str, str],
     errors: Mapping[str, str],
     hidden: frozenset[str] = frozenset(),
+    words: Mapping[str, str] | None = None,
 ) -> list[Field]:
     """Return the fields of the job that `schema` describes.
 
@@ -52,8 +53,14 @@ def fields(
         filled: What is filled in, by path.
         errors: What is wrong, by path.
         hidden: Paths that are not asked for.
+        words: What fields mean, by path, in another language than the schema's.
     """
-    return _fields(schema, schema, "", filled, errors, hidden)
+    made = _fields(schema, schema, "", filled, errors, hidden)
+    return made if words is None else _told(made, words)
+
+
+def _told(made: Sequence[Field], words: Mapping[str, str]) -> list[Field]:
+    return [replace(one, help=words.get(one.path, one.help), fields=tuple(_told(one.fields, words))) for one in made]
 
 
 def _fields(

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from phalanx.errors import SpecError
 from phalanx.jobs.spec import TrainingJob
 from phalanx.ui import form
+from phalanx.ui.field_words import CHINESE
 from phalanx.ui.pages import Visiting
-from phalanx.ui.visitor import ROOT, Visitor
+from phalanx.ui.visitor import ROOT, Visitor, language
 
 routes = APIRouter(include_in_schema=False)
 
@@ -55,7 +56,8 @@ def _submit(who: Visitor, workspace: str, filled: dict[str, str], key: str) -> R
 
 
 def _form(who: Visitor, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
-    made = form.fields(_SCHEMA, filled, errors, _HIDDEN)
+    words = CHINESE if language(who.request) == "zh" else None
+    made = form.fields(_SCHEMA, filled, errors, _HIDDEN, words)
     told = "\n".join(f"{path}: {message}" for path, message in errors.items())
     values: dict[str, Any] = {"fields": made, "problem": problem or told, "request_key": key}
     return who.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
