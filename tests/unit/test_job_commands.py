@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -176,7 +177,7 @@ def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):
 def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
     command("secret", "add", "KEY", text=VALUE)
     job = submitted(command, "--secret", "KEY")
-    assert "has written no log yet" in command("job", "logs", job).stderr
+    assert "has written nothing there yet" in command("job", "logs", job).stderr
     ended(store, job, State.SUCCEEDED)
     write_log(store, job, f"zero {VALUE}\n")
     write_log(store, job, "one\n", rank=1)
@@ -184,6 +185,7 @@ def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
     assert VALUE not in command("job", "logs", job).output
     assert command("job", "logs", job, "--rank", "1").stdout == "one\n"
     assert command("job", "logs", job, "--list").stdout == "0\n1\n"
+    assert "Its logs: 0, 1." in command("job", "logs", job, "--rank", "node-0").stderr
 
 
 def test_following_goes_on_with_the_next_attempt_and_ends_with_the_job(command, store):
@@ -297,6 +299,16 @@ def test_an_address_of_a_server_needs_a_token(monkeypatch):
     monkeypatch.setenv("PHALANX_API", "https://jobs.example")
     with pytest.raises(ConfigError, match="PHALANX_TOKEN is not set"), opened():
         pass
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])
+def test_every_command_of_jobs_on_a_page_is_there(page):
+    text = (Path(__file__).parents[2] / page).read_text()
+    named = set(re.findall(r"phalanx (job|workspace|code|dataset|secret|token) ([a-z]+)", text))
+    for group, name in named:
+        found = phalanx.get_command(None, group)
+        assert name in found.commands, f"phalanx {group} {name}"
+    assert len(named) > 2
 
 
 def test_listing_jobs_imports_neither_torch_nor_what_migrates_and_serves():

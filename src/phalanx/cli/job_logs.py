@@ -18,6 +18,8 @@ def whole(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) 
     end, _ = _print_from(jobs, job, rank, attempt, 0)
     if not end:
         talk("job no log", job=job)
+        if others := jobs.logs_of(job, attempt=attempt):
+            talk("job other logs", names=", ".join(others))
 
 
 def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:

@@ -178,7 +178,8 @@ TABLE: dict[str, tuple[str, str]] = {
         "Asked {job} to stop; waiting for it to save and end. Ctrl-C once more leaves it to that.",
         "已请求停止 {job}；正在等待其保存并结束。再按 Ctrl-C 不再等待。",
     ),
-    "job no log": ("{job} has written no log yet.", "{job} 尚无日志。"),
+    "job no log": ("{job} has written nothing there yet.", "{job} 在此尚无日志。"),
+    "job other logs": ("Its logs: {names}. Choose with --rank.", "其日志：{names}。用 --rank 选择。"),
     "job late": (
         "{job} has not ended after {timeout} s; it is {state}.",
         "{timeout} 秒后 {job} 仍未结束；状态：{state}。",
