@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from job_ledger import MemoryLedger
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import layout
+from phalanx.jobs import attempt, layout
+from phalanx.jobs.attempt import End
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.keeper import LEASE_S, Keeper
 from phalanx.jobs.live import REFUSED_S
@@ -180,6 +181,20 @@ def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: 
     world.engine.end("b", BUG)
     world.step()
     assert (world.job("b").state, world.job("b").failure) == (State.FAILED, BUG)
+
+
+def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise(world: World) -> None:
+    world.ledger.add("a", resources={"nodes": 1}, servers={"count": 1})
+    world.step()
+    folder = layout.attempt_folder(world.home, "a", 1)
+    folder.mkdir(parents=True)
+    attempt.write_end(folder, 0, End("stopped", message="ended with node 1, which failed"))
+    attempt.write_end(folder, 1, End("failed", Cause.USER_CODE, "server 0 ended with exit code 1", exit_code=1))
+    world.engine.end("a", LOST)
+    world.step()
+    failure = world.job().failure
+    assert failure is not None
+    assert (failure.node, failure.message) == (1, "server 0 ended with exit code 1")
 
 
 def test_a_stopped_job_is_stopped_and_one_that_had_succeeded_stays_so(world: World) -> None:

@@ -138,6 +138,7 @@ class Keeper:
         # The number was taken first: what changed since makes it another one, and is read next time.
         self._version, self._jobs = version, {job.id: job for job in reversed(jobs)}
         self._live = {id: live for id, live in self._live.items() if id in self._jobs}
+        self._over = {(id, number) for id, number in self._over if id in self._jobs}
         known = self._specs
         self._specs = {id: known[id] if id in known else self._spec(job) for id, job in self._jobs.items()}
         for job in self._jobs.values():

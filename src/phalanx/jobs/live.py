@@ -111,7 +111,7 @@ class Live:
         submission = self._submission({})
         status = self._backend.status(submission, self._handle)
         self._backend.collect(submission, self._handle)
-        ends = {node: attempt.read_end(self.folder, node) for node in range(self.spec.resources.nodes)}
+        ends = self._ends()
         if status.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE):
             return self._ended(submission, status, ends)
         if stopping:
@@ -122,6 +122,18 @@ class Live:
         if self._blamed is not None:
             self._backend.stop(submission, self._handle, self.spec.grace)
         return False
+
+    def _ends(self) -> dict[int, End | None]:
+        """How nodes ended. Those that hold servers only count if they failed: others are ended with the training."""
+        nodes, servers = self.spec.resources.nodes, self.spec.servers
+        ends = {node: attempt.read_end(self.folder, node) for node in range(nodes)}
+        if all(end is not None and end.outcome == "succeeded" for end in ends.values()):
+            return ends
+        for node in range(nodes, nodes + (servers.count if servers else 0)):
+            end = attempt.read_end(self.folder, node)
+            if end is not None and end.outcome == "failed":
+                ends[node] = end
+        return ends
 
     def _submission(self, secrets: dict[str, str]) -> Submission:
         return Submission(self.job.id, self.number, self.spec, self.folder, secrets)

@@ -40,6 +40,9 @@ _LATE_S = 10.0
 
 _KILL_S = 5.0
 
+_CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
+"""Nodes that this process started, by their lock: only it can take note of their end, whichever `Local` asks."""
+
 
 class Local:
     """Runs attempts on this machine. Every call may be repeated, also by another process."""
@@ -59,7 +62,6 @@ class Local:
         self.cards = tuple(Machine.look(os.environ).cards if cards is None else cards)
         self.machine = machine or this_machine(len(self.cards))
         self._node = tuple(node)
-        self._children: dict[Path, subprocess.Popen[bytes]] = {}
 
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if this machine could never run `spec`."""
@@ -142,7 +144,7 @@ class Local:
             with contextlib.ExitStack() as locks:
                 cards = self._free_cards(submission, locks)
                 child = self._spawn(submission, node, lock, cards)
-        self._children[_lock_file(folder, node)] = child
+        _CHILDREN[_lock_file(folder, node)] = child
         note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
         _replace(_pid_file(folder, node), json.dumps(note))
         return child.pid
@@ -195,7 +197,7 @@ class Local:
         with held(path) as lock:
             if lock is None:
                 return True
-        if child := self._children.pop(path, None):
+        if child := _CHILDREN.pop(path, None):
             child.wait()
         return False
 
