@@ -1,8 +1,9 @@
-"""Train a small GPT on the help texts that come with Python, byte by byte; copies, cut layers or stages by one flag.
+"""Train a small GPT on Python's help texts, byte by byte; copies, cut layers, stages or a planner's choice by one flag.
 
 python examples/text_transformer/train.py
 phalanx run -n 2 examples/text_transformer/train.py --parallel tensor
 phalanx run -n 2 examples/text_transformer/train.py --parallel pipeline
+phalanx run -n 2 examples/text_transformer/train.py --parallel auto
 
 Every tenth text is held out: how many bits it costs to write one of its bytes is computed exactly, on any number of
 ranks. The losses are the same in every way to train. A minute or two on two cores are enough to write words.
@@ -38,7 +39,7 @@ CUTS = {
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parallel", choices=("data", "tensor", "pipeline"), default="data")
+    parser.add_argument("--parallel", choices=("data", "tensor", "pipeline", "auto"), default="data")
     parser.add_argument("--context", type=int, default=64, help="bytes of one row")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--heads", type=int, default=4)
@@ -85,7 +86,8 @@ def build(args: argparse.Namespace, ranks: int) -> px.Model:
         strategy.pipeline = True
         strategy.pipeline_configs = {"accumulate_steps": 2 * ranks}
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr)
-    return px.Model(net, loss_of, optimizer, strategy=strategy)
+    mode = px.ParallelMode.AUTO_PARALLEL if args.parallel == "auto" else None
+    return px.Model(net, loss_of, optimizer, strategy=strategy, parallel_mode=mode)
 
 
 def write_on(model: px.Model, beginning: Tensor, count: int, seed: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import warnings
 from collections import Counter
 from functools import cache
@@ -47,6 +46,14 @@ class Hybrid(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier(self.features(images))
+
+
+class LeNet(nn.Sequential):
+    """LeNet-5 for small images."""
+
+    def __init__(self) -> None:
+        features = [nn.Conv2d(3, 6, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 3), nn.Tanh()]
+        super().__init__(*features, nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, CLASSES))
 
 
 class Blocks(nn.Module):
@@ -229,10 +236,6 @@ def of_model(folder: str, staged: list[Plan]) -> dict[str, Any]:
         torch.manual_seed(0)
         net, losses = px.shard(Hybrid(), {"classifier.0": "column"}), Losses()
         model = model_of(net)
-        if px.current().world_size > 1 and name == "rows":
-            with pytest.raises(ConfigError) as caught:
-                model.eval(data)
-            found["early"] = str(caught.value)
         model.train(2, data, losses, global_batch=ROWS)
         found[name] = losses.seen
         found[f"{name} evaluated"] = model.eval((pixels.float(), labels))["loss"]
@@ -266,9 +269,86 @@ def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tm
             assert found[f"{name} drawn"] == alone[f"{name} drawn"]
             assert found[f"{name} plan"] == several[0][f"{name} plan"]
         assert found["fleet"] == pytest.approx(alone["fleet"], abs=1e-4)
-        assert re.search("AUTO_PARALLEL makes its Plan for a batch .* Call train first", found["early"])
         assert "only real numbers here" in found["refused"]
     assert any(reason.setting.startswith("planner: data=") for reason in load_plan(tmp_path / "plan.json").because)
+
+
+EXAMPLES: dict[str, tuple[Any, Any]] = {"lenet": (LeNet, images), **MODELS}
+
+
+def example_of(name: str) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return a net, what trains it, the rows of three steps and others."""
+    build, make = EXAMPLES[name]
+    torch.manual_seed(0)
+    net = build().double()
+    rows, others = make(3 * BATCH + 5), slice(3 * BATCH, None)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    return net, optimizer, tuple(part[: 3 * BATCH] for part in rows), tuple(part[others] for part in rows)
+
+
+BATCH = 16
+
+
+def of_one_process(name: str) -> dict[str, Any]:
+    """Train by hand, and look at other rows before and after."""
+    net, optimizer, (inputs, targets), (others, theirs) = example_of(name)
+    found: dict[str, Any] = {"before": whole_loss(net(others), theirs).item(), "predicted": net(others).detach()}
+    losses = []
+    for batch, target in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+        loss = whole_loss(net(batch), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {**found, "losses": losses, "after": whole_loss(net(others), theirs).item()}
+
+
+def of_examples(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train every network with the Plan that is found for it, and look at other rows before and after."""
+    px.init()
+    ignore_views()
+    found = {}
+    for name in names:
+        net, optimizer, rows, others = example_of(name)
+        if px.current().rank:
+            nn.init.zeros_(next(net.parameters()))  # rank 0's count
+        model, losses = px.Model(net, whole_loss, optimizer, parallel_mode="AUTO_PARALLEL"), Losses()
+        before, predicted = model.eval(others)["loss"], model.predict(others[0])
+        assert applied_to(net) is None
+        model.train(1, rows, losses, global_batch=BATCH, shuffle=False)
+        found[name] = {
+            "before": before,
+            "predicted": predicted,
+            "losses": losses.seen,
+            "after": model.eval(others)["loss"],
+            "plan": applied_to(net).plan.because[-1].setting,
+        }
+        del model, net, optimizer
+        assembly.__init__()
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, ["lenet", "hybrid", "transformer"]), (4, ["lenet", "hybrid", "transformer"]), (8, ["hybrid"])],
+)
+def test_the_example_networks_train_like_one_process(ranks: int, names: list[str], tmp_path: Path) -> None:
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path)}
+    several = run_ranks(of_examples, ranks, names, env=nowhere, timeout_s=100)
+    for name in names:
+        alone = of_one_process(name)
+        for found in several:
+            told = found[name].pop("plan")
+            assert told == several[0][name].setdefault("told", told)
+            for what, expected in alone.items():
+                torch.testing.assert_close(
+                    torch.as_tensor(found[name][what], dtype=torch.float64),
+                    torch.as_tensor(expected, dtype=torch.float64),
+                    rtol=0,
+                    atol=1e-10,
+                    msg=lambda said, where=f"{name} on {ranks} ranks, {what}, {told}": f"{where}: {said}",
+                )
 
 
 LISTENED = {
@@ -277,6 +357,7 @@ LISTENED = {
     "allgather": ("all_gather", 0),
     "all_gather_single": ("all_gather", 0),
     "reduce_scatter_single": ("reduce_scatter", 1),
+    "send": ("send", 0),
     "alltoall_base": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 1),
 }
@@ -286,10 +367,8 @@ TALK_BYTES = 400
 """Below this, ranks tell each other what they are about to do."""
 
 
-def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float]]]:
-    """Return the collectives of the second step under each Plan."""
-    px.init()
-    ignore_views()
+def listened() -> Counter[tuple[str, float]]:
+    """Return what counts this rank's collectives from now on."""
     sent: Counter[tuple[str, float]] = Counter()
 
     def listen(name: str, kind: str, place: int) -> None:
@@ -304,6 +383,14 @@ def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float
 
     for name, (kind, place) in LISTENED.items():
         listen(name, kind, place)
+    return sent
+
+
+def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float]]]:
+    """Return the collectives of the second step under each Plan."""
+    px.init()
+    ignore_views()
+    sent = listened()
     found = []
     for name, plan in several:
         model, optimizer, data = made(case_of(name, plan))
@@ -323,8 +410,23 @@ def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float
     return found
 
 
+def of_staged_traffic(plan: Plan) -> Counter[tuple[str, float]]:
+    """Return what this rank's second step through stages exchanges."""
+    px.init()
+    sent = listened()
+    model, optimizer, data = made(case_of("hybrid", plan))
+    model, optimizer, loader = px.distribute(
+        model, optimizer, TensorDataset(*data), global_batch=ROWS, shuffle=False, plan=plan
+    )
+    step = px.train_step(model, whole_loss, optimizer)
+    for inputs, target in loader:
+        before = Counter(sent)
+        step(inputs, target)
+    return sent - before
+
+
 def bytes_by_kind(sent: Counter[tuple[str, float]]) -> dict[str, float]:
-    found = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), 0.0)
+    found = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), 0.0)
     for (kind, size), times in sent.items():
         found[kind] += size * times
     return found
@@ -355,3 +457,17 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
             in_layers = {one: times for one, times in whole.items() if TALK_BYTES <= one[1] < 0.5 * BYTES[name]}
             assert {one: loud[one] for one in in_layers} == in_layers, plan.because[-1].setting
             assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(mine), rel=0.03, abs=2 * TALK_BYTES)
+
+
+@pytest.mark.parametrize(("ranks", "limits"), [(2, ("pp=2", "micro=2")), (4, ("pp=2", "dp=2", "zero=0", "micro=2"))])
+def test_what_stages_send_and_exchange_is_what_was_priced(ranks: int, limits: tuple[str, ...]) -> None:
+    answer = px.auto_parallel(
+        Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=limits, top_k=1
+    )
+    for rank, sent in enumerate(run_ranks(of_staged_traffic, ranks, answer.plan)):
+        mine = traffic(answer.searched.best, answer.layers, answer.speed, stage=rank % 2)
+        sends = {one: times for one, times in mine.items() if one[0] == "send"}
+        assert sum(sends.values()) == 2, "two micro-batches, forward from one and back from the other"
+        assert {one: sent[one] for one in sends} == sends
+        loud = Counter({one: times for one, times in sent.items() if one[1] >= TALK_BYTES})
+        assert bytes_by_kind(loud) == pytest.approx(bytes_by_kind(mine), rel=0.03, abs=2 * TALK_BYTES)

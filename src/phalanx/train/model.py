@@ -35,7 +35,7 @@ from phalanx.train.assemble import (
     one_pass,
     training_loader,
 )
-from phalanx.train.auto_context import close_context
+from phalanx.train.auto_context import auto_context, close_context
 from phalanx.train.batches import (
     LossFunction,
     MeanLoss,
@@ -55,7 +55,7 @@ from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
-from phalanx.train.plan_ahead import plan_ahead
+from phalanx.train.plan_ahead import hold_whole, plan_ahead
 from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step import TrainStep
@@ -117,6 +117,9 @@ class Model:
         self._compiled = compiled
         self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
         self._is_distributed = False
+        self._is_held_whole = False
+        """Whether all ranks hold the net whole, as its Plan waits for the first batch of `train`."""
+
         self._is_training = False
         self._params = None if applied_to(net) is not None else _count_params(net)
         """Number of parameters of the whole net; None when it was distributed before, and this rank may hold a part."""
@@ -316,14 +319,31 @@ class Model:
         if self._is_distributed:
             return
         here = context.current()
+        if loader is None and self._is_to_be_planned(here):
+            if not self._is_held_whole:
+                hold_whole(self.net, here)
+                self._place_loss(here)
+            self._is_held_whole = True
+            return
         loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
-        search = None if optimizer is None else partial(plan_ahead, self.net, loss, optimizer, loader)
+        search = None
+        if optimizer is not None and loader is not None:
+            search = partial(plan_ahead, self.net, loss, optimizer, loader)
         distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search)
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(here.device)
+        self._place_loss(here)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
             self.loss_fn.cut = cut_of_logits(self.net)
         self._is_distributed = True
+
+    def _is_to_be_planned(self, here: context.Context) -> bool:
+        """Return whether AUTO_PARALLEL will find the Plan of the net, once there is a batch of the training data."""
+        is_auto = self.parallel_mode is ParallelMode.AUTO_PARALLEL and here.world_size > 1
+        has_plan = self._plan is not None or auto_context.strategy_ckpt_load_file is not None
+        return is_auto and self.optimizer is not None and not has_plan and applied_to(self.net) is None
+
+    def _place_loss(self, here: context.Context) -> None:
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(here.device)
 
     def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""

@@ -14,9 +14,12 @@ from torch.utils._pytree import tree_map
 
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.parallel.apply import broadcast_from_first_rank, check_model
+from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
@@ -34,8 +37,8 @@ PATIENCE_S = 600.0
 def plan_ahead(
     net: nn.Module,
     loss_fn: LossFunction | None,
-    optimizer: Optimizer | None,
-    loader: ShardedLoader | None,
+    optimizer: Optimizer,
+    loader: ShardedLoader,
     strategy: DistributedStrategy,
     here: Context,
 ) -> Plan:
@@ -50,13 +53,8 @@ def plan_ahead(
         here: This process.
 
     Raises:
-        ConfigError: If there is no data yet, the net cannot be captured or nothing fits; on all ranks.
+        ConfigError: If the net cannot be captured or nothing fits; on all ranks.
     """
-    if loader is None or optimizer is None:
-        raise ConfigError(
-            "AUTO_PARALLEL makes its Plan for a batch of the training data, and this Model was asked for something "
-            "else before train. Call train first, or give Model(plan=px.auto_parallel(net, sample, loss_fn).plan)."
-        )
     if here.role.server_endpoints:
         raise ConfigError(
             "AUTO_PARALLEL plans for workers that hold all parameters, and this job has servers. Launch it without, "
@@ -76,6 +74,23 @@ def plan_ahead(
     ranks = Ranks.meet("AUTO_PARALLEL", strategy.model_dump(mode="json"), timeout_s=PATIENCE_S)
     decided = ranks.decide("the Plan of AUTO_PARALLEL", look, search, timeout_s=PATIENCE_S)
     return Plan.model_validate_json(json.dumps(decided), strict=True)
+
+
+def hold_whole(net: nn.Module, here: Context) -> None:
+    """Let all ranks use a net that has no Plan yet: whole, on their devices, with rank 0's values. Collective.
+
+    Args:
+        net: A plain module.
+        here: This process.
+
+    Raises:
+        ConfigError: If it is not the same net on all ranks.
+    """
+    logger.info("AUTO_PARALLEL plans for a batch of the training data: until train, every rank holds the whole net")
+    check_model(net)
+    agree("model before train", {param.name: list(param.shape) for param in shape_of(net).params})
+    net.to(here.device)
+    broadcast_from_first_rank(net, level=logging.DEBUG)
 
 
 def global_batch(loader: ShardedLoader, device: torch.device, *, has_target: bool) -> tuple[Any, ...]:
