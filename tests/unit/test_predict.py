@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 import phalanx as px
 from benchmarks.bench_predict import PUBLISHED, errors
 from phalanx.auto.collective_cost import Layout, Links
-from phalanx.auto.constants import DEFAULT
+from phalanx.auto.constants import DEFAULT, constants_of
 from phalanx.auto.described_run import Run, read_run, read_runs
 from phalanx.auto.footprint import block_bytes, footprint, stage_footprint
 from phalanx.auto.kernels import Kernels
 from phalanx.auto.predict import StepSeconds, predict
 from phalanx.cli.group import phalanx
-from phalanx.cluster.devices import DEVICES, GIB
+from phalanx.cluster.devices import DEVICES, GIB, Device
+from phalanx.cluster.measured import Rates
 from phalanx.errors import ConfigError
 
 RUN: dict[str, Any] = {
@@ -130,6 +131,43 @@ def test_few_heads_wait_for_the_longest_block_of_rows() -> None:
     flops, longest = (4 * 4096 * 4096 * 128 / 2, 4 * 128 * 4096 * 128)
     few, many = (kernels.attention(heads * flops, longest=longest) / heads for heads in (4, 64))
     assert few > 1.8 * many  # SimuMax 1.2, table of A100: 0.51 and 1.19 of the peak
+
+
+def machine(**changes: Any) -> Device:
+    """Return a machine as measured: 50 GFLOP/s, 1 us a launch, 1 ms for an all-reduce of two ranks."""
+
+    def line(seconds: float) -> dict[str, Any]:
+        return {"axes": [[2**20]], "seconds": [seconds], "powers": [1]}
+
+    def cube(seconds: float) -> dict[str, Any]:
+        return {"axes": [[1024]] * 3, "seconds": [seconds], "powers": [1, 1, 1]}
+
+    product = cube(2 * 1024**3 / 50e9)
+    grids = {"matmul fp32": product, "matmul bf16": product, "all_reduce shm 2": line(1e-3)}
+    grids |= {"attention forward": cube(0.1), "attention backward": cube(0.3)}
+    said = {"threads": 1, "launch_s": 1e-6, "backward_launch_s": 1e-6, "checkpoint_s": 1e-4, "selective_op_s": 1e-5}
+    rates = Rates.model_validate({"grids": grids} | {name: said[name] for name in Rates.model_fields if name in said})
+    figures: dict[str, Any] = {
+        "name": "measured",
+        "flops": {"fp32": 50e9, "bf16": 50e9},
+        "sustained": 1.0,
+        "memory": 2**34,
+        "bandwidth": 1e10,
+        "multiprocessors": 1,
+        "link": 1e9,
+        "measured": rates,
+    }
+    return Device(**(figures | changes))
+
+
+def test_a_measured_machine_takes_what_it_was_measured_to_take() -> None:
+    device = machine()
+    kernels = Kernels(device, constants_of(device), "fp32")
+    assert kernels.matmul(2048, 1024, 1024) == pytest.approx(2 * 2 * 1024**3 / 50e9)
+    assert kernels.streamed(1e10) == pytest.approx(1.0)
+    assert constants_of(device).launch_s == 1e-6
+    assert Links(device, 10, constants_of(device)).all_reduce(2**20, Layout(2, 2)) == pytest.approx(1e-3)
+    assert constants_of(machine(measured=None)) == DEFAULT
 
 
 def test_stages_gather_parameters_once_a_step() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.auto.constants import Constants
 from phalanx.cluster.devices import Device
+from phalanx.cluster.measured import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,13 @@ class Links:
             return known.link_start_s + known.link_hop_s * layout.ranks
         return known.link_start_s + known.network_hop_s * math.log2(layout.ranks)
 
+    def _measured(self, kind: Kind, size: float, layout: Layout) -> float | None:
+        """Return what a collective inside a node took where that was measured, else None."""
+        rates = self.device.measured
+        if rates is None or layout.ranks > layout.in_node or f"{kind} shm {layout.ranks}" not in rates.grids:
+            return None
+        return rates.collective_s(kind, size, layout.ranks)
+
     def all_gather(self, whole: float, layout: Layout) -> float:
         """Return the seconds until every rank has `whole` bytes, of which each brought an equal part.
 
@@ -59,12 +67,16 @@ class Links:
         """
         if layout.ranks == 1:
             return 0.0
+        if (seconds := self._measured("all_gather", whole, layout)) is not None:
+            return seconds
         return self.start(layout) + (layout.ranks - 1) / layout.ranks * whole / self.bandwidth(layout)
 
     def all_reduce(self, size: float, layout: Layout) -> float:
         """Return the seconds of an all-reduce of `size` bytes: each byte goes round twice."""
         if layout.ranks == 1:
             return 0.0
+        if (seconds := self._measured("all_reduce", size, layout)) is not None:
+            return seconds
         return self.start(layout) + 2 * (layout.ranks - 1) / layout.ranks * size / self.bandwidth(layout)
 
     def all_to_all(self, size: float, layout: Layout) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from phalanx.cluster.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,26 +14,26 @@ class Constants:
     `benchmarks/bench_predict.py --fit` finds the values again and shows what each source alone says.
     """
 
-    tile_start: float = 207.0
+    tile_start: float = 210.0
     """Steps along the inner dimension that filling and draining the pipeline of one tile costs, in elements."""
 
-    backward_rate: float = 0.78
+    backward_rate: float = 0.89
     """Rate of matrix products of the backward pass over those of the forward pass: operands come transposed."""
 
     stream: float = 0.81
     """Share of a device's memory bandwidth that element-wise kernels reach."""
 
-    cast_bytes: float = 4.0
-    """Bytes moved for each activation that a product takes in 8 bit: read, written both ways round."""
+    cast_bytes: float = 6.0
+    """Bytes moved for each activation that a product takes in 8 bit: read twice, and written, each way round."""
 
     fused_cast_bytes: float = 1.7
     """The same where norms and activation functions write 8 bit: of the operands of three products, one output of
     attention (4 bytes) and the gradients (4) are cast by kernels of their own."""
 
-    kernel_gap_s: float = 6e-6
+    kernel_gap_s: float = 4.3e-6
     """Seconds a device idles between two kernels."""
 
-    launch_s: float = 3.5e-5
+    launch_s: float = 3.3e-5
     """Seconds the host needs to issue one kernel of eager code, Python and autograd included."""
 
     compiled_launch_s: float = 1e-5
@@ -61,14 +63,14 @@ class Constants:
     attention_tail: float = 0.65
     """Part of the longest block of rows that runs on after all others have ended (the same tables: 4 to 64 heads)."""
 
-    score_passes: float = 1.04
+    score_passes: float = 1.03
     """Share of the memory traffic of softmax and dropout over scores that reaches memory rather than the cache."""
 
     link: float = 0.77
     """Share of a device's link that a ring of all devices of a node reaches; all-reduce of 1 GiB on A100: 230 of
     300 GB/s (vTrain and Galvatron's tables)."""
 
-    network: float = 0.85
+    network: float = 0.84
     """Share of a node's network ports that gradients reach."""
 
     link_start_s: float = 3.0e-5
@@ -80,10 +82,13 @@ class Constants:
     network_hop_s: float = 2e-5
     """Seconds for each doubling of ranks of a collective between nodes."""
 
-    contention: float = 0.48
+    contention: float = 0.45
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
-    step_s: float = 5.4e-3
+    micro_batch_s: float = 1e-3
+    """Seconds of a micro-batch that belong to no block: data, embedding, loss, the schedule's own Python."""
+
+    step_s: float = 5.2e-3
     """Seconds of a step that belong to no micro-batch: loss scaling, norms, the loop itself."""
 
     optimizer_bytes: float = 30.0
@@ -91,3 +96,24 @@ class Constants:
 
 
 DEFAULT = Constants()
+
+
+def constants_of(device: Device, known: Constants = DEFAULT) -> Constants:
+    """Return the constants for a device: a measured machine has launches and links of its own, no accelerator's."""
+    rates = device.measured
+    if rates is None:
+        return known
+    return replace(
+        known,
+        backward_rate=1.0,
+        stream=1.0,
+        kernel_gap_s=0.0,
+        launch_s=rates.launch_s,
+        compiled_launch_s=rates.launch_s,
+        link=1.0,
+        link_start_s=rates.launch_s,
+        link_hop_s=0.0,
+        contention=min(1.0, rates.contention()),
+        micro_batch_s=0.0,
+        step_s=0.0,
+    )

@@ -227,7 +227,7 @@ class Run(_Part):
 
         Compiled code has them, and so have Megatron and its kin, which are those that do not shard gradients here.
         """
-        return self.compile or self.parallel.zero < 2
+        return self.compile or self.parallel.zero < 2 or self.attention_kernels == "native"
 
     @property
     def hides_cut_gradients(self) -> bool:

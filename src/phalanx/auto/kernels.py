@@ -18,6 +18,9 @@ ROWS = 128
 Generation = Literal["first", "common", "native"]
 """Kernels of fused attention: the first in Triton; those common since 2023, for A100; a device's own."""
 
+_ATTENTION = (8, 1024, 64)
+"""Heads, length and width at which a measured machine's attention is read."""
+
 _FEW_WAVES = 6
 _SHORTEST_SPLIT = 512
 
@@ -42,8 +45,13 @@ class Kernels:
         The product is cut into tiles, dealt to the multiprocessors in waves: a last wave that is not full costs as
         much as a full one. Few tiles are cut along k too. No product is faster than its memory traffic.
         """
+        if self.device.measured is not None:
+            least = 2 * batch * m * n * k / self.device.rate(self.precision)
+            return max(
+                least, self.device.measured.matmul_s(batch * m, n, k, "fp32" if self.precision == "fp32" else "bf16")
+            )
         known, width = self.constants, 1 if self.precision == "fp8" else 2
-        rate = self.device.rate(self.precision) * (known.backward_rate if backward else 1.0)
+        rate = self.device.rate(self.precision) * (known.backward_rate if backward and width == 2 else 1.0)
         best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate * self.device.multiprocessors
         moved = batch * (width * (m * k + k * n) + 2 * m * n)
         seconds = max(best, self.streamed(moved)) + known.kernel_gap_s
@@ -77,6 +85,9 @@ class Kernels:
             generation: Which kernels.
         """
         known, device = self.constants, self.device
+        if device.measured is not None:
+            measured = device.measured.attention_s(*_ATTENTION, backward=backward)
+            return flops / (2 * _ATTENTION[0] * _ATTENTION[1] ** 2 * _ATTENTION[2]) * measured
         share = known.attention_backward if backward else known.attention
         share *= {"first": known.first_attention, "common": 1.0, "native": 1.0}[generation]
         if generation != "native":

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.auto.collective_cost import Layout, Links
-from phalanx.auto.constants import DEFAULT, Constants
+from phalanx.auto.constants import DEFAULT, Constants, constants_of
 from phalanx.auto.described_run import Run, read_run
 from phalanx.auto.footprint import FLOAT, footprint
 from phalanx.auto.kernels import Kernels
@@ -63,6 +63,7 @@ class StepSeconds:
     """One optimizer step of a run, summed up from passes; `auto/simulate_run` lets them run one by one."""
 
     def __init__(self, run: Run, constants: Constants) -> None:
+        constants = constants_of(run.device, constants)
         self.run, self.known = run, constants
         self.kernels = Kernels(run.device, constants, run.precision, fuses_casts=run.attention_kernels == "native")
         self.links = Links(run.device, run.cluster.node_gbps, constants, run.cluster.strided)
@@ -75,16 +76,23 @@ class StepSeconds:
         alone = self.layers * (self.compute_forward + self.compute_backward)
         passes = self.layers * (self.forward + self.backward)
         # While the fullest stage waits, its first micro-batch goes through the blocks of all others, and back.
-        others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * self._send
+        each = self._send + self.known.micro_batch_s
+        others = (run.model.layers - self.layers) / self.layers * passes + (run.parallel.pp - 1) * each
         bubble = self._idle_share * others / run.parallel.vpp
         return {
-            "compute_s": count * (alone + self.head.forward + self.head.backward),
+            "compute_s": count * (alone + self._head_on_top + self.known.micro_batch_s),
             "exposed_communication_s": count * (passes - alone),
             "pipeline_send_s": count * self._send,
             "pipeline_bubble_s": bubble,
             "gradients_s": self._gradients,
             "optimizer_s": self.optimizer + self.known.step_s,
         }
+
+    @property
+    def _head_on_top(self) -> float:
+        """Seconds by which the projection to the vocabulary makes its stage slower than the fullest of the others."""
+        fewer = self.layers - self.run.model.layers // self.run.parallel.pp
+        return max(0.0, self.head.forward + self.head.backward - fewer * (self.forward + self.backward))
 
     # -- one block -------------------------------------------------------------------------------------------
 

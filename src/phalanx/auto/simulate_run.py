@@ -93,7 +93,9 @@ def _stage(run: Run, seconds: StepSeconds, blocks: list[int], stage: int) -> Sta
     exposed_backward = seconds.backward - seconds.compute_backward
     return StageWork(
         forward=Work(
-            compute=own * seconds.compute_forward + (head.forward if head else 0.0),
+            compute=own * seconds.compute_forward
+            + (head.forward if head else 0.0)
+            + seconds.known.micro_batch_s / run.parallel.vpp,
             exposed=own * exposed_forward,
             beside=own * max(0.0, collectives_forward - exposed_forward),
         ),

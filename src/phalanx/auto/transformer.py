@@ -150,17 +150,29 @@ def _element_wise(run: Run, kernels: Kernels) -> Work:
 
 
 def head(run: Run, kernels: Kernels) -> Work:
-    """Return the projection to the vocabulary, the loss in float32, and their backward pass."""
+    """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
     model, rows, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
     kernels = kernels.in_half()
     forward = kernels.matmul(rows, columns, model.hidden)
     backward = kernels.matmul(rows, model.hidden, columns, backward=True)
     backward += kernels.matmul(model.hidden, columns, rows, backward=True)
-    # Logits in half precision are read for maximum and sum, and once more for their gradient, which is written; in
-    # PyTorch's operators they are copied to float32, as are their logarithms of shares and two gradients.
-    fused = run.compile or run.attention_kernels == "native"
+    read, write = _loss_bytes(run)
+    # The embedding's gradient is a whole table: made of zeros, filled, and added to what is there.
+    table = 5 * HALF * columns * model.hidden
     return Work(
-        forward=forward + kernels.streamed((6 if fused else 14) * rows * columns),
-        backward=backward + kernels.streamed((6 if fused else 20) * rows * columns),
+        forward=forward + kernels.streamed(read * rows * columns),
+        backward=backward + kernels.streamed(write * rows * columns + table),
         weights=backward / 2,
     )
+
+
+def _loss_bytes(run: Run) -> tuple[float, float]:
+    """Return the bytes moved for each logit by the loss and by its backward pass.
+
+    Fused, logits in half precision are read twice, and their gradient is written. PyTorch's operators copy them to
+    float32, and write the logarithms of shares and two gradients. Megatron's cut loss takes the maximum, subtracts it,
+    raises, adds up and divides, each over float32 in place; the gradient is scaled and cast.
+    """
+    if run.compile or run.attention_kernels == "native":
+        return 6, 6
+    return (14, 20) if run.parallel.zero >= 2 else (38, 14)

@@ -120,8 +120,11 @@ def _least(devices: list[Device]) -> Device:
     return Device(
         name=f"least of {' and '.join(names)}",
         # Of the rates that are reached, not of the peaks: then the share is 1.
-        flops={kind: min(device.flops[kind] * device.sustained for device in devices) for kind in common},
+        flops={
+            kind: min(device.flops[kind] * device.clock * device.sustained for device in devices) for kind in common
+        },
         sustained=1.0,
+        older_instructions=min(device.older_instructions for device in devices),
         memory=min(device.memory for device in devices),
         bandwidth=min(device.bandwidth for device in devices),
         multiprocessors=min(device.multiprocessors for device in devices),

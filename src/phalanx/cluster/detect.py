@@ -92,6 +92,7 @@ def measured_node(devices: int | None) -> tuple[Node, Measured, tuple[str, ...]]
         bandwidth=2 * stream / rates.operator_s("elementwise", stream),
         multiprocessors=rates.threads,
         link=link,
+        measured=rates,
     )
     return Node(device=made, devices=count, gbps=CPU_GBPS), found, _changed(found)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.cluster.measured import Rates
 from phalanx.errors import ConfigError, did_you_mean
 
 TERA = 1e12
@@ -43,6 +44,9 @@ class Device:
 
     older_instructions: float = 1.0
     """Share of the peak that kernels written for the generation before reach, with its matrix instructions."""
+
+    measured: Rates | None = None
+    """What it takes, if it was measured; where that says nothing, its figures count."""
 
     def rate(self, precision: str) -> float:
         """Return the FLOP/s that large matrix products of a precision reach.
@@ -83,10 +87,10 @@ def _ampere(name: str, memory_gib: float, bandwidth: float, link: float, sustain
     )
 
 
-# Sustained shares: A100 and H100 are fitted to training runs. Short bursts of one product reach 0.869 (A100 SXM), 0.811
-# (A100 PCIe), 0.803 (H100 and H200 SXM), 0.776 (B200) of the peak (S. Bekman, Machine Learning Engineering, table
-# MAMF, bf16). Devices without training runs get their burst times the ratio training : burst of the nearest kin.
-A100, H100 = 0.87, 0.69
+# Sustained shares: A100 and H100 are fitted to training runs, B200 to products timed back to back. Short bursts of one
+# product reach 0.869 (A100 SXM), 0.811 (A100 PCIe), 0.803 (H100 and H200 SXM), 0.776 (B200) of the peak (S. Bekman,
+# Machine Learning Engineering, table MAMF, bf16).
+A100, H100 = 0.81, 0.63
 _PRESETS = (
     _ampere("A100-80GB-SXM", 80, 2.039e12, 300e9, A100),
     _ampere("A100-40GB-SXM", 40, 1.555e12, 300e9, A100),
@@ -98,7 +102,7 @@ _PRESETS = (
     Device(
         name="B200-180GB-SXM",
         flops={"bf16": 2250 * TERA, "fp16": 2250 * TERA, "fp8": 4500 * TERA, "fp32": 75 * TERA},
-        sustained=0.52,  # products of 2^37 to 2^43 FLOP back to back: 0.46 to 0.65 (SimuMax 1.2, B200 tables)
+        sustained=0.48,  # large products back to back: 0.49 and backward 0.48 (SimuMax 1.2, table of B200)
         memory=180 * GIB,
         bandwidth=7.7e12,
         multiprocessors=148,
