@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +30,26 @@ def server() -> Iterator[Path]:
             shutil.chown(folder, _USER)
         data = folder / "data"
         _run(programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync")
-        options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
-        _run(programs / "pg_ctl", "-D", data, "-l", folder / "log", "-w", "-o", options, "start")
+        options = ("listen_addresses=", f"unix_socket_directories={folder}", "fsync=off")
+        command = [programs / "postgres", "-D", data, *(word for option in options for word in ("-c", option))]
+        running = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, **_unprivileged())
+        assert running.stderr is not None
         try:
+            said = []
+            for line in running.stderr:
+                said.append(line)
+                if "ready to accept connections" in line:
+                    break
+            else:
+                pytest.fail("".join(said))
+            rest = threading.Thread(target=running.stderr.read)
+            rest.start()
             yield folder
         finally:
-            _run(programs / "pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
+            running.send_signal(signal.SIGQUIT)
+            running.wait()
+        rest.join()
+        running.stderr.close()
 
 
 def url(folder: Path, schema: str) -> str:
@@ -45,11 +62,16 @@ def url(folder: Path, schema: str) -> str:
 
 
 def _run(*command: object) -> None:
-    as_user = ["runuser", "-u", _USER, "--"] if os.getuid() == 0 else []
-    done = subprocess.run(
-        [*as_user, *map(str, command)], cwd="/", text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
+    done = subprocess.run([*map(str, command)], cwd="/", text=True, capture_output=True, **_unprivileged())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _unprivileged() -> dict[str, Any]:
+    """How a process is started that refuses to run as root."""
+    if os.getuid() != 0:
+        return {}
+    user = pwd.getpwnam(_USER)
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
 
 
 def _programs() -> Path:
