@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from rich.cells import cell_len
 
 from phalanx.plan.files import load_plan
 
@@ -40,9 +42,13 @@ print(torch.ones(1))
 """
 
 
-def planned(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def planned(script: str, *flags: str, language: str = "en") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "phalanx", "plan", script, *flags], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "phalanx", "plan", script, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PHALANX_LANG": language, "COLUMNS": "80"},
     )
 
 
@@ -59,9 +65,25 @@ def test_scripts_are_planned_without_training(tmp_path):
     assert "options ['--lr', '0.1']" in done.stderr
     assert load_plan(saved).world_size == 2
 
-    done = planned(str(tmp_path / "model.py"), "--cluster", "a100x2", "--limit", "dp=2")
+    trace, timeline, picture = (tmp_path / name for name in ("step.json", "step.svg", "model.svg"))
+    drawn = ("--trace", str(trace), "--timeline", str(timeline), "--picture", str(picture))
+    done = planned(str(tmp_path / "model.py"), "--cluster", "a100x2", "--limit", "dp=2", *drawn, language="zh")
     assert done.returncode == 0, done.stderr
-    assert "Fastest of each arrangement" in done.stdout
+    assert "各种排布中最快的方案" in done.stdout
+    assert max(map(cell_len, done.stdout.splitlines())) <= 80
+    assert any(event["name"] == "optimizer" for event in json.loads(trace.read_text())["traceEvents"])
+    assert "每个进程" in timeline.read_text()
+    assert picture.read_text().startswith("<svg")
+    assert f"{trace}：每步" in done.stderr
+
+
+def test_where_an_answer_cannot_be_written_is_said_before_the_search(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    done = planned(str(tmp_path / "model.py"), "--cluster", "a100x2", "--save", str(tmp_path / "no" / "plan.json"))
+    assert done.returncode != 0
+    assert "there is no folder" in done.stderr
+    assert "planning Linear" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_script_that_trains_nothing_says_so(tmp_path):

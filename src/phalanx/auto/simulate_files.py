@@ -62,14 +62,19 @@ def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None,
         "predicted": in_words(predicted_s),
     }
     if trace is not None:
-        _write(trace, json.dumps(trace_of(simulated)))
+        write_file(trace, json.dumps(trace_of(simulated)))
         click.echo(text("timeline written", path=trace, **said), err=True)
     if timeline is not None:
-        _write(timeline, picture_of(simulated))
+        write_file(timeline, picture_of(simulated))
         click.echo(text("timeline written", path=timeline, **said), err=True)
 
 
-def _write(path: Path, content: str) -> None:
+def write_file(path: Path, content: str) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
