@@ -21,6 +21,8 @@ from phalanx.jobs.backends.local import Local
 from phalanx.jobs.queue import Amount
 from phalanx.jobs.states import Cause
 
+pytestmark = pytest.mark.dist
+
 MACHINE = Amount(4000, 8192, 0)
 
 

@@ -21,6 +21,8 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store
 
+pytestmark = pytest.mark.fault
+
 RUNNING, QUEUED = 50, 1000
 MACHINE = Amount(40 * RUNNING, 0, 0)
 

@@ -20,6 +20,8 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
 
+pytestmark = pytest.mark.fault
+
 SCRIPT = """
 import os, time
 from pathlib import Path
