@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launching import SPARSE_MODEL
 from phalanx.jobs import attempt
 from phalanx.jobs.attempt import End
 from phalanx.jobs.backend import Submission
@@ -30,6 +31,24 @@ def main():
 main()
 """
 """The plainest distributed script: it reads RANK and WORLD_SIZE through torch."""
+
+
+SERVERS = (
+    SPARSE_MODEL
+    + """
+torch.manual_seed(0)
+model = Model()
+model, optimizer, _ = px.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+ctx = px.init()
+for step in range(4):
+    ids = torch.randint(50, (8, 2))
+    optimizer.zero_grad()
+    F.mse_loss(model(ids), (ids.sum(1, keepdim=True) % 2).float()).backward()
+    optimizer.step()
+print("RESULT", ctx.rank, ctx.world_size, flush=True)
+"""
+)
+"""Training with parameter servers, in a file that serves where it is a server."""
 
 
 def submission(

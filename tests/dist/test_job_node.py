@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from job_nodes import DDP, ends, log, start_node, submission
+from job_nodes import DDP, SERVERS, ends, log, start_node, submission
 from phalanx.jobs import attempt
+from phalanx.jobs.backends.local import NODE
+from phalanx.jobs.launching import own_hosts
 from phalanx.jobs.states import Cause
 
 pytestmark = pytest.mark.dist
@@ -104,6 +108,25 @@ def test_who_ends_in_no_time_is_killed(tmp_path: Path, asked: bool) -> None:
         assert (end.outcome, end.exit_code) == ("stopped", -9)
     else:
         assert (end.cause, end.message) == (Cause.TIMEOUT, "still running after max_runtime, 1 s")
+
+
+def test_pods_share_no_folder_and_tell_the_cluster_what_they_print_and_how_they_ended(tmp_path: Path) -> None:
+    hosts = ",".join(own_hosts("pods", 1, 2))
+    nodes, reports = [], []
+    for number, role in enumerate(("worker", "server")):
+        made = submission(tmp_path / role, SERVERS, servers={"count": 1})
+        attempt.write(made)
+        secrets, report = (tmp_path / f"{role}.{name}" for name in ("secrets", "report"))
+        secrets.write_text(json.dumps({"PHALANX_JOB_SECRET": "ab" * 32}))
+        command = [*NODE, str(made.folder), "--pod", "--node", "JOB_COMPLETION_INDEX", "--first-node", str(number)]
+        command += ["--hosts", hosts, "--secrets-file", str(secrets), "--report", str(report)]
+        environment = {**os.environ, "JOB_COMPLETION_INDEX": "0", "PHALANX_LANG": "en"}
+        nodes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        reports.append(report)
+    said = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "RESULT 0 1" in said[0]
+    assert [attempt.end_of(report.read_text()).outcome for report in reports] == ["succeeded", "succeeded"]
 
 
 def test_what_cannot_be_prepared_or_started_is_a_failure_of_the_set_up(tmp_path: Path) -> None:

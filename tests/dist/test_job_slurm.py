@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from job_nodes import DDP, log, submission
-from launching import SPARSE_MODEL
+from job_nodes import DDP, SERVERS, log, submission
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import attempt
 from phalanx.jobs.backend import Phase, Status, Submission
@@ -20,22 +19,6 @@ from phalanx.jobs.spec import TrainingJob
 from slurm_cluster import SlurmCluster, require_slurm
 
 pytestmark = pytest.mark.dist
-
-SERVERS = (
-    SPARSE_MODEL
-    + """
-torch.manual_seed(0)
-model = Model()
-model, optimizer, _ = px.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
-ctx = px.init()
-for step in range(4):
-    ids = torch.randint(50, (8, 2))
-    optimizer.zero_grad()
-    F.mse_loss(model(ids), (ids.sum(1, keepdim=True) % 2).float()).backward()
-    optimizer.step()
-print("RESULT", ctx.rank, ctx.world_size, flush=True)
-"""
-)
 
 WAITS = """
 import signal, sys, time

@@ -102,7 +102,7 @@ def check(spec: TrainingJob) -> None:
         )
 
 
-def start(spec: TrainingJob, place: Place, *, python: str, logs: Path) -> Start:
+def start(spec: TrainingJob, place: Place, *, python: str, logs: Path, log_files: bool = True) -> Start:
     """Return what node `place.node` starts.
 
     Args:
@@ -110,6 +110,7 @@ def start(spec: TrainingJob, place: Place, *, python: str, logs: Path) -> Start:
         place: Which node this is.
         python: The interpreter.
         logs: Folder of this node's logs.
+        log_files: Whether each rank below torchrun writes a file of its own there; else all goes where torchrun's goes.
 
     Raises:
         SpecError: As `check`.
@@ -118,8 +119,12 @@ def start(spec: TrainingJob, place: Place, *, python: str, logs: Path) -> Start:
     if spec.launch == "env":
         return _env(spec, place)
     words, variables = program(spec.command)
-    make = _torchrun if spec.launch == "torchrun" else _phalanx
-    found = make(spec, place, words, python, str(logs))
+    if spec.launch == "torchrun":
+        # Each rank writes a log of its own, as those of `phalanx run` do.
+        rank = ("--no-python", python, "-m", "phalanx.jobs.rank", str(logs), python) if log_files else ()
+        found = _torchrun(spec, place, (*rank, *words), python)
+    else:
+        found = _phalanx(spec, place, words, python, str(logs))
     return Start(found.argv, {"PYTHONUNBUFFERED": "1", **variables, **_threads(spec), **found.variables})
 
 
@@ -141,20 +146,18 @@ def _env(spec: TrainingJob, place: Place) -> Start:
     return Start(tuple(shlex.split(spec.command)), variables | _threads(spec))
 
 
-def _torchrun(spec: TrainingJob, place: Place, words: tuple[str, ...], python: str, logs: str) -> Start:
+def _torchrun(spec: TrainingJob, place: Place, words: tuple[str, ...], python: str) -> Start:
     many = (
         f"--nnodes={len(place.hosts)}",
         f"--node-rank={place.node}",
         f"--master-addr={place.hosts[0]}",
         f"--master-port={place.port}",
     )
-    # Each rank writes a log of its own, as those of `phalanx run` do.
-    rank = (python, "-m", "phalanx.jobs.rank", logs, python)
     argv = (
         *(python, "-m", "torch.distributed.run"),
         *(many if len(place.hosts) > 1 else ("--standalone",)),
         f"--nproc-per-node={spec.resources.procs_per_node}",
-        *("--no-python", *rank, *words),
+        *words,
     )
     return Start(argv, {})
 

@@ -152,6 +152,7 @@ def _command(submission: Submission, *, variable: str, first: int = 0) -> list[s
     return [
         *("python", "-m", "phalanx.jobs.node", FOLDER, "--pod", "--node", variable, "--first-node", str(first)),
         *("--hosts", ",".join(_hosts(submission)), "--secrets-file", f"{_SECRETS}/secrets.json"),
+        *("--report", "/dev/termination-log"),
     ]
 
 
