@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ SCRIPTS = {
         "time.sleep(300)\n"
     ),
 }
-JOBS = {
+JOBS: dict[str, dict[str, Any]] = {
     "two-hosts": {"command": "python train.py", "resources": {"nodes": 2, "cpu": 0.5}},
     "memory": {"command": "python memory.py", "retries": {"max": 3}},
     "silent": {"command": "python silent.py", "launch": "env", "grace": "1s", "retries": {"hang_after": "2s"}},
