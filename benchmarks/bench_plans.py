@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(MODELS), help="which models, separated by commas")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--most", type=int, default=40, help="Plans of a case to measure")
+    parser.add_argument("--rounds", type=int, default=3, help="times to train under each, of which the fastest counts")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is measured, a file a case")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="predict what was kept; measure nothing")
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
@@ -170,7 +171,7 @@ def main() -> None:
         else:
             everything = list(every_candidate(answer, name, ranks))
             chosen = chosen_of(everything, 4 if asked.quick else asked.most)
-            steps, rounds = (3, 1) if asked.quick else (9, 3)
+            steps, rounds = (3, 1) if asked.quick else (9, asked.rounds)
             count, found = len(everything), trained(answer, chosen, name, ranks, steps=steps, rounds=rounds)
         if asked.keep:
             asked.keep.mkdir(parents=True, exist_ok=True)

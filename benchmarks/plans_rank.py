@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.auto.capture import capture
 from phalanx.parallel.watch import assembly
 from phalanx.plan.value import Plan
 
@@ -97,6 +98,8 @@ def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
     make, batch, loss_fn = MODELS[name]
     torch.manual_seed(0)
     model, data = make(), batch()
+    if plan.ops:
+        capture(model, data, loss_fn)  # which operators are placed is said of the captured step
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     rows = torch.utils.data.TensorDataset(*data)
     model, optimizer, loader = px.distribute(model, optimizer, rows, global_batch=len(rows), shuffle=False, plan=plan)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from launching import BIN, launch
-from phalanx.cluster.measured import BACKENDS, Kind, Measured, Rates, read_measured
+from phalanx.cluster.measured import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
 from phalanx.diagnose.calibrate import combined, rank_counts, table
 from phalanx.diagnose.calibrate import command as calibrate
 from phalanx.errors import BackendError
@@ -25,6 +25,8 @@ def check_rates(found: Measured) -> None:
         rates = found.at(ranks)
         assert rates.threads == max(1, found.cores // ranks), "what ranks get under phalanx run"
         assert 0 < rates.launch_s < 1e-2
+        assert 0 < rates.checkpoint_s < 1
+        assert 0 < rates.selective_op_s < 1
         for small, large in pairwise((1, 64, 4096)):
             assert 0 < rates.matmul_s(small, small, small, "bf16") <= rates.matmul_s(large, large, large, "bf16")
         assert 0 < rates.conv_s(8192, 16, 144) < 10
@@ -36,6 +38,11 @@ def check_rates(found: Measured) -> None:
     for backend in BACKENDS:
         assert all(0 < found.at(2).collective_s(kind, 2**16, 2, backend) < 10 for kind in get_args(Kind))
         assert found.at(2).contention(backend) >= 0
+    for layer_kind in LAYER_KINDS:
+        assert 0 < found.at(2).layer_s(layer_kind, 2**16, 2) < 10
+    assert 0 < found.at(2).placed_s(2, 2) < 10
+    for how in get_args(Sharding):
+        assert 0 < found.at(2).sharded_s(how, 2**18, 4, 2) < 10
 
 
 def test_a_machine_is_measured_kept_and_used(tmp_path: Path) -> None:
@@ -66,7 +73,8 @@ def test_counts_go_up_in_twos() -> None:
 def test_figures_of_ranks_come_to_their_medians() -> None:
     def sheet(launch_s: float) -> Rates:
         cube = {"axes": [[1.0]], "seconds": [launch_s], "powers": [1.0]}
-        content = {"threads": 2, "backward_launch_s": 1.0, "launch_s": launch_s, "shared": {"shm": launch_s}}
+        host = {"backward_launch_s": 1.0, "launch_s": launch_s, "checkpoint_s": 1.0, "selective_op_s": 1.0}
+        content = {"threads": 2, **host, "shared": {"shm": launch_s}}
         return Rates.model_validate_json(json.dumps(content | {"grids": {"x": cube}}))
 
     made = combined([sheet(1.0), sheet(2.0), sheet(9.0)])

@@ -231,7 +231,8 @@ def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
     cube = {"axes": [[1024]] * 3, "seconds": [2 * 1024**3 / 50e9], "powers": [1, 1, 1]}
     grids = {"matmul fp32": cube, "matmul bf16": cube, "elementwise forward": line(1e-3), "send shm 2": line(2e-3)}
-    rates = {"threads": 1, "launch_s": 1e-6, "backward_launch_s": 1e-6, "grids": grids}
+    host = dict.fromkeys(("launch_s", "backward_launch_s", "checkpoint_s", "selective_op_s"), 1e-6)
+    rates = {"threads": 1, **host, "grids": grids}
     Measured.model_validate(
         {"host": "h", "processor": "p", "cores": 2, "memory": 2**34, "torch": "2", "date": "d", "rates": {2: rates}}
     ).save(measured_file())

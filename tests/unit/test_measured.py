@@ -37,7 +37,8 @@ def some_rates(**changes: Any) -> Rates:
         "optimizer adam": a_grid((1e-5, 1e-3), line),
         "all_reduce shm 2": a_grid((2e-5, 1e-4), line),
     }
-    return Rates.model_validate({"threads": 1, "launch_s": 2e-6, "backward_launch_s": 3e-6, "grids": grids} | changes)
+    host = {"launch_s": 2e-6, "backward_launch_s": 3e-6, "checkpoint_s": 1e-4, "selective_op_s": 1e-5}
+    return Rates.model_validate({"threads": 1, **host, "grids": grids} | changes)
 
 
 def some_machine() -> Measured:

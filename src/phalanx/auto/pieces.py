@@ -45,7 +45,7 @@ def pieces_of(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) 
         raise PlanError("the model holds no modules with parameters")
     if not names:
         raise PlanError("the model has no modules to begin a stage with")
-    visits = [_unit(segment.path, names) for segment in found]
+    visits = [unit_of(segment.path, names) for segment in found]
     met = [place for place in dict.fromkeys(visits) if place is not None]
     if met != list(range(len(names))):
         raise PlanError("the forward pass does not call the model's units in the order in which they were made")
@@ -64,13 +64,13 @@ def in_no_unit_alone(captured: Captured) -> str | None:
     """Return a parameter that no unit holds, or that several do: stages cannot shard it. None if there is none."""
     names = units(ModelShape(captured.parameters))
     for name, other in [*((param.name, param.name) for param in captured.parameters), *captured.tied]:
-        if _unit(name, names) is None or _unit(name, names) != _unit(other, names):
+        if unit_of(name, names) is None or unit_of(name, names) != unit_of(other, names):
             return name
     return None
 
 
-def _unit(path: str, names: list[str]) -> int | None:
-    """Return which unit a module is in, of several the innermost."""
+def unit_of(path: str, names: list[str]) -> int | None:
+    """Return the place of the unit that a module or parameter is in, of several the innermost; None outside all."""
     inside = (place for place, name in enumerate(names) if is_inside(path, (name,)))
     return max(inside, key=lambda place: len(names[place]), default=None)
 

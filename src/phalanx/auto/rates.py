@@ -10,13 +10,16 @@ from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT, Constants
 from phalanx.auto.kernels import Kernels
 from phalanx.cluster.description import Cluster
-from phalanx.cluster.measured import Kind, Precision, Rates
+from phalanx.cluster.measured import LAYER_KINDS, Kind, Precision, Rates, Sharding
 
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 """Values that an optimizer keeps for each parameter."""
 
 Collectives = Callable[[Kind, float, Layout], float]
 """Seconds of a collective of so many bytes (`phalanx.cluster.measured` says which), by where its ranks lie."""
+
+Units = Callable[[Sharding, float, float, Layout], float]
+"""Seconds that sharding adds to a step for a unit of so many bytes in so many tensors, by where its ranks lie."""
 
 
 class Operators(Protocol):
@@ -50,11 +53,20 @@ class Operators(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of Python and autograd; none by default."""
+    """Seconds of Python, autograd and copies around operators and collectives; none by default."""
 
     collective_call_s: float = 0.0
     checkpoint_s: float = 0.0
     selective_op_s: float = 0.0
+    layer_s: Collectives | None = None
+    """Of a collective as a cut layer calls it; the collective's own and `collective_call_s` when None."""
+
+    sharded_s: Units | None = None
+    """Of sharded units; those of their collectives when None."""
+
+    placed_s: Callable[[float, Layout], float] | None = None
+    """Of so many operators of a module that ranks compute in parts; twice `selective_op_s` each way for each when
+    None."""
 
     @classmethod
     def of(cls, constants: Constants) -> Host:
@@ -75,13 +87,24 @@ class Speed:
     """What the host takes for each thing that it starts, beside operators."""
 
 
-def speed_of_machine(rates: Rates, backend: str = "shm", constants: Constants = DEFAULT) -> Speed:
+def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
     """Return the speed of a measured machine, for the number of ranks that the rates are of."""
 
     def collective_s(kind: Kind, size: float, layout: Layout) -> float:
         return rates.collective_s(kind, size, layout.ranks, backend)
 
-    return Speed(rates, collective_s, min(1.0, rates.contention(backend)), Host.of(constants))
+    def layer_s(kind: Kind, size: float, layout: Layout) -> float:
+        assert kind in LAYER_KINDS, f"no layer calls {kind}"
+        return rates.layer_s(kind, size, layout.ranks)
+
+    def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
+        return rates.sharded_s(how, size, tensors, layout.ranks)
+
+    def placed_s(operators: float, layout: Layout) -> float:
+        return rates.placed_s(operators, layout.ranks)
+
+    host = Host(0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, sharded_s, placed_s)
+    return Speed(rates, collective_s, min(1.0, rates.contention(backend)), host)
 
 
 def speed_of_devices(cluster: Cluster, precision: str = "bf16", constants: Constants = DEFAULT) -> Speed:

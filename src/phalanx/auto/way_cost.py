@@ -15,10 +15,12 @@ from phalanx.auto.collective_cost import Layout
 from phalanx.auto.layer_work import LayerWork, Work
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.operator_cost import Share, Times
+from phalanx.auto.pieces import unit_of
 from phalanx.auto.rates import STATES, Speed
 from phalanx.auto.segments import Segment
-from phalanx.cluster.measured import Kind
-from phalanx.plan.shape import ParamShape
+from phalanx.cluster.measured import Kind, Sharding
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.stages import units
 from phalanx.plan.tensor_rules import CUT_DIM
 
 BUCKET_BYTES = 25 * 2**20
@@ -35,13 +37,23 @@ class WayCost:
         self._layers, self._work, self._at, self._speed = layers, work, arrangement, speed
         whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
         self._bucket = min(whole, BUCKET_BYTES) or 1
+        self._unit_names = units(ModelShape(layers.captured.parameters))
+        self._units: dict[int | None, list[ParamShape]] = {}
+        for param in layers.captured.parameters:
+            self._units.setdefault(unit_of(param.name, self._unit_names), []).append(param)
         self._seen: set[str] = set()
+        self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
     def options(self, work: Work, ways: Iterable[Way]) -> tuple[Option, ...]:
         """Return what the ways of the next segment cost."""
-        found = tuple(self._option(work, way) for way in ways)
-        self._seen |= {param.name for param in work.segment.parameters}
-        return found
+        names, chosen = {param.name for param in work.segment.parameters}, tuple(ways)
+        # Segments of repeated blocks cost the same, but for the ends of blocks and parameters that were met before.
+        alike = work.segment.like, work.is_first, work.opens_block, work.kept_inside
+        key = *alike, frozenset(names & self._seen), chosen
+        if key not in self._known:
+            self._known[key] = tuple(self._option(work, way) for way in chosen)
+        self._seen |= names
+        return self._known[key]
 
     def _option(self, work: Work, way: Way) -> Option:
         at = self._at
@@ -71,7 +83,7 @@ class WayCost:
             kept += work.taken / at.row_parts if work.opens_block else 0.0
             working += work.kept_inside / at.row_parts  # as if nothing were cut
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
-        before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_s * (at.zero == 3))
+        before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_again_s)
         return Option(
             label=str(way),
             forward_s=times.forward + sent.forward + selected + before,
@@ -86,7 +98,10 @@ class WayCost:
 
     def _called(self, kind: Kind, size: float, where: Layout) -> float:
         """Return the seconds of a collective of a layer, with what autograd and Python add."""
-        return self._speed.collective_s(kind, size, where) + self._speed.host.collective_call_s
+        host = self._speed.host
+        if host.layer_s is not None:
+            return host.layer_s(kind, size, where)
+        return self._speed.collective_s(kind, size, where) + host.collective_call_s
 
     def _kept_of_products(self, work: Work, share: Share) -> float:
         if self._at.recompute == "full":
@@ -128,10 +143,12 @@ class WayCost:
     def _sent_around_parts(self, work: Work) -> Times:
         """Return the collectives that put together what is computed in parts: outputs, and gradients of inputs.
 
-        Those of whole parameters are terms. What DTensor adds to every operator counts as it does for recomputation.
+        Those of whole parameters are terms. What DTensor adds counts as measured, or
+        like recomputation of operators.
         """
         where, said, rows = self._at.over_model, self._called, self._at.row_parts
-        watched = 2 * len(work.operators) * self._speed.host.selective_op_s
+        host, count = self._speed.host, len(work.operators)
+        watched = 2 * count * host.selective_op_s if host.placed_s is None else host.placed_s(count, where) / 2
         forward = sum(said("all_gather", output.bytes / rows, where) for output in work.segment.outputs)
         backward = sum(said("all_reduce", param.bytes, where) for param in work.segment.parameters if param.trainable)
         if not work.is_first:
@@ -160,6 +177,9 @@ class WayCost:
             exchange += said(kind, bucket, at.over_data) * sole / bucket
         if at.zero and size + frozen:
             gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
+        again = gather if at.zero == 3 else 0.0
+        if at.zero and self._speed.host.sharded_s is not None:
+            exchange, gather, again = 0.0, self._sharded_s(own, parts), 0.0
         slices = at.data if at.zero else 1
         state = STATES[self._layers.optimizer] * size / slices
         # A rank's slices stand beside what is gathered; stages keep that, and whole gradients, for a whole step.
@@ -168,7 +188,20 @@ class WayCost:
         gradients = size / slices + (size if at.zero and at.stages > 1 else 0.0)
         passing = 0.0 if not at.zero or at.stages > 1 else size + (size + frozen if at.zero == 3 else 0.0)
         update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
-        return _Held(values + gradients + state, passing, exchange, gather, update if trained else 0.0)
+        return _Held(values + gradients + state, passing, exchange, gather, again, update if trained else 0.0)
+
+    def _sharded_s(self, own: list[ParamShape], parts: float) -> float:
+        """Return what sharding adds to a step for parameters cut into so many parts, as parts of their units."""
+        sharded_s, where = self._speed.host.sharded_s, self._at.over_data
+        assert sharded_s is not None
+        how: Sharding = "freed" if self._at.zero == 3 and self._at.stages == 1 else "kept"
+        seconds = 0.0
+        for param in own:
+            unit = self._units[unit_of(param.name, self._unit_names)]
+            started, whole = sharded_s(how, 0.0, len(unit), where), sum(one.bytes for one in unit)
+            seconds += started / len(unit)
+            seconds += (sharded_s(how, whole, len(unit), where) - started) * param.bytes / whole / parts
+        return seconds
 
 
 def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
@@ -196,4 +229,5 @@ class _Held(NamedTuple):
 
     exchange_s: float
     gather_s: float
+    gather_again_s: float
     update_s: float

@@ -20,11 +20,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from phalanx.errors import ConfigError
 
-SCHEMA: Literal[1] = 1
+SCHEMA: Literal[2] = 2
 """Version of the file; goes up with every change that an older reader would misread."""
 
 Precision = Literal["fp32", "bf16"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+LayerKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+LAYER_KINDS: tuple[LayerKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Collectives that cut layers call."""
+
+Sharding = Literal["kept", "freed"]
+"""Whether what was gathered for the forward pass is kept for the backward pass, or gathered again."""
+
 BACKENDS = ("shm", "gloo")
 
 
@@ -111,6 +118,12 @@ class Rates(_Frozen):
     backward_launch_s: float = Field(gt=0)
     """Seconds of its backward."""
 
+    checkpoint_s: float = Field(gt=0)
+    """Seconds that computing a module again takes, whatever is in it."""
+
+    selective_op_s: float = Field(gt=0)
+    """Seconds that selective recomputation adds to each operator, each way."""
+
     grids: dict[str, Grid]
     """Tables by what was measured, such as `matmul fp32` or `all_reduce shm 2`."""
 
@@ -180,6 +193,21 @@ class Rates(_Frozen):
         """
         return 0.0 if group == 1 else self._grid(f"{kind} {backend} {group}").at(size)
 
+    def layer_s(self, kind: LayerKind, size: float, group: int) -> float:
+        """Return the seconds of a collective as a cut layer calls it, with its copies and what autograd adds.
+
+        Sizes are those of `collective_s`.
+        """
+        return 0.0 if group == 1 else self._grid(f"layer {kind} {group}").at(size)
+
+    def sharded_s(self, how: Sharding, size: float, tensors: float, group: int) -> float:
+        """Return what sharding adds to a step for a unit of so many bytes in so many tensors, optimizer and all."""
+        return 0.0 if group == 1 else self._grid(f"sharded {how} {group}").at(tensors, size)
+
+    def placed_s(self, operators: float, group: int) -> float:
+        """Return what computing so many operators of a module in parts adds to a step, besides moving bytes."""
+        return 0.0 if group == 1 else self._grid(f"placed {group}").at(operators)
+
     def contention(self, backend: str = "shm") -> float:
         """Return the extra seconds for each second that a collective and computation share; 1 gains nothing."""
         return self.shared.get(backend, 0.0)
@@ -200,7 +228,7 @@ def _way(backward: bool) -> str:
 class Measured(_Frozen):
     """One machine, measured."""
 
-    schema_version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
     host: str
     processor: str
     cores: int = Field(gt=0)

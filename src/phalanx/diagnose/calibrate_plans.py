@@ -1,0 +1,243 @@
+"""What `phalanx calibrate` times of the techniques of a Plan: exchanges of cut layers, sharded units, recomputation.
+
+Each is what training runs, so its copies, hooks, new memory and Python count, and not only what moves between ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.cluster.measured import Grid, LayerKind, Sharding
+from phalanx.comm import collectives
+from phalanx.diagnose.calibrate_work import Run, grid
+from phalanx.parallel.recompute import apply_recompute
+from phalanx.plan.value import ModuleRule
+
+WIDTH = 256
+"""Features of the activations that exchanges are timed on, and of the rows of sharded parameters."""
+
+UNITS = 3
+"""Sharded units in a row: the next is gathered beside the one before."""
+
+BLOCKS = 4
+"""Modules that are computed again, one after another."""
+
+_TINY = 16
+"""Their width."""
+
+PRODUCTS = 3
+"""Products of 256 x 256 before each exchange: a layer's ranks meet after work, and wait for the slowest."""
+
+_ROUNDS = 4
+"""Exchanges a sample."""
+
+_SAMPLES = 9
+_STEPS = 6
+
+
+def exchange(kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
+    """Time an exchange of a cut layer, recorded by autograd, after work, by its bytes; collective over all ranks."""
+    sizes = (2**10, 2**18) if quick else (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
+    a = torch.ones(WIDTH, WIDTH)
+
+    def work() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(a, a)
+
+    seconds = []
+    for size in sizes:
+        run = _exchanging(kind, size, group)
+
+        def both(run: Run = run) -> None:
+            work()
+            run()
+
+        more = [_timed(both) - _timed(work) for _ in range(3 if quick else _SAMPLES)]
+        seconds.append(max(statistics.median(more[1:]), 1e-6))
+    return grid((sizes,), (1,), seconds)
+
+
+def _timed(run: Run) -> float:
+    """Return the seconds of one of some runs, as many on every rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(_ROUNDS):
+        run()
+    return (time.perf_counter() - started) / _ROUNDS
+
+
+def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
+    ranks = dist.get_world_size(group)
+    width = min(WIDTH, size // 4 // ranks)
+    rows = size // 4 // width
+    x = torch.zeros(rows, width, requires_grad=True)
+    slices = torch.zeros(rows, width // ranks, requires_grad=True)
+    calls: dict[LayerKind, Run] = {
+        "all_reduce": lambda: collectives.all_reduce(x, group=group),
+        "all_gather": lambda: collectives.all_gather(slices, 1, same_shapes=True, group=group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(x, 0, group=group),
+        "all_to_all": lambda: collectives.all_to_all(x, 0, 1, arriving=[width] * ranks, group=group),
+    }
+    return calls[kind]
+
+
+class _Unit(nn.Module):
+    """Parameters that a step reads once each way."""
+
+    def __init__(self, size: int, tensors: int) -> None:
+        super().__init__()
+        rows = max(8, size // 4 // WIDTH // tensors)
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(rows, WIDTH)) for _ in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what every weight adds to a row."""
+        return x + sum(F.linear(x, weight).sum() for weight in self.weights)
+
+
+def sharded(
+    group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
+) -> dict[Sharding, Grid]:
+    """Time what sharding adds to a step, a unit, by its tensors and bytes; collective over all ranks.
+
+    Args:
+        group: Ranks that hold slices.
+        update_s: What SGD takes for so many elements in so many plain tensors.
+        quick: Few points.
+    """
+    axes = ((1, 8), (2**16, 2**20)) if quick else ((1, 8), (2**16, 2**20, 2**22, 2**24))
+    ranks = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    found: dict[Sharding, list[float]] = {"kept": [], "freed": []}
+    for tensors, size in itertools.product(*axes):
+        plain = _step(nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS))), is_updated=False, quick=quick)
+        update = update_s(UNITS * size / 4 / ranks, UNITS * tensors)
+        for how, seconds in found.items():
+            model = nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS)))
+            for unit in (*model, model):
+                policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+                fully_shard(unit, mesh=mesh, reshard_after_forward=how == "freed", mp_policy=policy)
+            taken = _step(model, is_updated=True, quick=quick) - plain - update
+            seconds.append(max(taken / UNITS, 1e-6))
+            del model
+            gc.collect()
+    return {how: grid(axes, (1, 1), seconds) for how, seconds in found.items()}
+
+
+def _step(model: nn.Module, *, is_updated: bool, quick: bool) -> float:
+    """Return the seconds of a step of a model, its update in it or not."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        # What stays plain keeps its gradients' memory: new memory is part of what sharding adds.
+        optimizer.zero_grad(set_to_none=is_updated)
+        model(x).sum().backward()
+        if is_updated:
+            optimizer.step()
+
+    taken = []
+    for _ in range(3 if quick else _STEPS):
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def placed(group: dist.ProcessGroup, *, quick: bool) -> Grid:
+    """Time what computing a module's operators in parts adds to a step, by how many they are; collective."""
+    counts = (1, 4)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = torch.ones(dist.get_world_size(group), _TINY, requires_grad=True)
+
+    def chain(y: Any, count: int) -> Any:
+        for _ in range(count):
+            y = F.relu(y)
+        return y
+
+    def in_parts(count: int) -> None:
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        part = chain(whole.redistribute(placements=[Shard(0)]), count)
+        part.redistribute(placements=[Replicate()]).to_local().sum().backward()
+
+    def plain(count: int) -> None:
+        chain(x, count).sum().backward()
+
+    seconds = []
+    for count in counts:
+        more = [
+            _timed(partial(in_parts, count)) - _timed(partial(plain, count)) for _ in range(3 if quick else _SAMPLES)
+        ]
+        seconds.append(max(statistics.median(more[1:]), 1e-6))
+    return grid((counts,), (1,), seconds)
+
+
+def recomputation() -> tuple[float, float]:
+    """Return the seconds of computing a module again, whatever is in it, and what `selective` adds to an operator.
+
+    Of differences of runs one after another, on ranks that need not wait for each other.
+    """
+    plain, full, selective = (_blocks(rule) for rule in (None, "full", "selective"))
+    x = torch.ones(1, 4, _TINY, requires_grad=True)
+    with _Counter() as counter:
+        plain(x)
+    taken = []
+    for _ in range(2 * _SAMPLES + 1):
+        forward = _alone(lambda: plain(x))
+        steps = [_alone(lambda model=model: model(x).sum().backward()) for model in (plain, full, selective)]  # type: ignore[misc]
+        taken.append((steps[1] - steps[0] - forward, steps[2] - steps[1]))
+    again, more = (statistics.median(values) for values in zip(*taken[1:], strict=True))
+    return max(again / BLOCKS, 1e-6), max(more / 2 / counter.count, 1e-7)
+
+
+def _alone(run: Run) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+class _Block(nn.Module):
+    """What blocks of models are made of, so small that only starting it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(_TINY), nn.Linear(_TINY, _TINY), nn.Linear(_TINY, _TINY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2)
+        made: Tensor = x + self.outer(F.gelu(parts.transpose(1, 2).flatten(2)))
+        return made
+
+
+def _blocks(recompute: Literal["full", "selective"] | None) -> nn.Module:
+    model = nn.Sequential(*(_Block() for _ in range(BLOCKS)))
+    if recompute is not None:
+        apply_recompute([ModuleRule(match="*", recompute=recompute)], model)
+    return model
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))

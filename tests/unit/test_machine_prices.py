@@ -1,0 +1,90 @@
+"""What a measured machine says of the techniques of a Plan is what the planner reckons with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.auto.arrangement import Arrangement, Zero
+from phalanx.auto.auto_parallel import auto_parallel
+from phalanx.auto.choices import Choices
+from phalanx.auto.collective_cost import Layout
+from phalanx.auto.planned import Planned
+from phalanx.auto.rates import Host, speed_of_machine
+from phalanx.auto.ways import ways_of
+from phalanx.cluster.measured import Grid, Kind, Rates, Sharding
+
+
+@pytest.fixture(scope="module")
+def answer() -> Planned:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    sample = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
+    return auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux2", optimizer="sgd")
+
+
+def choices_of(answer: Planned, host: Host, zero: Zero = 0) -> Choices:
+    at = Arrangement(data=2, zero=zero, per_node=2, rows=8)
+    found = ways_of(answer.layers, answer.work, at, replace(answer.speed, host=host)).choices
+    assert isinstance(found, Choices)
+    return found
+
+
+def first_layer(choices: Choices, label: str) -> float:
+    (option,) = (one for one in choices.nodes[0].options if one.label == label)
+    return option.sent_s
+
+
+def test_a_cut_layer_costs_what_its_exchanges_take(answer: Planned) -> None:
+    met: list[Kind] = []
+
+    def layer_s(kind: Kind, size: float, layout: Layout) -> float:
+        assert layout.ranks == 2
+        met.append(kind)
+        return 1.0
+
+    choices = choices_of(answer, Host(layer_s=layer_s))
+    assert first_layer(choices, "whole") == 0
+    # Rows are told, gathered, and outputs go home; nobody needs the gradient of the sample.
+    assert first_layer(choices, "column") == 4
+    assert set(met) == {"all_gather", "all_to_all"}
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, "kept"), (2, "kept"), (3, "freed")])
+def test_sharding_costs_what_its_units_take(answer: Planned, zero: Zero, expected: Sharding) -> None:
+    def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
+        assert (how, layout.ranks) == (expected, 2)
+        return tensors + size / 2**10
+
+    shared = choices_of(answer, Host(), zero).picked({node.decision: 0 for node in choices_of(answer, Host()).nodes})
+    options = choices_of(answer, Host(sharded_s=sharded_s), zero).picked(
+        {node.decision: 0 for node in choices_of(answer, Host()).nodes}
+    )
+    whole = sum(param.bytes for param in answer.layers.captured.parameters)
+    assert sum(one.sent_s for one in options) == pytest.approx(4 + whole / 2**10), "two units of two tensors each"
+    assert sum(one.exchange_s for one in options) == 0 < sum(one.exchange_s for one in shared)
+
+
+def test_a_machine_says_what_layers_and_units_take() -> None:
+    line = Grid(axes=((1024.0, 2048.0),), seconds=(1.0, 2.0), powers=(1.0,))
+    plane = Grid(axes=((1.0, 8.0), (1024.0, 2048.0)), seconds=(1.0, 2.0, 8.0, 9.0), powers=(1.0, 1.0))
+    rates = Rates(
+        threads=1,
+        launch_s=1e-6,
+        backward_launch_s=1e-6,
+        checkpoint_s=1e-3,
+        selective_op_s=1e-5,
+        grids={"layer all_gather 2": line, "sharded kept 2": plane, "placed 2": line},
+    )
+    host = speed_of_machine(rates).host
+    assert (host.checkpoint_s, host.selective_op_s) == (1e-3, 1e-5)
+    assert host.layer_s is not None
+    assert host.sharded_s is not None
+    assert host.layer_s("all_gather", 2048, Layout(2, 2)) == pytest.approx(2)
+    assert host.layer_s("all_gather", 2048, Layout(1, 1)) == 0
+    assert host.sharded_s("kept", 1024, 8, Layout(2, 2)) == pytest.approx(8)
+    assert host.sharded_s("kept", 1024, 8, Layout(1, 1)) == 0
+    assert host.placed_s is not None
+    assert host.placed_s(2048, Layout(2, 2)) == pytest.approx(2)
