@@ -99,6 +99,20 @@ def test_a_killed_node_is_lost_and_what_it_left_is_killed(backend: Local, submit
     assert backend.status(runs, "").phase is Phase.FAILED
 
 
+def test_a_node_that_the_kernel_killed_for_memory_says_so(
+    backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = submit("nap 60")
+    until(lambda: ran(runs) == 1)
+    before = local._oom_kills()
+    monkeypatch.setattr(local, "_oom_kills", lambda: before + 1)
+    os.kill(local._note(runs.folder, 0)["pid"], signal.SIGKILL)
+    until(lambda: backend.status(runs, "").phase is Phase.FAILED)
+    failure = backend.status(runs, "").failure
+    assert failure is not None
+    assert failure.cause is Cause.OOM
+
+
 def test_a_node_that_does_not_end_is_killed_after_its_grace(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
