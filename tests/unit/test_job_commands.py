@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
-from phalanx.cli import shown
+from phalanx.cli import group, shown
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, SpecError
@@ -301,13 +301,26 @@ def test_an_address_of_a_server_needs_a_token(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(("words", "said"), [(["job", "list"], "pip install 'phalanx[jobs]'"), (["plan"], None)])
+def test_a_missing_package_of_the_extra_is_named_with_what_installs_it(words, said, monkeypatch, capsys):
+    def missing(**_: object) -> None:
+        raise ModuleNotFoundError("No module named 'sqlalchemy'", name="sqlalchemy")
+
+    monkeypatch.setattr(group, "phalanx", missing)
+    monkeypatch.setattr(sys, "argv", ["phalanx", *words])
+    with pytest.raises(SystemExit if said else ModuleNotFoundError):
+        group.main()
+    if said:
+        assert f"needs the package sqlalchemy, which is not installed. Run: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])
 def test_every_command_of_jobs_on_a_page_is_there(page):
     text = (Path(__file__).parents[2] / page).read_text()
     named = set(re.findall(r"phalanx (job|workspace|code|dataset|secret|token) ([a-z]+)", text))
-    for group, name in named:
-        found = phalanx.get_command(None, group)
-        assert name in found.commands, f"phalanx {group} {name}"
+    for first, name in named:
+        found = phalanx.get_command(None, first)
+        assert name in found.commands, f"phalanx {first} {name}"
     assert len(named) > 2
 
 

@@ -36,6 +36,9 @@ _COMMANDS = {
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }
 
+_EXTRA_OF_JOBS = {"job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"}
+"""Commands that stand on packages of the extra `jobs`."""
+
 
 class _LazyGroup(click.Group):
     """Knows its commands by name only, so that the list costs no imports."""
@@ -78,4 +81,12 @@ def main() -> None:
         phalanx(prog_name="phalanx")
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if _EXTRA_OF_JOBS.isdisjoint(sys.argv[1:2]) or str(error.name).startswith("phalanx"):
+            raise
+        sys.stderr.write(
+            f"phalanx: `phalanx {sys.argv[1]}` needs the package {error.name}, which is not installed. "
+            "Run: pip install 'phalanx[jobs]'\n"
+        )
         sys.exit(1)

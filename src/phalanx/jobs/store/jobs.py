@@ -64,7 +64,7 @@ class JobRows(SecretRows):
         }
         try:
             with self._writes() as connection:
-                self._need_workspace(connection, spec.workspace)
+                self._need_workspace(connection, spec.workspace, lock=True)
                 connection.execute(insert(tables.jobs).values(row))
                 data = {"to": State.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
                 self._append(connection, row["id"], "state", f"submitted by {owner}", data)

@@ -64,7 +64,7 @@ class WorkspaceRows(Database):
         """
         c = tables.jobs.c
         with self._writes() as connection:
-            self._need_workspace(connection, workspace)
+            self._need_workspace(connection, workspace, lock=True)
             jobs = connection.execute(select(c.id, c.state).where(c.workspace == workspace)).all()
             if live := [job.id for job in jobs if not State(job.state).terminal]:
                 raise StateError(
