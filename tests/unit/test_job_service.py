@@ -248,6 +248,8 @@ def test_a_removed_workspace_takes_the_folders_of_its_jobs_along(acting, store, 
     owner.stop(job.id)
     owner.remove_workspace("other")
     assert not folder.parent.exists()
+    with pytest.raises(StateError, match="Workspace 'default' stays"):
+        owner.remove_workspace("default")
 
 
 def test_a_tree_that_was_sent_is_kept_by_its_digest(acting, tmp_path, store):

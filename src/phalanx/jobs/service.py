@@ -200,6 +200,8 @@ class JobService:
     def remove_workspace(self, workspace: str) -> None:
         """Remove a workspace with its configurations, secrets, jobs and their folders."""
         self._need_owner("remove workspaces")
+        if workspace == TrainingJob.model_fields["workspace"].default:
+            raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
         for job in self._store.remove_workspace(workspace):
             shutil.rmtree(layout.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
 
