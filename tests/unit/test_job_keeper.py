@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,26 @@ def test_only_one_home_keeps_until_its_lease_runs_out(world: World) -> None:
     world.clock.now += LEASE_S + 1
     other.step()
     assert world.job("b").state is State.RUNNING
+
+
+def test_an_error_nobody_thought_of_does_not_end_the_keeper(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.ledger.add("a")
+    world.step()
+    world.clock.now += 10.0
+    world.engine.error = RuntimeError("a bug")
+
+    class Turns(threading.Event):
+        """Time passes, and the bug is met once."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            world.clock.now += 10.0
+            world.engine.error = None
+            world.engine.end("a")
+            return False
+
+    world.keeper.run(Turns(), until_idle=True)
+    assert "the keeper starts over" in caplog.text
+    assert world.job().state is State.SUCCEEDED
 
 
 class Killed(BaseException):

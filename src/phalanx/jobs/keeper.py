@@ -123,11 +123,14 @@ class Keeper:
         now = self._clock()
         if now >= self._leased + LEASE_S / 3:
             if not self._ledger.lease(LEASE, self._holder, LEASE_S):
-                self._version = None  # What another keeper does meanwhile is not known here.
-                self._live.clear()
+                self._forget()  # What another keeper does meanwhile is not known here.
                 return False
             self._leased = now
         return True
+
+    def _forget(self) -> None:
+        self._version = None
+        self._live.clear()
 
     def _refresh(self) -> bool:
         """Read the jobs again if any changed; returns whether any did."""
@@ -255,7 +258,7 @@ class Keeper:
     def run(self, stopped: threading.Event, *, until_idle: bool = False) -> None:
         """Keep until `stopped` is set, or until no job was left for IDLE_S seconds.
 
-        An error of the store, such as a database that is being restarted, is logged and waited out.
+        An error of the store, such as a database that is being restarted, is logged and waited out, and so is a bug.
         """
         idle_since = self._clock()
         while not stopped.is_set():
@@ -263,6 +266,11 @@ class Keeper:
                 pause = self.step()
             except PhalanxError as error:
                 logger.warning("%s", error)
+                pause = LEASE_S / 3
+            except Exception:
+                # Everybody's jobs hang on this loop: it starts over from the store, as after a kill.
+                logger.exception("the keeper starts over")
+                self._forget()
                 pause = LEASE_S / 3
             if not self.is_idle:
                 idle_since = self._clock()
