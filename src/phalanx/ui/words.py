@@ -64,6 +64,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "charts": ("Loss and speed", "损失与速度"),
     "loss": ("loss", "损失"),
     "samples_per_s": ("samples/s", "样本/秒"),
+    "steps_per_s": ("steps/s", "步/秒"),
     "step": ("step", "步"),
     "no charts": (
         "Nothing reported yet. Model.train reports by itself; in a loop of your own call phalanx.report(loss=loss).",

@@ -64,7 +64,7 @@ if (waiting) {
 // Loss and speed of every rank over steps.
 const charts = document.querySelector("[data-reports]");
 if (charts) {
-  const ranks = new Map(); // rank -> {offset, points: [[step, loss, speed]]}
+  const ranks = new Map(); // rank -> {offset, points: [[step, loss, samples/s, time, steps/s]]}
   const drawn = {};
   const colours = ["#2f7dc9", "#d9822b", "#2e9e62", "#b04bb5", "#c43d3d", "#7a8a99", "#8d6b1f", "#158f96"];
   const table = (column) => {
@@ -107,14 +107,20 @@ if (charts) {
         for (const one of found.ranks) {
           const known = ranks.get(one.rank) || { offset: 0, points: [] };
           known.offset = one.offset;
-          for (const event of one.events) known.points.push([event.step, event.loss, event.samples_per_s]);
+          for (const event of one.events) {
+            const last = known.points.at(-1);
+            const pace = last && event.step > last[0] && event.time > last[3] ? (event.step - last[0]) / (event.time - last[3]) : null;
+            known.points.push([event.step, event.loss, event.samples_per_s, event.time, pace]);
+          }
           ranks.set(one.rank, known);
         }
         if (ranks.size) {
           const empty = charts.querySelector(".empty");
           if (empty && [...ranks.values()].some((one) => one.points.length)) empty.remove();
           draw("loss", charts.dataset.loss, 1);
-          draw("speed", charts.dataset.speed, 2);
+          const told = [...ranks.values()].some((one) => one.points.some((point) => typeof point[2] === "number"));
+          if (told) draw("speed", charts.dataset.speed, 2);
+          else draw("pace", charts.dataset.pace, 4);
         }
       }
     } catch (error) { console.warn("No reports came; asking again.", error); }
