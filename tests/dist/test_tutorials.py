@@ -46,7 +46,7 @@ def test_another_output_and_a_command_that_fails_are_told(tmp_path: Path, source
 
 
 def test_links_of_the_tutorials_lead_somewhere() -> None:
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 3
     for notebook in NOTEBOOKS:
         cells = json.loads(notebook.read_text())["cells"]
         text = "".join(line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
