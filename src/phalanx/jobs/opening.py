@@ -12,6 +12,7 @@ from phalanx.errors import ConfigError
 from phalanx.jobs import layout
 from phalanx.jobs.records import Actor
 from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.states import State
 
 
 @contextmanager
@@ -33,6 +34,9 @@ def opened() -> Iterator[Jobs]:
 
     home = layout.home()
     with Store(None, home) as store:
+        # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
+        if store.jobs(states=[state for state in State if not state.terminal], limit=1):
+            _wake(home)
         yield JobService(store, Engines(), local_actor(home), wake=_wake)
 
 
