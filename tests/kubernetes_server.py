@@ -30,6 +30,7 @@ class KubernetesServer:
         self.logs: dict[str, list[tuple[float, str]]] = {}
         self.requests: list[str] = []
         self.cuts = 0
+        self.refused = ""
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *words: _Handler(self, *words))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -109,6 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, query = self._path(), self._query()
+        if self.world.refused and path.endswith(self.world.refused):
+            return self._refuse(403, f"{self.world.refused} is forbidden")
         if path.endswith("/log"):
             return self._log(path.split("/")[-2], query)
         collection, _, name = path.rpartition("/")
@@ -167,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(code, {"kind": "Status", "status": "Failure", "code": code, "message": message})
 
     def _answer(self, code: int, body: Object) -> None:
-        self._send(code, json.dumps(body).encode(), "application/json")
+        self._send(code, json.dumps(body).encode() + b"\n", "application/json")
 
     def _send(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)

@@ -151,7 +151,9 @@ def test_logs_come_once_and_exit_records_with_them(
     server.say("j-1-1-node-0-0", "same moment, later", now - 1)
     server.say("j-1-1-node-0-0", "last", now)
     cluster.collect(job, "j-1-1")
-    Kubernetes(ApiClient(Configuration(host=server.address))).collect(job, "j-1-1")
+    another = Kubernetes(ApiClient(Configuration(host=server.address)))
+    another.collect(job, "j-1-1")
+    another.close()
     log = job.folder / "logs" / "node-0.log"
     assert log.read_text() == "first\nsame moment\nsame moment, later\nlast\n"
     assert attempt.doing(job.folder, 0) == "running"
@@ -193,6 +195,33 @@ def test_a_deadline_of_the_cluster_is_a_timeout(server: KubernetesServer, cluste
     failure = until(lambda: cluster.status(job, "j-1-1"), Phase.FAILED).failure
     assert failure is not None
     assert failure.cause is Cause.TIMEOUT
+
+
+def test_what_the_cluster_refuses_is_told_in_its_words_until_it_does_not(
+    server: KubernetesServer, cluster: Kubernetes, job: Submission
+) -> None:
+    cluster.submit(job)
+    server.refused = "pods"
+    with pytest.raises(BackendError, match=r"does not tell of pods team: pods is forbidden \(403\)"):
+        cluster.status(job, "j-1-1")
+    server.refused = ""
+    pod(server, 0, state={"running": {}})
+    # Listed again by the thread, after a moment that grows.
+    until(lambda: _despite(cluster, job), Phase.QUEUED)
+    # A pod that has no log yet, or none any more, leaves no error in ours.
+    cluster.collect(job, "j-1-1")
+    assert not (job.folder / "logs" / "node-0.log").exists()
+    server.refused = "log"
+    with pytest.raises(BackendError, match=r"Kubernetes says no: log is forbidden \(403\)"):
+        cluster.collect(job, "j-1-1")
+
+
+def _despite(cluster: Kubernetes, job: Submission) -> Status:
+    """The status, or that nothing is known while the cluster refuses."""
+    try:
+        return cluster.status(job, "j-1-1")
+    except BackendError:
+        return Status(Phase.GONE)
 
 
 def test_what_is_shown_hides_values_and_what_cannot_be_reached_is_told(job: Submission) -> None:

@@ -7,14 +7,14 @@ leaves with the container; `collect` brings both into the attempt's folder, as n
 from __future__ import annotations
 
 import functools
-import json
+import importlib.util
 import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import BackendError
+from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import attempt, layout, trees
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends import kubernetes_manifests as manifests
@@ -50,7 +50,9 @@ class Kubernetes:
         self._watched: dict[tuple[str, ...], Watched] = {}
 
     def check(self, spec: TrainingJob) -> None:
-        """Raise SpecError if pods cannot run `spec`. The cluster is not asked."""
+        """Raise SpecError if pods cannot run `spec`, or the client library is missing. The cluster is not asked."""
+        if importlib.util.find_spec("kubernetes") is None:
+            raise SpecError("backend: kubernetes needs its client library. Run: pip install 'phalanx[kubernetes]'")
         manifests.check(spec)
 
     def render(self, submission: Submission) -> str:
@@ -88,12 +90,13 @@ class Kubernetes:
         failed = conditions.get("Failed")
         broken = failure_of(pods)
         if failed is not None or broken is not None or any(pod.phase == "Failed" for pod in pods):
-            return Status(Phase.FAILED, _said(failed or {}), hosts, broken or _of_workload(failed))
+            return Status(Phase.FAILED, _worded(failed or {}), hosts, broken or _of_workload(failed))
         if "Suspended" in conditions:
             queue = submission.spec.kubernetes.queue
             return Status(Phase.QUEUED, f"suspended, waits in queue {queue}" if queue else "suspended")
-        reason = why_waiting(pods)
-        if not pods or any(not pod.host for pod in pods):
+        reason, servers = why_waiting(pods), submission.spec.servers
+        all_pods = submission.spec.resources.nodes + (servers.count if servers else 0)
+        if len(pods) < all_pods or any(not pod.host for pod in pods):
             return Status(Phase.QUEUED, reason or "its pods are not made yet", hosts)
         if all(pod.has_started for pod in pods):
             return Status(Phase.RUNNING, "running", hosts)
@@ -113,7 +116,9 @@ class Kubernetes:
 
     def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
         """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
-        self._removed(self._custom().delete_namespaced_custom_object, *self._where(submission), handle)
+        # It stays until its pods are gone, so that what they say last is still collected.
+        delete = self._custom().delete_namespaced_custom_object
+        self._removed(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
 
     def cleanup(self, submission: Submission, handle: str) -> None:
         """Remove everything that was made for the attempt."""
@@ -141,21 +146,12 @@ class Kubernetes:
 
     def _workload(self, submission: Submission) -> Mapping[str, Any] | None:
         """The workload, asked for by name where the watch has not seen it yet."""
-        from kubernetes.client.exceptions import ApiException
-
         where, name = self._where(submission), manifests.name_of(submission)
-        found = self._watch(where, lambda: self._custom().list_namespaced_custom_object, *where)
-        if name in found:
-            return found[name]
-        try:
-            got: Mapping[str, Any] = self._custom().get_namespaced_custom_object(
-                *where, name, _request_timeout=REQUEST_S
-            )
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise _refused(error) from None
-        return got
+        seen = self._watch(where, lambda: self._custom().list_namespaced_custom_object, *where)
+        if name in seen:
+            return seen[name]
+        found = _asked(self._custom().get_namespaced_custom_object, *where, name, fine=(404,))
+        return None if found is None else dict(found)
 
     def _watch(self, key: tuple[str, ...], call: Any, *words: str, **named: str) -> dict[str, Mapping[str, Any]]:
         from phalanx.jobs.backends.kubernetes_watch import Watched
@@ -169,23 +165,16 @@ class Kubernetes:
 
         The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
         """
-        from kubernetes.client.exceptions import ApiException
-
         log = layout.logs(submission.folder) / f"node-{pod.node}.log"
         seen = Seen.read(log)
-        asked: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_request_timeout": REQUEST_S}
+        asked: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
         if seen.stamp:
             asked["since_seconds"] = seen.seconds_ago()
-        try:
-            got = self._core().read_namespaced_pod_log(
-                pod.name, submission.spec.kubernetes.namespace, _preload_content=False, **asked
-            )
-        except ApiException as error:
-            # The pod is gone, or its container has nothing to show yet.
-            if error.status in (400, 404):
-                return
-            raise _refused(error) from None
-        seen.append(log, got.data)
+        space = submission.spec.kubernetes.namespace
+        # 404: the pod is gone; 400: its container has nothing to show yet.
+        got = _asked(self._core().read_namespaced_pod_log, pod.name, space, fine=(400, 404), **asked)
+        if got is not None:
+            seen.append(log, got.data)
 
     def _where(self, submission: Submission) -> tuple[str, str, str, str]:
         dialect: Dialect = DIALECTS[submission.spec.kubernetes.dialect]
@@ -193,10 +182,10 @@ class Kubernetes:
 
     def _made(self, create: Any, *words: Any) -> None:
         """Make an object; one that is there already was made by us before."""
-        _asked(create, *words, fine=409)
+        _asked(create, *words, fine=(409,))
 
-    def _removed(self, delete: Any, *words: Any) -> None:
-        _asked(delete, *words, fine=404, propagation_policy="Background")
+    def _removed(self, delete: Any, *words: Any, policy: str = "Background") -> None:
+        _asked(delete, *words, fine=(404,), propagation_policy=policy)
 
     def _core(self) -> Any:
         from kubernetes.client import CoreV1Api
@@ -220,8 +209,8 @@ class Kubernetes:
         return self._client
 
 
-def _asked(call: Any, *words: Any, fine: int, **named: Any) -> None:
-    """Call the cluster; the HTTP status `fine` says that what was asked for is so already.
+def _asked(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
+    """Return what the cluster answers, None for an HTTP status in `fine`: what was asked for is so, or is not there.
 
     Raises:
         BackendError: If the cluster refuses, or cannot be reached.
@@ -229,21 +218,16 @@ def _asked(call: Any, *words: Any, fine: int, **named: Any) -> None:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
+    from phalanx.jobs.backends.kubernetes_watch import checked, said
+
     try:
-        call(*words, _request_timeout=REQUEST_S, **named)
+        return checked(call(*words, _request_timeout=REQUEST_S, **named))
     except ApiException as error:
-        if error.status != fine:
-            raise _refused(error) from None
+        if error.status in fine:
+            return None
+        raise BackendError(f"Kubernetes says no: {said(error)}") from None
     except HTTPError as error:
         raise BackendError(f"The Kubernetes cluster cannot be reached: {error}") from None
-
-
-def _refused(error: Any) -> BackendError:
-    try:
-        message = json.loads(error.body)["message"]
-    except (TypeError, ValueError, KeyError):
-        message = error.reason
-    return BackendError(f"Kubernetes said ({error.status}): {message}")
 
 
 def _packed(submission: Submission) -> bytes:
@@ -270,9 +254,9 @@ def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:
     """The failure of a workload that ran out of its time; of others the nodes say more."""
     if condition is None or "Deadline" not in (condition.get("reason") or ""):
         return None
-    return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_said(condition)})")
+    return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_worded(condition)})")
 
 
-def _said(condition: Mapping[str, Any]) -> str:
+def _worded(condition: Mapping[str, Any]) -> str:
     words = (condition.get("reason"), condition.get("message"))
     return ": ".join(word for word in words if word)

@@ -18,7 +18,12 @@ logger = logging.getLogger("phalanx.jobs")
 WATCH_S = 300
 """How long one watch is asked to last; servers end them when they like."""
 
-_GONE = 410
+REQUEST_S = 30.0
+"""How long one request may take, a watch beyond its own time."""
+
+_TROUBLE = (ApiException, HTTPError, OSError, ValueError, KeyError)
+"""What a cluster that refuses, is gone or talks nonsense comes to."""
+
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 
 
@@ -62,26 +67,27 @@ class Watched:
         wait_s = _FIRST_WAIT_S
         while not self._closed.is_set():
             try:
-                self._follow()
-                wait_s = _FIRST_WAIT_S
-            except (ApiException, HTTPError, ValueError) as error:
-                is_old = isinstance(error, ApiException) and error.status == _GONE
-                if not is_old:
-                    logger.info("watch of %s: %s; going on in %g s", self._what, _first_line(error), wait_s)
-                    self._closed.wait(wait_s)
-                    wait_s = min(2 * wait_s, _MOST_WAIT_S)
-                with self._changed:
-                    self._list()
+                if self._error is None:
+                    self._follow()
+                    wait_s = _FIRST_WAIT_S
+                    continue
+            except _TROUBLE as error:
+                logger.info("the watch of %s broke: %s", self._what, _first_line(error))
+            with self._changed:
+                self._list()
+            # A watch that breaks as soon as it is open, and a cluster that is gone, are asked less and less often.
+            self._closed.wait(wait_s)
+            wait_s = min(2 * wait_s, _MOST_WAIT_S)
 
     def _list(self) -> None:
         """Read everything; what cannot be read is told to whoever asks."""
         try:
-            found = json.loads(self._call(_preload_content=False).data)
-        except (ApiException, HTTPError, ValueError) as error:
+            found = json.loads(checked(self._call(_preload_content=False, _request_timeout=REQUEST_S)).data)
+            self._objects = {item["metadata"]["name"]: item for item in found["items"]}
+            self._version = found["metadata"]["resourceVersion"]
+        except _TROUBLE as error:
             self._error = _first_line(error)
             return
-        self._objects = {item["metadata"]["name"]: item for item in found["items"]}
-        self._version = found["metadata"]["resourceVersion"]
         self._error = None
 
     def _follow(self) -> None:
@@ -92,8 +98,9 @@ class Watched:
             timeout_seconds=WATCH_S,
             allow_watch_bookmarks=True,
             _preload_content=False,
+            _request_timeout=(REQUEST_S, WATCH_S + REQUEST_S),
         )
-        for line in _lines(stream):
+        for line in _lines(checked(stream)):
             event = json.loads(line)
             raw = event["object"]
             if event["type"] == "ERROR":
@@ -106,6 +113,25 @@ class Watched:
                     self._objects[raw["metadata"]["name"]] = raw
             if self._closed.is_set():
                 return
+
+
+def said(error: ApiException) -> str:
+    """Return what the cluster says that it refuses for."""
+    try:
+        message = json.loads(error.body or "")["message"]
+    except (TypeError, ValueError, KeyError):
+        message = error.reason
+    return f"{message} ({error.status})"
+
+
+def checked(answer: Any) -> Any:
+    """Return what the client gave, or raise ApiException for a response of an error, which it lets pass unread."""
+    status = getattr(answer, "status", None)
+    if isinstance(status, int) and status >= 400:
+        error = ApiException(status=status, reason=getattr(answer, "reason", None))
+        error.body = answer.data
+        raise error
+    return answer
 
 
 def _lines(stream: Any) -> Iterator[bytes]:
@@ -121,4 +147,6 @@ def _lines(stream: Any) -> Iterator[bytes]:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, ApiException):
+        return said(error)
     return str(error).strip().split("\n")[0] or type(error).__name__
