@@ -71,6 +71,13 @@ def test_the_script_says_what_is_asked_for_and_no_secret(tmp_path: Path) -> None
     assert "hush" not in script
 
 
+def test_nodes_have_room_for_the_servers_that_are_dealt_to_them(tmp_path: Path) -> None:
+    said = {"resources": {"nodes": 2, "cpu": 2, "memory": "1Gi"}, "servers": {"count": 3, "cpu": 1.5, "memory": "1Gi"}}
+    script = Slurm().render(made(tmp_path, **said))
+    assert "--cpus-per-task=5\n" in script
+    assert "--mem=3072M\n" in script
+
+
 def test_secrets_are_handed_over_in_files_that_only_their_owner_reads(
     tmp_path: Path, played: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

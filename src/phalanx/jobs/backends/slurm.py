@@ -7,6 +7,7 @@ The attempt's folder lies where every node sees it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pwd
 import secrets
@@ -199,10 +200,11 @@ def _name(submission: Submission) -> str:
 
 def _resources(spec: TrainingJob) -> list[str]:
     wanted, said = spec.resources, []
-    if wanted.cpu is not None:
-        said.append(f"--cpus-per-task={-int(-wanted.cpu // 1)}")
-    if wanted.memory is not None:
-        said.append(f"--mem={-(-wanted.memory // 2**20)}M")
+    cpu, memory = slurm_words.needs(spec)
+    if cpu is not None:
+        said.append(f"--cpus-per-task={math.ceil(cpu)}")
+    if memory is not None:
+        said.append(f"--mem={math.ceil(memory / 2**20)}M")
     if wanted.gpu:
         said.append(f"--gpus-per-node={wanted.gpu}")
     if spec.max_runtime is not None:

@@ -91,6 +91,16 @@ def read_nodes(said: str) -> list[NodeRow]:
     return rows
 
 
+def needs(spec: TrainingJob) -> tuple[float | None, int | None]:
+    """Return the cores and bytes that each node needs: its workers', and those of the servers that are dealt to it."""
+    cpu, memory = spec.resources.cpu, spec.resources.memory
+    if spec.servers is None:
+        return cpu, memory
+    each = -(-spec.servers.count // spec.resources.nodes)
+    more_cpu, more_memory = each * (spec.servers.cpu or 0), each * (spec.servers.memory or 0)
+    return None if cpu is None else cpu + more_cpu, None if memory is None else memory + more_memory
+
+
 def check_fits(spec: TrainingJob, rows: list[NodeRow]) -> None:
     """Raise SpecError if the partition of `spec` does not exist, or has too few nodes that are large enough."""
     partition = spec.slurm.partition
@@ -104,17 +114,16 @@ def check_fits(spec: TrainingJob, rows: list[NodeRow]) -> None:
     if not inside:
         raise SpecError(f"Slurm has no default partition. Set slurm.partition to one of {', '.join(names)}.")
     wanted = spec.resources
-    memory_mib = 0 if wanted.memory is None else wanted.memory / 2**20
+    cpu, memory = needs(spec)
+    memory_mib = 0 if memory is None else memory / 2**20
     large = [
-        row
-        for row in inside
-        if row.cpus >= (wanted.cpu or 0) and row.memory_mib >= memory_mib and row.gpus >= wanted.gpu
+        row for row in inside if row.cpus >= (cpu or 0) and row.memory_mib >= memory_mib and row.gpus >= wanted.gpu
     ]
     if len(large) >= wanted.nodes:
         return
     best, name = max(inside, key=lambda row: (row.gpus, row.cpus, row.memory_mib)), inside[0].partition
     raise SpecError(
-        f"resources ask for {wanted.nodes} nodes with {_amounts(wanted.cpu, memory_mib, wanted.gpu)} each, but "
+        f"resources ask for {wanted.nodes} nodes with {_amounts(cpu, memory_mib, wanted.gpu)} each, but "
         f"partition '{name}' has {len(inside)} nodes, {len(large)} of them large enough; {best.name} has "
         f"{_amounts(best.cpus, best.memory_mib, best.gpus)}. Ask for less, or choose another partition."
     )
