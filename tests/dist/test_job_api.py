@@ -19,13 +19,14 @@ import uvicorn
 
 from job_server import JobServer, job_server, report
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
-from phalanx.jobs import layout
+from phalanx.jobs import layout, usage
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, bind, serve
 from phalanx.jobs.client import Client
 from phalanx.jobs.records import Role
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
+from phalanx.jobs.usage import Sample, Usage
 
 pytestmark = pytest.mark.dist
 
@@ -71,6 +72,13 @@ def test_a_job_goes_round_by_http(server, owner, tree):
     assert (part.text, part.ended) == ("one\ntwo\n", False)
     assert owner.reporting(job.id) == ["worker.0"]
     assert [event["step"] for event in owner.reports(job.id, rank="worker.0").events] == [0, 1, 2]
+    for number in range(2):
+        usage.append(layout.attempt_folder(server.home, job.id, 1), 0, Sample(number, 5.0 * number, 0.5, 100, 200))
+    assert owner.usage(job.id) == [Usage(0, [Sample(0, 0.0, 0.5, 100, 200), Sample(1, 5.0, 0.5, 100, 200)], 2)]
+    assert owner.usage(job.id, offset=-1)[0].samples[0].number == 1
+    assert owner.usage(job.id, node=7, attempt=1) == [Usage(7, [], 0)]
+    with pytest.raises(NotFoundError, match="no attempt 2"):
+        owner.usage(job.id, attempt=2)
     assert owner.attempts(job.id)[0].number == 1
     assert [event.number for event in owner.events(job.id)] == list(range(1, len(owner.events(job.id)) + 1))
 
@@ -123,7 +131,16 @@ def test_who_may_do_what(server, owner, tree):
         with pytest.raises(AccessError):
             vera.stop(mine.id)
         assert theirs.id not in [one.id for one in vera.jobs()]
-        for ask in (vera.job, vera.events, vera.attempts, vera.logs_of, vera.stop, vera.plan, vera.reporting):
+        for ask in (
+            vera.job,
+            vera.events,
+            vera.attempts,
+            vera.logs_of,
+            vera.stop,
+            vera.plan,
+            vera.reporting,
+            vera.usage,
+        ):
             with pytest.raises(NotFoundError):
                 ask(theirs.id)
         for ask in (vera.codes, vera.datasets, vera.secrets, vera.jobs):
@@ -190,6 +207,16 @@ def test_too_many_requests_and_too_large_ones_are_refused(tmp_path):
         body = b'{"spec": "' + b"x" * (2 << 20) + b'"}'
         answer = httpx.post(f"{small.url}/api/v1/jobs", headers=headers, content=body)
         assert answer.status_code == 413
+        time.sleep(2.5)
+        # Archives of code may be larger; what else ends in that word may not.
+        answer = httpx.put(f"{small.url}/api/v1/workspaces/default/codes/trees", headers=headers, content=body)
+        assert answer.status_code == 413
+
+
+def test_half_letters_get_an_answer(server):
+    headers = {"Authorization": f"Bearer {server.owner_token()}"}
+    for body in (b'{"spec": {"name": "a", "command": "python \\ud800"}}', b'{"spec": {"\\ud800": 1}}'):
+        assert httpx.post(f"{server.url}/api/v1/jobs", headers=headers, content=body).status_code == 422
 
 
 def test_off_loopback_only_with_a_certificate(tmp_path):

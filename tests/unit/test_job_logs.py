@@ -62,6 +62,12 @@ def test_a_link_out_of_the_attempt_is_not_followed(folder: Path) -> None:
     assert logs.read(folder, "1").text == "mine"
 
 
+def test_what_is_no_file_is_no_log(folder: Path) -> None:
+    os.mkfifo(folder_of(folder) / "workerlog.0")  # opened, it would be waited for without end
+    (folder_of(folder) / "workerlog.1").mkdir()
+    assert [logs.read(folder, name).text for name in ("0", "1")] == ["", ""]
+
+
 def test_secrets_are_struck_out_also_line_by_line(folder: Path) -> None:
     write(folder, "token hunter22 and\nBEGIN\nline-of-key\nEND\n")
     assert logs.read(folder, "0", secrets=["hunter22\n", "BEGIN\nline-of-key\nEND", "x"]).text == "token *** and\n***\n"

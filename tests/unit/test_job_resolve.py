@@ -99,6 +99,18 @@ def test_the_script_of_a_command_is_in_the_code(base: Path, command: str, proble
         resolved(base, command=command, launch="env")
 
 
+@pytest.mark.parametrize(
+    ("field", "said", "problem"),
+    [
+        ("command", f"python {'a' * 300}.py", "command: .*File name too long"),
+        ("code", {"path": "~nobody-at-all/code"}, "code.path: .*the name of no user"),
+    ],
+)
+def test_what_the_system_refuses_is_a_problem_of_the_field(base: Path, field: str, said: Any, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        resolved(base, **{field: said})
+
+
 def test_what_pods_have_is_not_asked_of_this_machine(base: Path) -> None:
     nas = {"name": "n", "kind": "nas", "uri": "/mnt/n", "file_system": "fs", "mount": "/mnt/n"}
     job = resolved(base, backend="kubernetes", command="python -m megatron.run", datasets=[nas])

@@ -3,8 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from phalanx.errors import SpecError
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec_file import validated
 from phalanx.jobs.states import State, may_follow
 
 
@@ -40,3 +42,32 @@ def test_unknown_fields_and_names_that_some_engine_refuses_are_errors():
 def test_nothing_follows_an_end():
     for state in State:
         assert state.terminal == (not any(may_follow(state, after) for after in State))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"resources": {"nodes": 10**6}},
+        {"resources": {"procs_per_node": 10**6}},
+        {"resources": {"cpu": float("inf")}},
+        {"resources": {"cpu": 1e308}},
+        {"resources": {"memory": 10**400}},
+        {"max_runtime": "9" * 400},
+        {"datasets": [f"d{number}" for number in range(101)]},
+        {"env": {"A": "zero\0byte"}},
+        {"env": {"A": "half a letter \ud800"}},
+        {"command": "python train.py \0"},
+        {"command": "python train.py \ud800"},
+        {"code": {"path": "\ud800"}},
+        {"code": {"path": "a" * 256}},
+        {"checkpoint": {"dir": "/" + "a/" * 2000}},
+        {"slurm": {"partition": "gpu\ntouch /tmp/there"}},
+        {"slurm": {"options": ["--comment=a\ntouch /tmp/there"]}},
+        {"kubernetes": {"image": "a\nb"}},
+    ],
+    ids=lambda said: str(said)[:40].encode("ascii", "replace").decode(),
+)
+def test_what_no_machine_could_take_is_refused_in_one_sentence(said):
+    with pytest.raises(SpecError) as refused:
+        validated(TrainingJob, {"name": "a", "command": "python t.py"} | said)
+    assert len(str(refused.value)) < 600

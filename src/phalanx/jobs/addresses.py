@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 
 _GIT_SCHEMES = ("https", "http", "ssh", "file")
 _SCP_LIKE = re.compile(r"[\w.-]+@[A-Za-z0-9][\w.-]*:[^:]+")
+_MOST_LETTERS = 3000
+"""Of a path or address; a system takes 4096 bytes, with the folder that a path starts from."""
+
 _SYSTEM_FOLDERS = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr")
 
 
@@ -102,7 +105,9 @@ def web_address(uri: str) -> str:
 
 
 def _plain(text: str, what: str) -> str:
-    if not text or text.startswith("-") or re.search(r"[\x00-\x1f\x7f]", text):
+    if max(map(len, text.encode("utf-8", "replace").split(b"/"))) > 255 or len(text) > _MOST_LETTERS:
+        raise ValueError(f"{text[:40]}... is too long for {what}")
+    if not text or text.startswith("-") or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text):
         raise ValueError(f"{text!r} is not {what}: it is empty, begins with a dash or has control characters")
     if re.match(r"[A-Za-z0-9+.-]+::", text):
         raise ValueError(f"{text!r} runs a command; write {what} as https://HOST/PATH or a path")

@@ -99,7 +99,10 @@ def absolute(path: str, base: Path | None, field: str) -> Path:
     Raises:
         SpecError: If it is relative and there is no folder to start from.
     """
-    found = Path(path).expanduser()
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError:
+        raise SpecError(f"{field}: {path!r} begins with the name of no user. Write it in full.") from None
     if not found.is_absolute() and base is None:
         raise SpecError(
             f"{field}: {path!r} is a relative path, and this request comes from no folder. Write it in full."

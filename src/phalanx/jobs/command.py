@@ -26,6 +26,8 @@ def checked_command(said: str) -> str:
     Raises:
         ValueError: If it is empty, a quote is open, or it has an operator of the shell outside quotes.
     """
+    if re.search(r"[\x00\ud800-\udfff]", said):
+        raise ValueError(f"{said!r} holds what no command can: a zero byte, or half a letter")
     try:
         words = shlex.split(said)
         needs = _shell_syntax(said.strip())

@@ -158,7 +158,7 @@ def _path(folder: Path, name: str) -> Path | None:
     if found is None:
         raise NotFoundError(f"There is no log {name!r}. Logs are called 0, 1, ... by rank, server-0 and node-0.")
     path = layout.logs(folder) / _FILES[found[1]].format(found[2])
-    if not path.exists():
+    if not path.is_file():  # Nor what a job made in its place: a pipe would be waited for, without end.
         return None
     # Jobs write here, and could link to what is not theirs to show.
     if not path.resolve().is_relative_to(layout.logs(folder).resolve()):

@@ -55,7 +55,9 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
 
 
 def _files(folder: Path) -> list[Path]:
-    return list(layout.logs(folder).glob("events.*.jsonl"))
+    # Jobs write here: what is no file would not be read to its end, and what is no text could not be sent.
+    found = layout.logs(folder).glob("events.*.jsonl")
+    return [path for path in found if path.is_file() and path.name.isprintable()]
 
 
 def _number(name: str) -> int:
@@ -64,9 +66,10 @@ def _number(name: str) -> int:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """The event on a line, or None: a rank that was killed may leave half a line before the next one's start."""
+    """The event on a line, or None: a rank that was killed may leave half a line, others write what they like."""
     try:
         event = json.loads(line)
-    except ValueError:
+        json.dumps(event, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "step" in event else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_MOST_BYTES, _MOST_SECONDS = 2**60, 10.0 * 366 * 86400
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -15,9 +16,10 @@ def to_bytes(said: str | int) -> int:
         ValueError: If it is no positive amount.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?|Ki)?[Bb]?", str(said).strip())
-    if found is None or float(found[1]) <= 0:
+    count = 0.0 if found is None else float(found[1]) * _BYTES[found[2] or ""]
+    if not 0 < count <= _MOST_BYTES:
         raise ValueError(f"{said!r} is no amount of memory; write it as 8Gi, 500Mi or 2G")
-    return int(float(found[1]) * _BYTES[found[2] or ""])
+    return int(count)
 
 
 def to_seconds(said: str | float) -> float:
@@ -31,6 +33,6 @@ def to_seconds(said: str | float) -> float:
         text += "s"
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
+    if "".join(number + unit for number, unit in parts) != text or not 0 < seconds <= _MOST_SECONDS:
         raise ValueError(f"{said!r} is no length of time; write it as 90s, 30m, 2h or 1h30m")
     return seconds

@@ -64,7 +64,8 @@ def resolve(spec: TrainingJob, *, configs: Configs, home: Path, base: Path | Non
             whole = _expanded(dataset, Dataset, configs.dataset)
             secret = _value(configs, whole.secret)
             found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes"))
-    problems.extend(_of_the_tree(spec, found, home))
+    with problems.of("command"):
+        problems.extend(_of_the_tree(spec, found, home))
     if spec.backend != "kubernetes":
         problems.extend(_of_this_machine(spec, found, home))
     problems.raise_for(spec)
@@ -76,12 +77,14 @@ class _Problems(list[str]):
 
     @contextmanager
     def of(self, field: str) -> Iterator[None]:
-        """Note an error of ours as a problem of `field`, and go on."""
+        """Note an error of ours, or of the system, as a problem of `field`, and go on."""
         try:
             yield
         except PhalanxError as error:
             said = str(error)
             self.append(said if said.startswith(field) else f"{field}: {said}")
+        except OSError as error:
+            self.append(f"{field}: {error.filename}: {error.strerror}. Correct it.")
 
     def raise_for(self, spec: TrainingJob) -> None:
         if self:

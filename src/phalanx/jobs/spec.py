@@ -28,6 +28,11 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """A name that Kubernetes, Slurm, a folder and an address all take: small letters, digits and dashes, 40 at most."""
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""One line: what becomes one of a script, or a value in a manifest."""
+
+Cores = Annotated[float, Field(gt=0, le=100_000)]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Bytes = Annotated[
@@ -101,7 +106,7 @@ class Dataset(_Model):
     kind: Literal["local", "nas", "s3", "oss", "http"] | None = None
     uri: str | None = None
     """local, nas: the path on the machines that train. Others: s3://, oss://, https:// or http://."""
-    file_system: str | None = None
+    file_system: Word | None = None
     """NAS: id of the file system."""
     sha256: Sha256 | None = None
     """http: what the file must hash to."""
@@ -109,7 +114,7 @@ class Dataset(_Model):
     """s3, oss: secret whose value is ACCESS_KEY_ID:ACCESS_KEY_SECRET. Without one the bucket is read as anybody."""
     endpoint: Annotated[str, AfterValidator(web_address)] | None = None
     """s3, oss: address of the service, where it is not the default one."""
-    version: str | None = None
+    version: Word | None = None
     """What the content was at submission: an etag, a time of change."""
     size: Annotated[int, Field(ge=0)] | None = None
     """Bytes at submission."""
@@ -155,24 +160,24 @@ _ONLY_FOR = {"file_system": ("nas",), "sha256": ("http",), "endpoint": ("s3", "o
 class Resources(_Model):
     """What one job needs. `cpu`, `memory` and `gpu` are for each node."""
 
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, le=10_000)
     """How many machines."""
-    procs_per_node: int = Field(default=1, ge=1)
+    procs_per_node: int = Field(default=1, ge=1, le=1000)
     """Ranks on each."""
-    cpu: float | None = Field(default=None, gt=0)
+    cpu: Cores | None = None
     """Cores; parts of one may be said."""
     memory: Bytes | None = None
     """As 8Gi or 500M."""
-    gpu: int = Field(default=0, ge=0)
+    gpu: int = Field(default=0, ge=0, le=1000)
     """Accelerators."""
 
 
 class ServerRole(_Model):
     """Parameter servers with resources of their own; the job's `resources` are then its workers'."""
 
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=1000)
     """How many servers."""
-    cpu: float | None = Field(default=None, gt=0)
+    cpu: Cores | None = None
     """Cores of each server."""
     memory: Bytes | None = None
     """Memory of each server, as 8Gi."""
@@ -181,7 +186,7 @@ class ServerRole(_Model):
 class Retries(_Model):
     """What is tried again. `max` counts every attempt after the first, whatever ended the one before."""
 
-    max: int = Field(default=0, ge=0)
+    max: int = Field(default=0, ge=0, le=1_000_000)
     """How many attempts may follow the first."""
     on: tuple[Cause, ...] = (Cause.NODE_FAILURE, Cause.PREEMPTED, Cause.HANG)
     """The causes of failure after which another attempt is made."""
@@ -201,26 +206,26 @@ class Kubernetes(_Model):
 
     dialect: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
     """Which kind of object is made."""
-    namespace: str = "default"
+    namespace: Word = "default"
     """Where it is made."""
-    image: str | None = None
+    image: Word | None = None
     """Container image; phalanx must be installed in it."""
-    queue: str | None = None
+    queue: Word | None = None
     """Kueue: the local queue."""
-    runtime: str = "torch-distributed"
+    runtime: Word = "torch-distributed"
     """TrainJob: the cluster training runtime to build on."""
 
 
 class Slurm(_Model):
     """What only Slurm needs to know."""
 
-    partition: str | None = None
+    partition: Word | None = None
     """Partition to run in; the cluster has a default."""
-    account: str | None = None
+    account: Word | None = None
     """Account that is charged."""
-    qos: str | None = None
+    qos: Word | None = None
     """Quality of service."""
-    options: tuple[str, ...] = ()
+    options: Annotated[tuple[Word, ...], Field(max_length=100)] = ()
     """More `#SBATCH` options, as `--constraint=a100`."""
 
 
@@ -235,11 +240,11 @@ class TrainingJob(_Model):
     command: Annotated[str, AfterValidator(checked_command)]
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""
     code: Code = Code(path=".")
-    datasets: tuple[Dataset, ...] = ()
+    datasets: Annotated[tuple[Dataset, ...], Field(max_length=100)] = ()
     """Datasets by name (`mnist`, `mnist:data`), or said in full."""
-    env: dict[Variable, str] = {}
+    env: Annotated[dict[Variable, Text], Field(max_length=1000)] = {}
     """Environment variables of the ranks."""
-    secrets: tuple[Variable, ...] = ()
+    secrets: Annotated[tuple[Variable, ...], Field(max_length=100)] = ()
     """Names of the workspace's secrets, which the ranks find as environment variables."""
     resources: Resources = Resources()
     servers: ServerRole | None = None
@@ -290,7 +295,7 @@ def _check_address(kind: str, uri: str) -> None:
         bucket_and_key(uri)
     elif kind == "http":
         web_address(uri)
-    elif "://" in uri or not uri or "\0" in uri:
+    elif "://" in folder_path(uri):
         raise ValueError(f"{uri!r} is no path; kind {kind} is a path that the machines see")
 
 

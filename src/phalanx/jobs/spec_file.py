@@ -135,6 +135,8 @@ _PATTERNS = {
     "^[a-z0-9]": "small letters, digits and dashes, 40 at most",
     "^[A-Za-z_]": "letters, digits and underscores",
     "^[0-9a-f]{40}": "the 40 digits of a commit",
+    r"^[^\x00]": "text without a zero byte",
+    r"^[^\x00-": "one line, without control characters",
     "^[0-9a-f]{64}": "64 hexadecimal digits, as `sha256sum FILE` prints them",
 }
 
@@ -161,7 +163,7 @@ def _what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         words = next(words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
         return f"{_shown(found)} cannot be; write {words}"
-    if detail["loc"][:1] == ("env",):
+    if detail["loc"][:1] == ("env",) and kind == "string_type":
         return "the value is no text; write it in quotes"
     return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {_shown(found)}"
 

@@ -43,7 +43,8 @@ def length(seconds: float) -> str:
 
 def number(value: Any) -> str:
     """Return a number that was reported, to five digits; a dash for none."""
-    return f"{value:.5g}" if isinstance(value, (int, float)) else str(value or "–")
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+    return f"{value:.5g}" if is_number else str(value or "–")[:40]
 
 
 def badge(say: Say) -> Callable[[State], Markup]:

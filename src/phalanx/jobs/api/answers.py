@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -59,15 +59,21 @@ def _raised(_: Request, error: Exception) -> JSONResponse:
     if status == 500:
         logger.error("an answer failed", exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return JSONResponse({"error": type(error).__name__, "message": str(error)}, status, headers)
+    return _problem(type(error).__name__, str(error), status, headers)
 
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-    return JSONResponse(jsonable_encoder({"error": "SpecError", "message": "\n".join(lines)}), 422)
+    return _problem("SpecError", "\n".join(lines), 422)
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": "HTTPError", "message": str(error.detail)}, error.status_code, error.headers)
+    return _problem("HTTPError", str(error.detail), error.status_code, error.headers)
+
+
+def _problem(kind: str, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    # A message quotes what came in, and that may hold what is no letter.
+    said = message.encode("utf-8", "replace").decode()
+    return JSONResponse({"error": kind, "message": said}, status, headers)

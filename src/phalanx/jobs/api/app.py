@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +16,8 @@ from phalanx.jobs.api.rates import Rates
 
 _BODY_LIMIT = 1 << 20
 """Most bytes of a request's body; trees of code have a limit of their own."""
+
+_TREES = re.compile(r"/api/v1/workspaces/[^/]+/trees")
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -67,7 +70,8 @@ def _refusal(request: Request, rates: Rates) -> Response | None:
     if not length.isdigit() or ("transfer-encoding" in request.headers):
         message = "Say how long the body is: send Content-Length, no Transfer-Encoding."
         return JSONResponse({"error": "HTTPError", "message": message}, 400)
-    if int(length) > _BODY_LIMIT and not request.url.path.endswith("/trees"):
+    is_tree = request.method == "POST" and _TREES.fullmatch(request.url.path)
+    if int(length) > _BODY_LIMIT and not is_tree:
         message = f"The body has {length} bytes; at most {_BODY_LIMIT} are read."
         return JSONResponse({"error": "HTTPError", "message": message}, 413)
     return None
