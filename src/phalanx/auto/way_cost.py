@@ -87,7 +87,7 @@ class WayCost:
         return Option(
             label=str(way),
             forward_s=times.forward + sent.forward + selected + before,
-            backward_s=times.backward + sent.backward + again + again_back,
+            backward_s=times.backward + sent.backward + again + again_back + held.moved_s,
             sent_s=sent.forward + sent.backward + before + again_back,
             exchange_s=held.exchange_s + (held.gather_s if at.stages > 1 else 0.0),
             update_s=held.update_s,
@@ -165,7 +165,7 @@ class WayCost:
         frozen = sum(param.bytes for param in own if not param.trainable) / parts
         copies = at.data if at.model > 1 or parts == 1 else 1
         bucket = self._bucket / parts
-        exchange = gather = 0.0
+        exchange = gather = moved = 0.0
         terms = _terms(trained, way)
         if terms and not at.zero:
             exchange += said("all_reduce", bucket, at.over_rows_and_parts) * terms / bucket
@@ -175,11 +175,12 @@ class WayCost:
         if copies > 1 and sole:
             kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
             exchange += said(kind, bucket, at.over_data) * sole / bucket
+            moved = self._speed.operators.operator_s("elementwise", sole)
         if at.zero and size + frozen:
             gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
         again = gather if at.zero == 3 else 0.0
         if at.zero and self._speed.host.sharded_s is not None:
-            exchange, gather, again = 0.0, self._sharded_s(own, parts), 0.0
+            exchange, gather, again, moved = 0.0, self._sharded_s(own, parts), 0.0, 0.0
         slices = at.data if at.zero else 1
         state = STATES[self._layers.optimizer] * size / slices
         # A rank's slices stand beside what is gathered; stages keep that, and whole gradients, for a whole step.
@@ -188,7 +189,7 @@ class WayCost:
         gradients = size / slices + (size if at.zero and at.stages > 1 else 0.0)
         passing = 0.0 if not at.zero or at.stages > 1 else size + (size + frozen if at.zero == 3 else 0.0)
         update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
-        return _Held(values + gradients + state, passing, exchange, gather, again, update if trained else 0.0)
+        return _Held(values + gradients + state, passing, exchange, gather, again, moved, update if trained else 0.0)
 
     def _sharded_s(self, own: list[ParamShape], parts: float) -> float:
         """Return what sharding adds to a step for parameters cut into so many parts, as parts of their units."""
@@ -230,4 +231,7 @@ class _Held(NamedTuple):
     exchange_s: float
     gather_s: float
     gather_again_s: float
+    moved_s: float
+    """Of gradients into their buckets."""
+
     update_s: float

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cluster.measured import Grid, LayerKind, Sharding
 from phalanx.comm import collectives
-from phalanx.diagnose.calibrate_work import Run, grid
+from phalanx.diagnose.calibrate_work import Clock, Run, grid
 from phalanx.parallel.recompute import apply_recompute
 from phalanx.plan.value import ModuleRule
 
@@ -187,7 +187,7 @@ def placed(group: dist.ProcessGroup, *, quick: bool) -> Grid:
     return grid((counts,), (1,), seconds)
 
 
-def recomputation() -> tuple[float, float]:
+def recomputation(clock: Clock) -> tuple[float, float]:
     """Return the seconds of computing a module again, whatever is in it, and what `selective` adds to an operator.
 
     Of differences of runs one after another, on ranks that need not wait for each other.
@@ -198,17 +198,11 @@ def recomputation() -> tuple[float, float]:
         plain(x)
     taken = []
     for _ in range(2 * _SAMPLES + 1):
-        forward = _alone(lambda: plain(x))
-        steps = [_alone(lambda model=model: model(x).sum().backward()) for model in (plain, full, selective)]  # type: ignore[misc]
+        forward = clock.sample(lambda: plain(x))
+        steps = [clock.sample(lambda model=model: model(x).sum().backward()) for model in (plain, full, selective)]  # type: ignore[misc]
         taken.append((steps[1] - steps[0] - forward, steps[2] - steps[1]))
     again, more = (statistics.median(values) for values in zip(*taken[1:], strict=True))
     return max(again / BLOCKS, 1e-6), max(more / 2 / counter.count, 1e-7)
-
-
-def _alone(run: Run) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 class _Block(nn.Module):

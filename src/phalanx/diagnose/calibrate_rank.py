@@ -28,7 +28,9 @@ class _Sheet:
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
-        self.clock = work.Clock(_align, quick=quick)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks_a_core = ranks * torch.get_num_threads() / len(os.sched_getaffinity(0))
+        self.clock = work.Clock(_align, quick=quick, ranks_a_core=ranks_a_core)
         self.grids: dict[str, Grid] = {}
         self.launch = (math.inf, math.inf)
         self.again = (0.0, 0.0)
@@ -83,7 +85,7 @@ class _Sheet:
         self.launch = (min(self.launch[0], found[0]), min(self.launch[1], found[1]))
 
     def _recompute(self) -> None:
-        self.again = plans.recomputation()
+        self.again = plans.recomputation(self.clock)
 
     def _exchange(self, kind: LayerKind, size: int, group: dist.ProcessGroup) -> None:
         self._keep(f"layer {kind} {size}", plans.exchange(kind, group, quick=self.quick))
