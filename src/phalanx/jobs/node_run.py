@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -24,12 +24,9 @@ from phalanx.jobs import attempt, launching, layout, node_end
 from phalanx.jobs.attempt import BEAT_S, LOST_AFTER_BEATS, End
 from phalanx.jobs.node_setup import Prepared, Setup
 from phalanx.jobs.states import Cause
-from phalanx.launch import machine, processes
+from phalanx.launch import processes
 
 logger = logging.getLogger("phalanx.jobs")
-
-RESOLVE_S = 600.0
-"""How long to wait until the names of all nodes mean something; pods get theirs when they start."""
 
 _KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE")
 """What may stand in the environment of whoever started this node, and opens the store or its secrets."""
@@ -116,20 +113,19 @@ class Node:
                 tee.wait(_SETTLE_S)
 
     def _run(self, output: BinaryIO) -> End:
-        setup = Setup(self.folder, self.order, self.place.node, self.secrets, in_pod=self.in_pod)
+        setup = Setup(self.folder, self.order, self.place, self.secrets, in_pod=self.in_pod)
         prepared = self._prepare(setup)
         if isinstance(prepared, End):
             return prepared
         try:
-            hosts = tuple(machine.resolve_within(host, RESOLVE_S) for host in self.place.hosts)
             start = launching.start(
                 self.spec,
-                replace(self.place, hosts=hosts),
+                replace(self.place, hosts=prepared.hosts),
                 python=sys.executable,
                 logs=self.own_logs,
                 log_files=not self.in_pod,
             )
-            return self._train(start, prepared, hosts, output)
+            return self._train(start, prepared, output)
         except (OSError, ValueError) as error:
             return End("failed", Cause.SETUP, f"{self.spec.command!r} could not be started: {error}")
 
@@ -147,11 +143,11 @@ class Node:
         if self._stop is not None:
             return self._stopped(None)
         if setup.error is not None:
-            return End("failed", Cause.SETUP, str(setup.error))
+            return End("failed", Cause.SETUP, str(setup.error) or type(setup.error).__name__)
         assert setup.prepared is not None
         return setup.prepared
 
-    def _train(self, start: launching.Start, prepared: Prepared, hosts: Sequence[str], output: BinaryIO) -> End:
+    def _train(self, start: launching.Start, prepared: Prepared, output: BinaryIO) -> End:
         parent = os.getpid()
         stdout: BinaryIO = output
         if self.spec.launch == "env" and not self.in_pod:
@@ -159,7 +155,7 @@ class Node:
         process = subprocess.Popen(
             [*prepared.before, *start.argv],
             cwd=prepared.cwd,
-            env=self._variables(start, prepared, hosts),
+            env=self._variables(start, prepared),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -176,13 +172,14 @@ class Node:
         said = self.said if stdout is output else Path(stdout.name)
         return node_end.failure(self.spec, self.place.node, code, said=said, logs=self.own_logs)
 
-    def _variables(self, start: launching.Start, prepared: Prepared, hosts: Sequence[str]) -> dict[str, str]:
+    def _variables(self, start: launching.Start, prepared: Prepared) -> dict[str, str]:
         """What the command finds in its environment; what the job says goes before what we would."""
         found = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
         found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", os.defpath)])
         found |= {"PHALANX_CHECKPOINT_DIR": str(self.order.checkpoint), **prepared.variables}
-        if len(hosts) > 1 and (name := interface_towards(hosts[0], system_routes())):
+        several = len(prepared.hosts) > 1
+        if several and (name := interface_towards(prepared.hosts[0], system_routes())):
             found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} | found
         found |= start.variables | self.spec.env
         wanted = (*self.spec.secrets, "PHALANX_JOB_SECRET")

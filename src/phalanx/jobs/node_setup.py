@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Mapping
@@ -12,14 +13,29 @@ from phalanx.errors import BackendError, PhalanxError
 from phalanx.jobs import attempt
 from phalanx.jobs.attempt import Order
 from phalanx.jobs.code import materialise
+from phalanx.jobs.launching import Place
 from phalanx.jobs.trees import unpack
+from phalanx.launch import machine
+
+logger = logging.getLogger("phalanx.jobs")
+
+RESOLVE_S = 600.0
+"""How long to wait until the names of all nodes mean something; pods get theirs when they start."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where the command starts, the variables that say where its data is, and the words before it that mount data."""
+    """What a node found and made ready.
+
+    Attributes:
+        cwd: Where the command starts.
+        hosts: Addresses of all nodes.
+        variables: Where the data is.
+        before: Words before the command, which mount data for it alone.
+    """
 
     cwd: Path
+    hosts: tuple[str, ...]
     variables: dict[str, str]
     before: tuple[str, ...] = ()
 
@@ -33,13 +49,13 @@ class Setup:
         error: Why there is none.
     """
 
-    def __init__(self, folder: Path, order: Order, node: int, secrets: Mapping[str, str], *, in_pod: bool) -> None:
+    def __init__(self, folder: Path, order: Order, place: Place, secrets: Mapping[str, str], *, in_pod: bool) -> None:
         """Prepare nothing yet.
 
         Args:
             folder: The attempt's folder.
             order: What is to run.
-            node: Number of this node.
+            place: Which node this is, and the names or addresses of all.
             secrets: Values by name.
             in_pod: Whether this node has `folder` and all files for itself. Else the first node makes the working copy
                 for all.
@@ -47,15 +63,19 @@ class Setup:
         self.doing = "preparing"
         self.prepared: Prepared | None = None
         self.error: Exception | None = None
-        self._folder, self._order, self._node, self._secrets = folder, order, node, secrets
-        self._in_pod, self._makes_work = in_pod, in_pod or node == 0
+        self._folder, self._order, self._secrets = folder, order, secrets
+        self._hosts = place.hosts
+        self._in_pod, self._makes_work = in_pod, in_pod or place.node == 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
         """Prepare; what goes wrong is kept in `error`."""
         try:
             self.prepared = self._prepare()
-        except (PhalanxError, OSError, ValueError) as error:
+        except Exception as error:
+            # Whatever a library raises here, the node must tell how it ended.
+            if not isinstance(error, (PhalanxError, OSError)):
+                logger.warning("%s", self.doing, exc_info=error)
             self.error = error
 
     def stop(self) -> None:
@@ -75,8 +95,9 @@ class Setup:
         cwd = work / spec.code.subdir
         if not cwd.is_dir():
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
-        self.doing = "starting"
-        return Prepared(cwd, variables, before)
+        self.doing = "waiting for the names of all nodes"
+        hosts = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
+        return Prepared(cwd, hosts, variables, before)
 
     def _data(self, work: Path) -> tuple[dict[str, str], tuple[str, ...]]:
         """Make every dataset readable here; return what says where each is, and what mounts them."""

@@ -1,0 +1,119 @@
+"""What is made of a launcher's end, of preparations that fail, and of the files between nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import BackendError
+from phalanx.jobs import attempt, layout, node_setup
+from phalanx.jobs.attempt import DETAIL_BYTES, End, Order
+from phalanx.jobs.backend import Submission
+from phalanx.jobs.launching import Place
+from phalanx.jobs.node_end import failure
+from phalanx.jobs.node_setup import Setup
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+
+TORCHRUN = """
+Traceback (most recent call last):
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_19:00:02
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 7)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_19:00:01
+  host      : a
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 8)
+============================================================
+"""
+
+
+def spec(**said: Any) -> TrainingJob:
+    return TrainingJob.model_validate({"name": "j", "command": "python train.py", **said})
+
+
+def read(tmp_path: Path, said: str, code: int, **more: Any) -> End:
+    (tmp_path / "said").write_text(said)
+    return failure(spec(**more), 0, code, said=tmp_path / "said", logs=tmp_path)
+
+
+def test_torchruns_root_cause_is_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "workerlog.3").write_text("step 1\nstep 2\n")
+    end = read(tmp_path, TORCHRUN, 1, launch="torchrun")
+    assert (end.rank, end.exit_code, end.detail) == (3, -9, "step 1\nstep 2")
+    assert end.message == "rank 3 was ended by signal 9 (SIGKILL)"
+    end = read(tmp_path, "torchrun: no such flag", 2, launch="torchrun")
+    assert (end.rank, end.message, end.detail) == (None, "torchrun ended with exit code 2", "torchrun: no such flag")
+
+
+def test_what_our_launcher_recorded_is_the_cause(tmp_path: Path) -> None:
+    first = {"title": "rank 1", "role": "worker", "rank": 1, "code": 1, "traceback": "T" * 20_000, "last_lines": []}
+    (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "first": first, "said": "raised ValueError: x"}))
+    end = read(tmp_path, "", 1)
+    assert (end.message, end.rank, end.cause) == ("rank 1 raised ValueError: x", 1, Cause.USER_CODE)
+    assert len(end.detail) == DETAIL_BYTES
+    (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "PeerLostError", "message": "host b is gone"}))
+    assert read(tmp_path, "", 1).cause is Cause.NODE_FAILURE
+    (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "LaunchError", "message": "port in use"}))
+    assert read(tmp_path, "", 1) == End("failed", Cause.SETUP, "port in use", None, 1)
+
+
+def test_a_launcher_that_left_no_word_is_read_by_its_code(tmp_path: Path) -> None:
+    assert read(tmp_path, "no such flag", 2).cause is Cause.SETUP
+    killed = read(tmp_path, "", -9)
+    assert (killed.cause, killed.message) == (Cause.USER_CODE, "the launcher was ended by signal 9 (SIGKILL)")
+
+
+def test_an_error_of_a_library_while_preparing_is_a_failure_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug elsewhere")
+
+    monkeypatch.setattr(node_setup, "materialise", broken)
+    order = Order("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
+    setup = Setup(tmp_path, order, Place(0, ("127.0.0.1",)), {}, in_pod=False)
+    setup.run()
+    assert setup.prepared is None
+    assert str(setup.error) == "a bug elsewhere"
+
+
+def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> None:
+    attempt.write_end(tmp_path, 0, End("failed", Cause.SETUP, "no code"))
+    order = Order("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
+    setup = Setup(tmp_path, order, Place(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
+    setup.run()
+    assert "node 0 ended before it had prepared the code" in str(setup.error)
+
+
+def test_orders_and_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs" / "j-1" / "attempt-2"
+    submission = Submission("j-1", 2, spec(checkpoint={"dir": "kept"}), folder, {"TOKEN": "hush"})
+    assert "hush" not in attempt.write(submission).read_text()
+    order = attempt.read(folder)
+    assert (order.home, order.checkpoint) == (tmp_path, tmp_path / "jobs" / "j-1" / "kept")
+    assert order.spec == submission.spec
+    end = End("failed", Cause.OOM, "m", 3, -9, "d", 1.0, 2.0)
+    attempt.write_end(folder, 0, end)
+    assert attempt.read_end(folder, 0) == end
+    assert attempt.read_end(folder, 1) is None
+    assert attempt.doing(folder, 0) == ""
+    attempt.beat(folder, 0, "preparing code")
+    attempt.beat(folder, 0, "preparing code")
+    assert attempt.doing(folder, 0) == "preparing code"
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    layout.exit_record(folder, 1).write_text("{}")
+    (folder / "attempt.json").write_text("{}")
+    with pytest.raises(BackendError, match="does not say what to run"):
+        attempt.read(folder)
