@@ -165,6 +165,9 @@ def test_what_never_fits_is_refused(backend: Local, tmp_path: Path) -> None:
     large = job_stand_in.submission(tmp_path, "python t.py", resources={"cpu": 9, "memory": "1Gi"}).spec
     with pytest.raises(SpecError, match="asks for 9 cpu, 1 GiB of memory on this machine, which has 4 cpu"):
         backend.check(large)
+    many = job_stand_in.submission(tmp_path, "python t.py", resources={"cpu": 0.001, "nodes": 65}).spec
+    with pytest.raises(SpecError, match="asks for 65 nodes, and this machine plays 64 at most"):
+        backend.check(many)
 
 
 def test_render_shows_a_command_a_node(backend: Local, tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ _LATE_S = 10.0
 
 _KILL_S = 5.0
 
+_MOST_NODES = 64
+"""Nodes of one job on this machine: each is a process with a launcher, and an address of its own."""
+
 _CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
 """Nodes that this process started, by their lock: only it can take note of their end, whichever `Local` asks."""
 
@@ -66,6 +69,11 @@ class Local:
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if this machine could never run `spec`."""
         launching.check(spec)
+        if spec.resources.nodes > _MOST_NODES:
+            raise SpecError(
+                f"The job asks for {spec.resources.nodes} nodes, and this machine plays {_MOST_NODES} at most. "
+                "Ask for more procs_per_node instead, or submit it to `backend: slurm` or `kubernetes`."
+            )
         need = need_of(spec, self.machine)
         if not need.within(self.machine):
             raise SpecError(
