@@ -1,4 +1,4 @@
-"""Keepers that are killed, over a real store and real processes."""
+"""Keepers that are killed, over real databases and real processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import job_stand_in
+import postgres as postgresql
 from phalanx.jobs.backends.local import Local
 from phalanx.jobs.keeper import Keeper
 from phalanx.jobs.layout import attempt_folder
@@ -23,8 +24,7 @@ from phalanx.jobs.store import Store
 
 pytestmark = pytest.mark.fault
 
-RUNNING, QUEUED = 50, 1000
-MACHINE = Amount(40 * RUNNING, 0, 0)
+JOB = Amount(40)
 
 NURSERY = """
 import logging, os, random, signal, sys, threading, time
@@ -34,7 +34,7 @@ from phalanx.jobs.keeper import Keeper, keep
 from phalanx.jobs.queue import Amount
 from phalanx.jobs.store import Store
 
-home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+home, cpu, script, kills = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 moments = random.Random(7)
 
 def keeper():
@@ -47,7 +47,7 @@ def begun():
     jobs = home / "jobs"
     return len(os.listdir(jobs)) if jobs.exists() else 0
 
-for _ in range(20):
+for _ in range(kills):
     pid = os.fork()
     if pid == 0:
         keeper()
@@ -58,7 +58,7 @@ for _ in range(20):
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 """
-"""Imports once, then kills twenty keepers, each while it starts jobs or just after."""
+"""Imports once, then kills many keepers, each while it starts jobs or just after."""
 
 
 @pytest.fixture
@@ -72,19 +72,41 @@ def _ended(store: Store) -> dict[str, Job]:
     return {job.id: job for job in store.jobs() if job.state.terminal}
 
 
-def test_twenty_killed_keepers_lose_no_job_and_run_none_twice(home: Path) -> None:
+@pytest.fixture
+def store_on(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every store that is opened without an address be on this kind of database."""
+
+    def choose(kind: str) -> None:
+        if kind == "postgresql":
+            monkeypatch.setenv("PHALANX_STORE", postgresql.url(request.getfixturevalue("postgres"), home.name))
+        else:
+            monkeypatch.delenv("PHALANX_STORE", raising=False)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("database", "running", "queued", "kills"), [("sqlite", 50, 1000, 20), ("postgresql", 10, 200, 6)]
+)
+def test_killed_keepers_lose_no_job_and_run_none_twice(
+    database: str, running: int, queued: int, kills: int, home: Path, store_on: Callable[[str], None]
+) -> None:
+    store_on(database)
     node = job_stand_in.node(home)
-    spec = TrainingJob.model_validate({"name": "j", "command": "nap 1", "resources": {"cpu": 0.04}})
+    machine = Amount(JOB.cpu * running)
+    spec = TrainingJob.model_validate({"name": "j", "command": "nap 1", "resources": {"cpu": JOB.cpu / 1000}})
     with Store(None, home) as store:
-        made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(RUNNING + QUEUED)]
-        subprocess.run([sys.executable, "-c", NURSERY, home, str(MACHINE.cpu), node[1]], check=True, timeout=120)
+        assert store.shown_url.startswith(database)
+        made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
+        command = [sys.executable, "-c", NURSERY, home, str(machine.cpu), node[1], str(kills)]
+        subprocess.run(command, check=True, timeout=120)
         jobs = {job.id: job for job in store.jobs()}
         assert set(jobs) == set(made)
         begun = [id for id, job in jobs.items() if job.attempt]
-        assert RUNNING <= len(begun) < QUEUED
+        assert running <= len(begun) < queued
         for id in made:
             store.stop(id, "stopped by the test")
-        _finish(store, home, node)
+        _finish(store, home, node, machine)
         for id, job in _ended(store).items():
             folder = attempt_folder(home, id, 1)
             starts = (folder / "ran-0").read_text().count("started") if (folder / "ran-0").exists() else 0
@@ -94,11 +116,13 @@ def test_twenty_killed_keepers_lose_no_job_and_run_none_twice(home: Path) -> Non
         assert set(_ended(store)) == set(made)
 
 
-def _finish(store: Store, home: Path, node: tuple[str, ...]) -> None:
+def _finish(store: Store, home: Path, node: tuple[str, ...], machine: Amount) -> None:
     """Let one more keeper see all jobs to their end."""
-    keeper = Keeper(store, {"local": Local(MACHINE, cards=(), node=node)}, home, machine=MACHINE)
+    keeper = Keeper(store, {"local": Local(machine, cards=(), node=node)}, home, machine=machine)
     deadline = time.monotonic() + 60
-    while len(_ended(store)) < RUNNING + QUEUED:
+    while pause := keeper.step():
+        if keeper.is_idle:
+            break
         assert time.monotonic() < deadline
-        time.sleep(min(0.1, keeper.step()))
+        time.sleep(min(0.1, pause))
     keeper.release()

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic_core import from_json
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, OperationalError
 
@@ -121,8 +122,8 @@ def _checked(url: str) -> URL:
 def _engine(url: URL) -> Engine:
     try:
         if url.get_backend_name() != "sqlite":
-            return create_engine(url, pool_pre_ping=True)
-        engine = create_engine(url, connect_args={"timeout": _BUSY_S})
+            return create_engine(url, pool_pre_ping=True, json_deserializer=from_json)
+        engine = create_engine(url, connect_args={"timeout": _BUSY_S}, json_deserializer=from_json)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"A store on PostgreSQL needs the package {error.name}, which is not installed. "

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from phalanx.errors import NotFoundError, StateError
@@ -157,11 +157,13 @@ class JobRows(SecretRows):
 
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
+        if not reasons:
+            return
+        c, said = tables.jobs.c, bindparam("said")
+        told = update(tables.jobs).where(c.id == bindparam("job"), c.reason != said).values(reason=said)
         with self._writes() as connection:
-            c = tables.jobs.c
-            for job, said in sorted(reasons.items()):
-                reason = _storable(said)
-                connection.execute(update(tables.jobs).where(c.id == job, c.reason != reason).values(reason=reason))
+            # In order of ids, so that two who explain never wait for each other's rows.
+            connection.execute(told, [{"job": job, "said": _storable(text)} for job, text in sorted(reasons.items())])
 
     def begin_attempt(self, job: str) -> Attempt:
         """Begin the next attempt at a job that is queued or restarting, before it is handed to the backend.

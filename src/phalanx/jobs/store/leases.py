@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from importlib import import_module
 
 from sqlalchemy import delete, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
@@ -26,7 +26,8 @@ class LeaseRows(Database):
         with self._writes() as connection:
             if connection.execute(update(tables.leases).where(c.name == name, free).values(values)).rowcount:
                 return True
-            dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+            # That of PostgreSQL takes long to import, and most stores are none.
+            dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
             new = dialect.insert(tables.leases).values(name=name, **values).on_conflict_do_nothing()
             return connection.execute(new.returning(c.name)).first() is not None
 

@@ -7,9 +7,8 @@ import os
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cryptography.fernet import Fernet, InvalidToken
 from sqlalchemy import Connection, and_, delete, insert, select
 
 from phalanx.errors import ConfigError, NotFoundError
@@ -17,6 +16,9 @@ from phalanx.jobs.records import Job
 from phalanx.jobs.service_protocol import SecretName
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.workspaces import WorkspaceRows
+
+if TYPE_CHECKING:
+    from cryptography.fernet import Fernet
 
 _NEW_KEY = "python -c 'from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())'"
 
@@ -53,13 +55,12 @@ class SecretRows(WorkspaceRows):
             encrypted = connection.execute(asked).scalar_one_or_none()
         if encrypted is None:
             raise _no_secret(workspace, name)
-        try:
-            return self._box.decrypt(encrypted.encode()).decode()
-        except InvalidToken:
+        if (value := self._decrypted(encrypted)) is None:
             raise ConfigError(
                 f"The secret {name!r} of workspace {workspace!r} was encrypted with another key than the one in "
                 f"{self._key_source}. Bring that key back, or put the secret again: phalanx secret add {name}."
-            ) from None
+            )
+        return value
 
     def secret_values(self, workspace: str, names: Collection[str]) -> dict[str, str]:
         """Return secrets in the clear, by name; errors as of `secret`."""
@@ -74,12 +75,8 @@ class SecretRows(WorkspaceRows):
         if not names:
             return []
         asked = select(c.encrypted).where(c.workspace == workspace, c.name.in_(names))
-        values = []
-        for encrypted in connection.execute(asked).scalars():
-            # What another key encrypted, no rank was given.
-            with contextlib.suppress(InvalidToken):
-                values.append(self._box.decrypt(encrypted.encode()).decode())
-        return values
+        values = [self._decrypted(encrypted) for encrypted in connection.execute(asked).scalars()]
+        return [value for value in values if value is not None]  # what another key encrypted, no rank was given
 
     def secrets_used(self, job: Job) -> list[str]:
         """Return the values that nothing of a job may show: of the secrets that it uses and that are still there."""
@@ -97,12 +94,23 @@ class SecretRows(WorkspaceRows):
         if not gone:
             raise _no_secret(workspace, name)
 
+    def _decrypted(self, encrypted: str) -> str | None:
+        """Return a value in the clear; None if another key encrypted it."""
+        from cryptography.fernet import InvalidToken
+
+        try:
+            return self._box.decrypt(encrypted.encode()).decode()
+        except InvalidToken:
+            return None
+
     @property
     def _key_source(self) -> str:
         return "PHALANX_SECRET_KEY" if os.environ.get("PHALANX_SECRET_KEY") else str(self.home / "key")
 
     @cached_property
     def _box(self) -> Fernet:
+        from cryptography.fernet import Fernet  # most commands meet no secret
+
         key = os.environ.get("PHALANX_SECRET_KEY") or _own_key(self.home / "key")
         try:
             return Fernet(key)
@@ -148,6 +156,8 @@ def _no_secret(workspace: str, name: str) -> NotFoundError:
 
 def _own_key(path: Path) -> str:
     if not path.exists():
+        from cryptography.fernet import Fernet
+
         beside = path.with_name(f"key.{os.getpid()}.new")
         beside.touch(mode=0o600)
         beside.write_bytes(Fernet.generate_key())
