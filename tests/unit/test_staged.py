@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from random import Random
 
 import pytest
 
-from phalanx.auto import solve_staged as solve_staged_module
 from phalanx.auto.choices import Link, Node, Option
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
@@ -66,35 +64,81 @@ def tried(choices: StagedChoices) -> float:
     return best
 
 
-def test_the_solver_finds_what_trying_everything_finds():
+def repeated_choices(random: Random) -> StagedChoices:
+    """Blocks between a first and a last piece: decisions that always stand together, with links and sets left out."""
+    ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
+    blocks = ranks * virtual - 1 + random.randint(0, 1)
+    counts = {name: random.randint(1, 3) for name in "abcde"}
+    alike = {name: tuple(option(random) for _ in range(counts[name])) for name in "bcd"}
+    nodes = [(0, "a", tuple(option(random) for _ in range(counts["a"])))]
+    nodes += [(piece, name, alike[name]) for piece in range(1, blocks + 1) for name in "bcd"]
+    nodes += [(blocks, "e", tuple(option(random) for _ in range(counts["e"])))]
+    links = []
+    for first, second in random.sample(list(itertools.combinations("abcde", 2)), 4):
+        pairs = itertools.product(range(counts[first]), range(counts[second]))
+        seconds = {pair: random.choice((0.0, 0.0, random.random(), math.inf)) for pair in pairs}
+        links.append(Link(first=first, second=second, seconds=seconds))
+    options = [(name, place) for name, count in counts.items() for place in range(count)]
+    one_each = [(name, random.randrange(counts[name])) for name in random.sample("abcde", 3)]
+    return StagedChoices(
+        nodes=tuple(Node(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
+        pieces=tuple(piece for piece, _, _ in nodes),
+        sends=tuple(random.random() for _ in range(blocks)),
+        ranks=ranks,
+        virtual=virtual,
+        micro_batches=random.choice((1, 2, 4)),
+        links=tuple(links),
+        forbidden=(frozenset(one_each),) if random.random() < 0.7 else (),
+        needed=frozenset(random.sample(options, 2)) if random.random() < 0.5 else frozenset(),
+        room=random.choice((math.inf, random.uniform(5, 20))),
+    )
+
+
+HOW = {
+    "all cuts tried": {},
+    "near even cuts tried": {"cut_search._ALL_CUTS": 0},
+    "programmed": {"cut_search._MOST_PICKS": 0},
+    "programmed as they are": {"solve_staged.merged": lambda _: None},
+}
+"""What to replace, so that the solver takes another of its ways."""
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("drawn", "times"), [(random_choices, 60), (repeated_choices, 40)])
+def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkeypatch):
+    for name, replaced in HOW[how].items():
+        monkeypatch.setattr(f"phalanx.auto.{name}", replaced)
     random, none = Random(0), 0
-    for _ in range(150):
-        choices = random_choices(random)
+    for _ in range(times):
+        choices = drawn(random)
         best, found = tried(choices), solve_staged(choices)
         none += found is None
         assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
         if found is not None:
             assert found.bound <= best * (1 + 1e-7)
             assert choices.fits(found.pick, found.stages)
-            assert solve_staged(choices, below=best) is None
-    assert 3 < none < 120
-
-
-def test_layers_with_one_way_each_are_cut_as_the_program_would(monkeypatch):
-    random = Random(1)
-    for _ in range(40):
-        drawn = random_choices(random)
-        nodes = tuple(replace(node, options=node.options[:1]) for node in drawn.nodes)
-        choices = replace(drawn, nodes=nodes, links=())
-        monkeypatch.setattr(solve_staged_module, "_FEW", 0)
-        programmed = solve_staged(choices)
-        monkeypatch.setattr(solve_staged_module, "_FEW", 50_000)
-        found = solve_staged(choices)
-        assert (found is None) == (programmed is None)
-        if found is not None:
-            assert found.seconds == pytest.approx(programmed.seconds, rel=1e-7)
             assert choices.seconds(found.pick, found.stages) == pytest.approx(found.seconds, rel=1e-9)
-            assert choices.fits(found.pick, found.stages)
+            assert solve_staged(choices, below=best) is None
+    assert 1 < none < 0.8 * times
+
+
+def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeypatch):
+    for name, value in (("_ALL_CUTS", 0), ("_MOST_CUTS", 1), ("_BEAM", 1), ("_CLOSE", 0.5)):
+        monkeypatch.setattr(f"phalanx.auto.cut_search.{name}", value)
+    random, close = Random(2), 0
+    for _ in range(60):
+        choices = repeated_choices(random)
+        best, found = tried(choices), solve_staged(choices)
+        assert (found is None) == (best == math.inf)
+        if found is None:
+            continue
+        close += found.bound < found.seconds * (1 - 1e-7)
+        assert found.bound <= best * (1 + 1e-7)
+        assert found.seconds <= best * 1.5
+        assert choices.fits(found.pick, found.stages)
+        other = solve_staged(choices, below=best)
+        assert other is None or other.bound < best
+    assert close > 0
 
 
 def test_fewer_pieces_than_stages_cannot_be():

@@ -87,6 +87,10 @@ class Program:
         for link in choices.links:
             self._add_link(link)
 
+    def __len__(self) -> int:
+        """Return the number of columns so far."""
+        return len(self._cost)
+
     def option(self, decision: str, place: int) -> int:
         """Return the column of an option."""
         return self._start[decision] + place

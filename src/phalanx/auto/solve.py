@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.auto.choices import Choices, Node
@@ -72,33 +72,59 @@ def unit_of(nodes: tuple[Node, ...]) -> float:
 
 def _add_times(program: Program, choices: Choices) -> None:
     """Add the ends of the backward pass, the largest of which is one column that all of them bound from below."""
-    contention, last = choices.contention, len(choices.nodes)
+    contention, nodes = choices.contention, choices.nodes
     end = program.column(1.0 - contention)
-    terms: list[list[Term]] = [[(end, 1.0)] for _ in range(last + 1)]
-    for place, node in enumerate(choices.nodes):
+    backward, exchange = _Sums(len(program)), _Sums(len(program))
+    for node in nodes:
         for o, option in enumerate(node.options):
             column = program.option(node.decision, o)
-            backward, exchange = option.backward_s / program.second, option.exchange_s / program.second
-            alone = (option.forward_s + option.update_s) / program.second
-            program.add_cost(column, alone + contention * (backward + exchange))
-            for other in range(last + 1):
-                # The last row is all backward passes, and no exchange.
-                if backward and (other == last or place >= other):
-                    terms[other].append((column, -backward))
-                if exchange and other < last and place <= other:
-                    terms[other].append((column, -exchange))
-    for row in terms:
-        program.row(row, 0.0, math.inf)
+            program.add_cost(column, (option.forward_s + option.update_s) / program.second)
+            program.add_cost(column, contention * (option.backward_s + option.exchange_s) / program.second)
+            backward.add(column, option.backward_s / program.second)
+    program.row([(end, 1.0), *backward.terms(-1.0)], 0.0, math.inf)  # all backward passes, and no exchange
+    for node in nodes:
+        for o, option in enumerate(node.options):
+            exchange.add(program.option(node.decision, o), option.exchange_s / program.second)
+        # A node without exchange ends no later than the one before it.
+        if any(option.exchange_s for option in node.options):
+            program.row([(end, 1.0), *backward.terms(-1.0), *exchange.terms(-1.0)], 0.0, math.inf)
+        for o, option in enumerate(node.options):
+            backward.add(program.option(node.decision, o), -option.backward_s / program.second)
+
+
+class _Sums:
+    """Coefficients of columns, which change from row to row."""
+
+    def __init__(self, columns: int) -> None:
+        self._values = [0.0] * columns
+
+    def add(self, column: int, value: float) -> None:
+        self._values[column] += value
+
+    def terms(self, factor: float) -> Iterator[Term]:
+        return ((column, factor * value) for column, value in enumerate(self._values) if value > _ROUNDING)
+
+
+_ROUNDING = 1e-12
+"""What differences of sums leave where they should be 0, in units near 1."""
 
 
 def _add_memory(program: Program, choices: Choices) -> None:
+    """Add a row for each node that may be the one that needs the most.
+
+    Of nodes of one decision that need the same while they run, that is the last: what is kept only grows.
+    """
     if choices.room == math.inf:
         return
-    for place in range(len(choices.nodes)):
-        terms = []
-        for other, node in enumerate(choices.nodes):
-            for o, option in enumerate(node.options):
-                needed = option.held + (option.kept if other <= place else 0.0)
-                needed += option.working if other == place else 0.0
-                terms.append((program.option(node.decision, o), needed / choices.room))
-        program.row(terms, -math.inf, 1.0)
+    needed = _Sums(len(program))
+    for node in choices.nodes:
+        for o, option in enumerate(node.options):
+            needed.add(program.option(node.decision, o), option.held / choices.room)
+    last = {(node.decision, tuple(o.working for o in node.options)): place for place, node in enumerate(choices.nodes)}
+    for place, node in enumerate(choices.nodes):
+        working = tuple(option.working for option in node.options)
+        for o, option in enumerate(node.options):
+            needed.add(program.option(node.decision, o), option.kept / choices.room)
+        if last[node.decision, working] == place:
+            own = [(program.option(node.decision, o), size / choices.room) for o, size in enumerate(working)]
+            program.row([*needed.terms(1.0), *own], -math.inf, 1.0)

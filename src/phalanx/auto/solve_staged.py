@@ -1,19 +1,20 @@
 """The best of all choices of a step in stages, with a bound: where stages begin is decided with everything else (pure).
 
-A piece's stage is a set of binary columns; stages rise by one at most from piece to piece, and none is empty. What a
-node costs in a stage is the product of its option and its piece's stage: one continuous column for each pair, whose
-sums are those of both.
+Decisions of the same pieces are merged first (`auto/merged`), and what is left is tried if it is little
+(`auto/cut_search`). Else it is a program: a piece's stage is a set of binary columns; stages rise by one at most from
+piece to piece, and none is empty. What a node costs in a stage is the product of its option and its piece's stage: one
+continuous column for each pair, whose sums are those of both.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.auto.choices import Node, Option
+from phalanx.auto.choices import Option
+from phalanx.auto.cut_search import TooManyError, best_cut
+from phalanx.auto.merged import merged
 from phalanx.auto.program import Program, Term
 from phalanx.auto.solve import Solved, faster, unit_of
 from phalanx.auto.staged import StagedChoices
@@ -32,9 +33,23 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
     """
     if choices.pieces[-1] + 1 < choices.stages:
         return None
-    only = {name: 0 for name in choices.decisions}
-    if set(choices.decisions.values()) == {1} and math.comb(choices.pieces[-1], choices.stages - 1) <= _FEW:
-        return _by_trying(choices, only, below)
+    smaller = merged(choices)
+    if smaller is None:
+        return _by_program(choices, time_limit, below)
+    if not all(smaller.picks.values()):
+        return None
+    try:
+        found = best_cut(smaller.choices, below, time_limit)
+    except TooManyError:
+        found = _by_program(smaller.choices, time_limit, below)
+    if found is None:
+        return None
+    pick = smaller.original(found.pick)
+    seconds = choices.seconds(pick, found.stages)
+    return Solved(pick=pick, seconds=seconds, bound=min(found.bound, seconds), stages=found.stages)
+
+
+def _by_program(choices: StagedChoices, time_limit: float | None, below: float) -> Solved | None:
     made = _Staged(choices)
     program = made.program
     while True:
@@ -48,38 +63,6 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
             found = Solved(pick=pick, seconds=seconds, bound=bound, stages=stages)
             return faster(found, below, is_proved=answer.is_proved)
         made.forbid(pick, stages)
-
-
-_FEW = 50_000
-"""Cuts that are sooner tried than solved, where only these are to be decided."""
-
-
-def _by_trying(choices: StagedChoices, pick: dict[str, int], below: float) -> Solved | None:
-    """Return the best cut of a model whose layers have one way each."""
-    count, best, best_stages = choices.pieces[-1] + 1, below, None
-    pieces = _summed_pieces(choices)
-    for cut in itertools.combinations(range(1, count), choices.stages - 1):
-        stages = tuple(itertools.accumulate(int(piece in cut) for piece in range(count)))
-        seconds = pieces.seconds(pick, stages)
-        if seconds < best and pieces.fits(pick, stages):
-            best, best_stages = seconds, stages
-    if best_stages is None:
-        return None
-    return Solved(pick=pick, seconds=best, bound=best, stages=best_stages)
-
-
-def _summed_pieces(choices: StagedChoices) -> StagedChoices:
-    """Return the same choices with one node a piece, for layers with one way each."""
-    nodes = []
-    for piece, those in itertools.groupby(zip(choices.pieces, choices.nodes, strict=True), key=lambda one: one[0]):
-        options = [node.options[0] for _, node in those]
-        summed = {name: sum(getattr(one, name) for one in options) for name in _SUMMED}
-        option = Option(label="", working=max(one.working for one in options), **summed)
-        nodes.append(Node(name=str(piece), decision=choices.nodes[0].decision, options=(option,)))
-    return replace(choices, nodes=tuple(nodes), pieces=tuple(range(len(nodes))))
-
-
-_SUMMED = ("forward_s", "backward_s", "exchange_s", "update_s", "held", "kept")
 
 
 class _Cell(NamedTuple):

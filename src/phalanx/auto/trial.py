@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from phalanx.auto.capture import LossFunction, capture
-from phalanx.auto.capture_copy import copied
+from phalanx.auto.capture import LossFunction, arguments_of, capture
+from phalanx.auto.capture_copy import copied, random_numbers_kept
 from phalanx.auto.layers import Way
 from phalanx.errors import ConfigError
 
@@ -61,11 +62,27 @@ def cannot_run_cut(
             layer.bias = None if layer.bias is None else _first_part(layer.bias, 0, ranks)
         elif way.takes_cut:
             layer.weight = _first_part(layer.weight, 1, ranks)
-    try:
+    if _runs(narrow, batch, loss):
+        return None
+    try:  # for what asks for values, which shapes alone do not have
         capture(narrow, batch, loss)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _runs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
+    """Return whether both passes run on shapes alone; a capture takes several times as long."""
+    inputs = arguments_of(sample, has_target=loss_fn is not None)
+    try:
+        with random_numbers_kept(), torch.inference_mode(False), torch.enable_grad():
+            outputs = model(*inputs.positional, **inputs.keywords)
+            made = outputs if loss_fn is None else loss_fn(outputs, inputs.target)
+            ends = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    except Exception:  # noqa: BLE001  # a model's own code may raise anything; the capture says what
+        return False
+    return True
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
