@@ -25,7 +25,6 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.captured import check_operators
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, shape_of
 from phalanx.parallel.fits import check_fits, sharded_update
@@ -33,6 +32,7 @@ from phalanx.parallel.flat import stored
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.techniques import (
     attach_tables,
+    check_operators,
     cut_stages,
     place_operators,
     prepare_modules,

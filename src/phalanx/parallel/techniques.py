@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.comm.agreement import share
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
+from phalanx.parallel.captured import check_of
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, owner_of, shape_of
 from phalanx.parallel.mesh import Mesh
@@ -92,6 +94,29 @@ def _scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
             count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
             if count > 1:
                 param.register_hook(partial(torch.mul, other=1.0 / count))
+
+
+def check_operators(plan: Plan, model: nn.Module) -> None:
+    """Raise unless a Plan's rules for operators are of the step that this model runs. Collective if there are any.
+
+    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.capture`, `px.auto_parallel`).
+
+    Raises:
+        PlanError: On all ranks; says what does not fit.
+    """
+    if not plan.ops:
+        return
+    check, why = check_of(model), None
+    if check is not None:
+        why = check(plan)
+    elif dist.get_rank() == 0 if dist.is_initialized() else True:
+        why = (
+            f"they are of the step captured as {plan.capture_digest}, and no step of this model was captured. Call "
+            "phalanx.auto.capture.capture(model, sample, loss_fn) with a global batch before, on rank 0 at least"
+        )
+    why = share("operators", why)
+    if why is not None:
+        raise PlanError(f"this Plan places single operators: {why}, or remove `ops`.")
 
 
 def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
