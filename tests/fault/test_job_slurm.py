@@ -21,7 +21,7 @@ from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
 from slurm_cluster import SlurmCluster, require_slurm
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(240)]
 
 TRAIN = """
 import os, time

@@ -148,6 +148,23 @@ def test_a_job_none_of_whose_nodes_started_failed_in_its_set_up(tmp_path: Path, 
     assert Slurm().status(asked, "17").failure is None
 
 
+def test_of_two_jobs_of_one_attempt_the_one_that_started_is_looked_at(tmp_path: Path, played: Commands) -> None:
+    asked = made(tmp_path)
+    attempt.write(asked)
+    played.said["squeue"] = "j-ab.1|18|COMPLETED|None|n1\nj-ab.1|17|RUNNING|None|n1\n"
+    (asked.folder / "slurm.id").write_text("17\n")
+    attempt.beat(asked.folder, 0, "running")
+    assert Slurm().status(asked, "18").phase is Phase.RUNNING
+
+
+def test_a_job_that_completed_without_a_node_did_not_succeed(tmp_path: Path, played: Commands) -> None:
+    asked = made(tmp_path)
+    attempt.write(asked)
+    played.said["squeue"] = "j-ab.1|17|COMPLETED|None|n1\n"
+    status = Slurm().status(asked, "17")
+    assert (status.phase, status.failure and status.failure.cause) == (Phase.FAILED, Cause.SETUP)
+
+
 def test_all_jobs_of_a_turn_share_one_question(tmp_path: Path, played: Commands) -> None:
     played.said["squeue"] = "j-ab.1|17|PENDING|Resources|\n"
     slurm = Slurm()

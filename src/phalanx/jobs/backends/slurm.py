@@ -57,7 +57,7 @@ class Slurm:
 
     def __init__(self) -> None:
         """Make the backend; Slurm is asked nothing yet."""
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, list[Row]] = {}
         self._seen = float("-inf")
 
     def check(self, spec: TrainingJob) -> None:
@@ -113,7 +113,7 @@ class Slurm:
     def status(self, submission: Submission, handle: str) -> Status:
         """Return where the job is."""
         folder = submission.folder
-        row = self._snapshot().get(_name(submission))
+        row = self._seen_row(submission)
         if row is None:
             return _vanished(submission)
         hosts = tuple(slurm_words.hosts(row.nodes))
@@ -123,7 +123,7 @@ class Slurm:
             doing = attempt.doing(folder, 0)
             phase = Phase.RUNNING if doing == "running" else Phase.PREPARING
             return Status(phase, doing or row.state.lower(), hosts)
-        if row.state == "COMPLETED":
+        if row.state == "COMPLETED" and attempt.doing(folder, 0):
             return Status(Phase.SUCCEEDED, "", hosts)
         return Status(Phase.FAILED, row.state, hosts, _failure(folder, row))
 
@@ -165,15 +165,23 @@ class Slurm:
     def _row(self, submission: Submission) -> Row | None:
         """The job as it is now."""
         self._seen = float("-inf")
-        return self._snapshot().get(_name(submission))
+        return self._seen_row(submission)
 
-    def _snapshot(self) -> dict[str, Row]:
+    def _seen_row(self, submission: Submission) -> Row | None:
+        """The job as it was a moment ago: of several that were handed over, the one that started."""
+        rows = self._snapshot().get(_name(submission), [])
+        noted = _noted(submission.folder)
+        return next((row for row in rows if row.id == noted), rows[0] if rows else None)
+
+    def _snapshot(self) -> dict[str, list[Row]]:
         """This user's jobs by name, as squeue shows them now or showed them a moment ago."""
         if time.monotonic() > self._seen + SNAPSHOT_S:
             user = pwd.getpwuid(os.getuid()).pw_name
             said = _call("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%j|%i|%T|%r|%N")
-            words = [line.split("|") for line in said.splitlines()]
-            self._rows = {name: Row(*rest) for name, *rest in words if len(rest) == 4}
+            self._rows = {}
+            for name, *rest in (line.split("|") for line in said.splitlines()):
+                if len(rest) == 4:
+                    self._rows.setdefault(name, []).append(Row(*rest))
             self._seen = time.monotonic()
         return self._rows
 
@@ -182,6 +190,10 @@ _SCRIPT = """#!/bin/bash
 {options}
 
 folder={folder}
+if [ ! -w "$folder" ]; then
+    echo "$(hostname) cannot write to $folder, which all nodes must see" >&2
+    exit 1
+fi
 # One job an attempt: of two that were handed over for it, the first to start is the one.
 mkdir "$folder/slurm.lock" || exit 0
 echo "$SLURM_JOB_ID" > "$folder/slurm.id"
