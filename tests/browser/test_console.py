@@ -12,9 +12,10 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import chromium
 from job_server import JobServer, job_server, report
-from phalanx.jobs import layout
+from phalanx.jobs import layout, usage
 from phalanx.jobs.records import Failure, Role
 from phalanx.jobs.states import Cause, State
+from phalanx.jobs.usage import Sample
 
 pytestmark = pytest.mark.dist
 
@@ -83,7 +84,7 @@ def test_a_list_that_changes_by_itself(browser, server):
 
 
 def test_a_job_is_followed_while_it_runs(browser, server):
-    job = server.queue("followed", resources={"procs_per_node": 2})
+    job = server.queue("followed", resources={"nodes": 2})
     folder = server.start(job)
     log = layout.logs(folder) / "workerlog.0"
     log.write_text("first line\n")
@@ -95,9 +96,18 @@ def test_a_job_is_followed_while_it_runs(browser, server):
     with log.open("a") as file:
         file.write("second line <script>alert(1)</script>\n")
     _until(browser, lambda: "second line <script>" in shown.text)
-    _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, ".charts canvas")) == 2)
+    _until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "[data-reports] canvas")) == 2)
     report(folder, 1, 10)
-    _until(browser, lambda: "worker.1" in browser.find_element(By.CSS_SELECTOR, ".charts").text)
+    _until(browser, lambda: "worker.1" in browser.find_element(By.CSS_SELECTOR, "[data-reports]").text)
+    for number in range(2):
+        for node in range(2):
+            sample = Sample(number, 1.7e9 + 5 * number, 1.5, (1 + node) << 30, 2 << 30)
+            usage.append(folder, node, sample)
+    used = browser.find_element(By.CSS_SELECTOR, "[data-usage]")
+    _until(browser, lambda: len(used.find_elements(By.CSS_SELECTOR, "canvas")) == 2)
+    assert [one.text for one in used.find_elements(By.TAG_NAME, "figcaption")] == ["processor cores", "memory, GiB"]
+    assert "Node 1" in used.text
+    assert "Nothing measured" not in used.text
     server.end(
         job, Failure(Cause.OOM, "rank 1 was killed: out of memory", node=0, rank=1, exit_code=-9, detail="Killed")
     )
@@ -155,6 +165,7 @@ def test_chinese_is_chinese_on_every_page(browser, server):
     for place, word in (
         ("w/default/", "作业"),
         (f"jobs/{job.id}", "训练代码出错"),
+        (f"jobs/{job.id}", "资源使用"),
         ("queue", "本机"),
         ("w/default/new", "必填"),
         ("w/default/datasets", "数据集"),

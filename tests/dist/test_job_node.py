@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from job_nodes import DDP, SERVERS, ends, log, start_node, submission
-from phalanx.jobs import attempt
+from phalanx.jobs import attempt, usage
 from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.launching import own_hosts
 from phalanx.jobs.states import Cause
@@ -143,6 +143,29 @@ def test_what_cannot_be_prepared_or_started_is_a_failure_of_the_set_up(tmp_path:
     made = submission(tmp_path / "c", "", command="python missing.py")
     (end,) = ends(made, [start_node(made, 0)])
     assert (end.cause, "missing.py" in end.message + end.detail) == (Cause.SETUP, True)
+
+
+def test_what_processes_use_is_told(tmp_path: Path) -> None:
+    script = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "held = b'x' * (200 << 20)\n"
+        "while True: pass\n"
+    )
+    made = submission(tmp_path, script, launch="env")
+    node = start_node(made, 0)
+    deadline = time.monotonic() + 30
+    while not (samples := usage.read(made.folder, 0, -1).samples) or samples[0].memory < 200 << 20:
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.05)
+    node.send_signal(signal.SIGTERM)
+    (end,) = ends(made, [node])
+    assert (end.outcome, end.exit_code) == ("stopped", 0)
+    (last,) = samples
+    assert 200 << 20 <= last.memory <= last.peak < 400 << 20
+    assert 0 < last.cpu < 1.5
+    assert abs(last.time - end.ended) < 30
+    assert (last.gpu, last.gpu_memory) == (None, None)
 
 
 def _wait_for(path: Path, text: str) -> None:

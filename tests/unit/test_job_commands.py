@@ -18,13 +18,14 @@ from phalanx.cli import group, shown
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs import layout
+from phalanx.jobs import layout, usage
 from phalanx.jobs.opening import opened
 from phalanx.jobs.records import Failure
 from phalanx.jobs.service import JobService
 from phalanx.jobs.service_protocol import Jobs
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
+from phalanx.jobs.usage import Sample
 
 Phalanx = Callable[..., Result]
 
@@ -164,6 +165,22 @@ def test_a_job_is_shown_with_phases_attempts_and_why_it_failed(command, store):
     assert found["attempts"][0]["failure"]["cause"] == "user_code"
     assert len(found["events"]) == 4
     assert "failed: it is over" in command("job", "events", job).stdout
+
+
+def test_what_a_job_uses_is_shown(command, store):
+    job = submitted(command)
+    assert json.loads(command("job", "show", job, "--json").stdout)["usage"] == []
+    store.begin_attempt(job)
+    assert "peak" not in command("job", "show", job).stdout
+    folder = layout.attempt_folder(store.home, job, 1)
+    folder.mkdir(parents=True)
+    for number, memory in enumerate((3 * 2**30, 2**30)):
+        usage.append(folder, 0, Sample(number, 1.7e9, 1.25, memory, 3 * 2**30, 0.5, 2**29))
+    text = command("job", "show", job).stdout
+    assert all(part in text for part in ("peak", "1.2", "1.0 GiB", "3.0 GiB", "0.5, 0.5 GiB"))
+    assert max(map(len, text.splitlines())) <= 80
+    (node,) = json.loads(command("job", "show", job, "--json").stdout)["usage"]
+    assert (node["node"], [one["number"] for one in node["samples"]]) == (0, [1])
 
 
 def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):

@@ -13,7 +13,8 @@ from phalanx.cli.shown import console, moment, show_table, talk, words
 from phalanx.cluster import messages
 from phalanx.jobs.records import Attempt, Event, Failure, Job
 from phalanx.jobs.states import State
-from phalanx.ui.show import needs, span
+from phalanx.jobs.usage import Usage
+from phalanx.ui.show import gib, needs, span
 
 _COLOURS = {State.RUNNING: "cyan", State.SUCCEEDED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
 
@@ -46,7 +47,7 @@ def ending(job: Job) -> None:
         talk("job detail", job=job.id)
 
 
-def job(one: Job, attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
+def job(one: Job, attempts: Sequence[Attempt], events: Sequence[Event], usage: Sequence[Usage]) -> None:
     """Print everything a person asks about a job."""
     say = words()
     facts = Table.grid(padding=(0, 2))
@@ -61,6 +62,8 @@ def job(one: Job, attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
     _phases(events)
     if attempts:
         _attempts(attempts)
+    if any(one.samples for one in usage):
+        _usage(usage)
 
 
 def events(found: Sequence[Event]) -> None:
@@ -125,6 +128,25 @@ def _attempts(attempts: Sequence[Attempt]) -> None:
         for one in attempts
     ]
     show_table([say("attempt"), say("state"), say("started"), say("duration"), say("backend"), say("reason")], rows)
+
+
+def _usage(usage: Sequence[Usage]) -> None:
+    """Print the last sample of every node, with the most memory it had."""
+    say = words()
+    rows = [
+        [
+            one.node,
+            moment(datetime.fromtimestamp(last.time, UTC)),
+            f"{last.cpu:.1f}",
+            gib(last.memory),
+            gib(last.peak),
+            "" if last.gpu is None else f"{last.gpu:.1f}, {gib(last.gpu_memory or 0)}",
+        ]
+        for one in usage
+        for last in one.samples
+    ]
+    names = ("node", "time", "cpu used", "memory", "memory peak", "gpu used")
+    show_table([say(name) for name in names], rows)
 
 
 def _event_text(event: Event) -> str:

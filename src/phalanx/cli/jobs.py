@@ -104,13 +104,14 @@ def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None,
 @click.argument("job")
 @json_flag
 def show(job: str, as_json: bool) -> None:
-    """Show a job: its phases with their times, its attempts, why it failed, what it runs."""
+    """Show a job: its phases with their times, its attempts, why it failed, what it runs and uses."""
     with jobs() as found:
         one, attempts, events = found.job(job), found.attempts(job), found.events(job)
+        usage = found.usage(job, offset=-1)
     if as_json:
-        show_json({"job": one, "attempts": attempts, "events": events})
+        show_json({"job": one, "attempts": attempts, "events": events, "usage": usage})
     else:
-        job_shown.job(one, attempts, events)
+        job_shown.job(one, attempts, events, usage)
 
 
 @job.command()

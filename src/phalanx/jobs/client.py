@@ -25,6 +25,7 @@ from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.trees import pack
+from phalanx.jobs.usage import Usage
 
 T = TypeVar("T")
 
@@ -143,6 +144,10 @@ class Client:
     def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
         """Return what one rank reported."""
         return self._get(Reports, _path("jobs", job, "reports", rank), attempt=attempt, offset=offset)
+
+    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+        """Return what the processes of an attempt used, node by node."""
+        return self._get(list[Usage], _path("jobs", job, "usage"), node=node, attempt=attempt, offset=offset)
 
     def plan(self, job: str) -> str:
         """Return the picture of the Plan a job trains by, as SVG; empty if it left none."""

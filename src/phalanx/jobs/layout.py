@@ -9,6 +9,7 @@ HOME/
         work/                              the working copy of the code
         node-K.json                        how node K ended; written by node K, once, by renaming
         node-K.beat                        touched by node K while it lives; its text says what the node does
+        usage-K.jsonl                      what the processes of node K used, a line every few seconds
         secrets-K.json                     Slurm: what node K reads when it starts, and removes (mode 0600)
         stop                               Slurm: what asks all nodes to end, by being there
         logs/node-K.log                    what the launcher of node K printed
@@ -63,3 +64,8 @@ def exit_record(folder: Path, node: int) -> Path:
 def heartbeat(folder: Path, node: int) -> Path:
     """Return the file whose time of change says that node `node` lives."""
     return folder / f"node-{node}.beat"
+
+
+def usage(folder: Path, node: int) -> Path:
+    """Return the file in which node `node` tells what its processes use."""
+    return folder / f"usage-{node}.jsonl"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from phalanx.cluster.network import interface_towards, system_routes
-from phalanx.jobs import attempt, launching, layout, node_end
+from phalanx.jobs import attempt, launching, layout, node_end, node_usage
 from phalanx.jobs.attempt import BEAT_S, LOST_AFTER_BEATS, End
 from phalanx.jobs.node_setup import Prepared, Setup
 from phalanx.jobs.states import Cause
@@ -28,7 +28,7 @@ from phalanx.launch import processes
 
 logger = logging.getLogger("phalanx.jobs")
 
-_KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE")
+_KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
 """What may stand in the environment of whoever started this node, and opens the store or its secrets."""
 
 _LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
@@ -164,7 +164,9 @@ class Node:
         )
         self._doing = "running"
         self._beat()
-        code = self._watch(process)
+        # What a pod wrote beside its log would go with it.
+        with contextlib.nullcontext() if self.in_pod else node_usage.watched(self.folder, self.place.node):
+            code = self._watch(process)
         if self._stop is not None:
             return self._stopped(code)
         if code == 0:

@@ -21,6 +21,7 @@ from phalanx.jobs.store import Store
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
+from phalanx.jobs.usage import Usage
 
 _ROLES = list(Role)
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
@@ -160,6 +161,17 @@ class JobService:
 
         found = self.job(job)
         return metrics.read(self._folder(found, attempt), rank, offset) if found.attempt else Reports(rank, [], 0)
+
+    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+        """Return what the processes of an attempt used, node by node."""
+        from phalanx.jobs import usage
+
+        found = self.job(job)
+        if not found.attempt:
+            return []
+        folder = self._folder(found, attempt)
+        nodes = range(found.spec["resources"]["nodes"]) if node is None else [node]
+        return [usage.read(folder, one, offset) for one in nodes]
 
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""

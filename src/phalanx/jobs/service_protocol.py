@@ -15,6 +15,7 @@ from phalanx.jobs.metrics import Reports
 from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
+from phalanx.jobs.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,16 @@ class Jobs(Protocol):
 
     def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
         """Return what one rank reported after byte `offset` of its run events: steps, losses, samples a second."""
+
+    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+        """Return what the processes of an attempt, by default the last, used: cores, memory, cards.
+
+        Args:
+            job: Whose.
+            node: Of this node alone; None for each in order. One that left no samples has none.
+            attempt: Its number.
+            offset: Number of the first sample that is wanted; a negative one counts from the end: -1 is the last.
+        """
 
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""

@@ -55,6 +55,26 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of `pid` and of children that it collected; 0 when it is gone."""
+    fields = _stat(pid)
+    return 0.0 if fields is None else sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes(pid: int) -> int:
+    """Return the resident memory of `pid`, each page divided by those who share it (PSS).
+
+    Returns:
+        0 when it is gone, or is none that this user may look into.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            sizes = dict(line.split()[:2] for line in file if line.startswith(b"Pss:"))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return int(sizes.get(b"Pss:", 0)) << 10
+
+
 def descendants(root: int) -> list[int]:
     """Return the pids below `root`, parents before children, zombies left out."""
     children: dict[int, list[int]] = {}

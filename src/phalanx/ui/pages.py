@@ -140,13 +140,28 @@ def reports(who: Visiting, job: str, attempt: AttemptNumber = None, offsets: str
     found = who.jobs.job(job)
     if not found.attempt:
         return {"ranks": [], "ended": found.state.terminal}
-    known = dict(one.rsplit(":", 1) for one in offsets.split(",") if ":" in one)
+    known = _offsets(offsets)
     ranks = []
     for rank in who.jobs.reporting(job, attempt=attempt):
-        start = known.get(rank, "0")
-        part = who.jobs.reports(job, rank=rank, attempt=attempt, offset=int(start) if start.isdigit() else 0)
+        part = who.jobs.reports(job, rank=rank, attempt=attempt, offset=known.get(rank, 0))
         ranks.append({"rank": rank, "events": part.events, "offset": part.offset})
     return {"ranks": ranks, "ended": found.state.terminal and not any(one["events"] for one in ranks)}
+
+
+@routes.get("/jobs/{job}/usage")
+def usage(who: Visiting, job: str, attempt: AttemptNumber = None, offsets: str = "") -> dict[str, Any]:
+    """Return what every node used since `offsets` ("0:120,1:88"), and whether more will come."""
+    found = who.jobs.job(job)
+    known = _offsets(offsets)
+    nodes = []
+    for node in range(found.spec["resources"]["nodes"]):
+        nodes += who.jobs.usage(job, node=node, attempt=attempt, offset=known.get(str(node), 0))
+    return {"nodes": nodes, "ended": found.state.terminal and not any(one.samples for one in nodes)}
+
+
+def _offsets(said: str) -> dict[str, int]:
+    pairs = [one.rsplit(":", 1) for one in said.split(",") if ":" in one]
+    return {name: int(start) for name, start in pairs if start.isdecimal() and len(start) < 16}
 
 
 @routes.get("/jobs/{job}/plan.svg")

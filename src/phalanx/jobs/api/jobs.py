@@ -19,6 +19,7 @@ from phalanx.jobs.records import Attempt, Event, Job
 from phalanx.jobs.service_protocol import Jobs, LogPart
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
+from phalanx.jobs.usage import Usage
 
 routes = APIRouter(responses=RESPONSES, tags=["jobs"])
 
@@ -158,6 +159,18 @@ def reporting(caller: Caller, job: str, attempt: Number = None) -> list[str]:
 def reports(caller: Caller, job: str, rank: str, attempt: Number = None, offset: Offset = 0) -> Reports:
     """Return what one rank reported: steps, losses, samples a second."""
     return caller.reports(job, rank=rank, attempt=attempt, offset=offset)
+
+
+@routes.get("/jobs/{job}/usage")
+def usage(
+    caller: Caller,
+    job: str,
+    node: Annotated[int | None, Query(ge=0, le=2**31)] = None,
+    attempt: Number = None,
+    offset: Offset = 0,
+) -> list[Usage]:
+    """Return what the processes of an attempt used, node by node; a negative offset counts from the end."""
+    return caller.usage(job, node=node, attempt=attempt, offset=offset)
 
 
 @routes.get("/jobs/{job}/plan", response_class=PlainTextResponse)

@@ -61,72 +61,109 @@ if (waiting) {
   }, EVERY_MS);
 }
 
-// Loss and speed of every rank over steps.
-const charts = document.querySelector("[data-reports]");
-if (charts) {
-  const ranks = new Map(); // rank -> {offset, points: [[step, loss, samples/s, time, steps/s]]}
+// Charts in `box` with `x` as their axis: draw(key, title, lines), lines a map of names to [[x, y], ...].
+const plotter = (box, x) => {
   const drawn = {};
   const colours = ["#2f7dc9", "#d9822b", "#2e9e62", "#b04bb5", "#c43d3d", "#7a8a99", "#8d6b1f", "#158f96"];
-  const table = (column) => {
-    const named = [...ranks.keys()];
-    const steps = [...new Set(named.flatMap((name) => ranks.get(name).points.map((one) => one[0])))].sort((a, b) => a - b);
-    const at = new Map(steps.map((step, index) => [step, index]));
-    const columns = named.map((name) => {
-      const values = new Array(steps.length).fill(null);
-      for (const one of ranks.get(name).points) if (typeof one[column] === "number") values[at.get(one[0])] = one[column];
+  const table = (lines) => {
+    const places = [...new Set([...lines.values()].flatMap((points) => points.map((one) => one[0])))].sort((a, b) => a - b);
+    const at = new Map(places.map((place, index) => [place, index]));
+    const columns = [...lines.values()].map((points) => {
+      const values = new Array(places.length).fill(null);
+      for (const [place, value] of points) if (typeof value === "number") values[at.get(place)] = value;
       return values;
     });
-    return [steps, ...columns];
+    return [places, ...columns];
   };
-  const draw = (key, title, column) => {
-    const data = table(column);
+  return (key, title, lines) => {
+    const data = table(lines);
     if (!data.slice(1).some((values) => values.some((one) => one !== null))) return;
-    const width = Math.max(300, Math.min(560, charts.clientWidth / 2 - 12));
-    if (drawn[key] && drawn[key].names === [...ranks.keys()].join()) { drawn[key].plot.setData(data); return; }
+    const names = [...lines.keys()].join();
+    if (drawn[key] && drawn[key].names === names) { drawn[key].plot.setData(data); return; }
     if (drawn[key]) drawn[key].figure.remove();
+    box.querySelector(".empty")?.remove();
+    const width = Math.max(300, Math.min(560, box.clientWidth / 2 - 12));
     const figure = document.createElement("figure");
     const caption = document.createElement("figcaption");
     caption.textContent = title;
     figure.append(caption);
-    charts.append(figure);
-    const series = [{ label: charts.dataset.step }, ...[...ranks.keys()].map((name, index) => ({
+    box.append(figure);
+    const series = [{ label: x.label, value: x.value }, ...[...lines.keys()].map((name, index) => ({
       label: name, stroke: colours[index % colours.length], width: 2, spanGaps: true }))];
     const text = getComputedStyle(document.body).color;
-    const axes = [{ stroke: text, grid: { stroke: "#8884" } }, { stroke: text, grid: { stroke: "#8884" }, size: 64 }];
-    const plot = new uPlot({ width, height: 240, scales: { x: { time: false } }, series, axes }, data, figure);
-    drawn[key] = { plot, figure, names: [...ranks.keys()].join() };
+    const axis = { stroke: text, grid: { stroke: "#8884" } };
+    const axes = [{ ...axis, values: x.values }, { ...axis, size: 64 }];
+    const plot = new uPlot({ width, height: 240, scales: { x: { time: false }, ...x.scales }, series, axes }, data, figure);
+    drawn[key] = { plot, figure, names };
   };
+};
+
+// Ask `address` for what lies behind `offsets()`, until nothing more comes; `take` gets every answer.
+const pursue = (address, everyMs, offsets, take) => {
   const ask = async () => {
     let ended = false;
     try {
-      const offsets = [...ranks].map(([name, one]) => `${name}:${one.offset}`).join(",");
-      const answer = await fetch(`${charts.dataset.reports}&offsets=${encodeURIComponent(offsets)}`);
+      const answer = await fetch(`${address}&offsets=${encodeURIComponent(offsets())}`);
       if (answer.ok) {
         const found = await answer.json();
         ended = found.ended;
-        for (const one of found.ranks) {
-          const known = ranks.get(one.rank) || { offset: 0, points: [] };
-          known.offset = one.offset;
-          for (const event of one.events) {
-            const last = known.points.at(-1);
-            const pace = last && event.step > last[0] && event.time > last[3] ? (event.step - last[0]) / (event.time - last[3]) : null;
-            known.points.push([event.step, event.loss, event.samples_per_s, event.time, pace]);
-          }
-          ranks.set(one.rank, known);
-        }
-        if (ranks.size) {
-          const empty = charts.querySelector(".empty");
-          if (empty && [...ranks.values()].some((one) => one.points.length)) empty.remove();
-          draw("loss", charts.dataset.loss, 1);
-          const told = [...ranks.values()].some((one) => one.points.some((point) => typeof point[2] === "number"));
-          if (told) draw("speed", charts.dataset.speed, 2);
-          else draw("pace", charts.dataset.pace, 4);
-        }
+        take(found);
       }
-    } catch (error) { console.warn("No reports came; asking again.", error); }
-    if (!ended) setTimeout(ask, EVERY_MS);
+    } catch (error) { console.warn("No figures came; asking again.", error); }
+    if (!ended) setTimeout(ask, everyMs);
   };
   ask();
+};
+
+const offsetsOf = (known) => [...known].map(([name, one]) => `${name}:${one.offset}`).join(",");
+const linesOf = (known, place, value) => new Map([...known].map(([, one]) => [one.label, one.points.map((point) => [place(point), value(point)])]));
+
+// Loss and speed of every rank over steps.
+const charts = document.querySelector("[data-reports]");
+if (charts) {
+  const ranks = new Map(); // rank -> {label, offset, points: [event with its pace in steps/s]}
+  const draw = plotter(charts, { label: charts.dataset.step });
+  const over = (key, value) => draw(key, charts.dataset[key], linesOf(ranks, (event) => event.step, value));
+  pursue(charts.dataset.reports, EVERY_MS, () => offsetsOf(ranks), (found) => {
+    for (const one of found.ranks) {
+      const known = ranks.get(one.rank) || { label: one.rank, points: [] };
+      known.offset = one.offset;
+      for (const event of one.events) {
+        const last = known.points.at(-1);
+        const pace = last && event.step > last.step && event.time > last.time ? (event.step - last.step) / (event.time - last.time) : null;
+        known.points.push({ ...event, pace });
+      }
+      ranks.set(one.rank, known);
+    }
+    over("loss", (event) => event.loss);
+    const told = [...ranks.values()].some((one) => one.points.some((event) => typeof event.samples_per_s === "number"));
+    if (told) over("speed", (event) => event.samples_per_s);
+    else over("pace", (event) => event.pace);
+  });
+}
+
+// What every node uses, over time.
+const used = document.querySelector("[data-usage]");
+if (used) {
+  const nodes = new Map(); // node -> {label, offset, points: [sample]}
+  const clock = (time) => (time == null ? "" : new Date(time * 1000).toTimeString().slice(0, 8));
+  const fromZero = { y: { range: (_, least, most) => [0, Math.max(most * 1.1, 0.1)] } };
+  const draw = plotter(used, {
+    label: used.dataset.time, scales: fromZero, value: (_, time) => clock(time), values: (_, times) => times.map(clock) });
+  const over = (key, value) => draw(key, used.dataset[key], linesOf(nodes, (sample) => sample.time, value));
+  const gib = (bytes) => (bytes === null ? null : bytes / 2 ** 30);
+  pursue(used.dataset.usage, 2.5 * EVERY_MS, () => offsetsOf(nodes), (found) => {
+    for (const one of found.nodes) {
+      const known = nodes.get(one.node) || { label: `${used.dataset.node} ${one.node}`, points: [] };
+      known.offset = one.offset;
+      known.points.push(...one.samples);
+      nodes.set(one.node, known);
+    }
+    over("cpu", (sample) => sample.cpu);
+    over("memory", (sample) => gib(sample.memory));
+    over("gpu", (sample) => sample.gpu);
+    over("gpuMemory", (sample) => gib(sample.gpu_memory));
+  });
 }
 
 document.addEventListener("change", (event) => { if (event.target.matches("[data-submit]")) event.target.form.requestSubmit(); });
