@@ -43,8 +43,9 @@ class _Sheet:
         yield from self._operators()
         yield from self._links(made)
         yield from self._plans(made)
-        yield from self._operators()
-        yield from self._links({key: group for key, group in made.items() if key[0] == "shm"})
+        if not self.quick:
+            yield from self._operators()
+            yield from self._links({key: group for key, group in made.items() if key[0] == "shm"})
 
     def _operators(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "launch", self._launch
