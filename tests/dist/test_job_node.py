@@ -145,27 +145,46 @@ def test_what_cannot_be_prepared_or_started_is_a_failure_of_the_set_up(tmp_path:
     assert (end.cause, "missing.py" in end.message + end.detail) == (Cause.SETUP, True)
 
 
-def test_what_processes_use_is_told(tmp_path: Path) -> None:
-    script = (
-        "import os, signal\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
-        "held = b'x' * (200 << 20)\n"
-        "while True: pass\n"
-    )
-    made = submission(tmp_path, script, launch="env")
-    node = start_node(made, 0)
+USES = """
+import os, pathlib, signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+held = b"x" * (200 << 20)
+home = pathlib.Path(os.environ["HOME_OF_TEST"])
+(home / "new").write_text(str(os.getpid()))
+(home / "new").rename(home / "pid")
+while True:
+    pass
+"""
+DRIVER = """#!/bin/sh
+case "$1" in
+*apps*) if [ -e "$HOME_OF_TEST/pid" ]; then echo "$(cat "$HOME_OF_TEST/pid"), GPU-a, 1024"; fi;;
+*) printf 'GPU-a, 50\nGPU-b, 90\n';;
+esac
+"""
+
+
+@pytest.mark.parametrize(("driver", "cards"), [(DRIVER, (0.5, 1 << 30)), ("#!/bin/sh\nexit 9\n", (None, None))])
+def test_what_processes_use_is_told(tmp_path: Path, driver: str, cards: tuple[float | None, int | None]) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(driver)
+    tool.chmod(0o755)
+    made = submission(tmp_path, USES, launch="env")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    node = start_node(made, 0, PATH=path, HOME_OF_TEST=str(tmp_path))
     deadline = time.monotonic() + 30
-    while not (samples := usage.read(made.folder, 0, -1).samples) or samples[0].memory < 200 << 20:
-        assert time.monotonic() < deadline, samples
+    while True:
+        found = usage.read(made.folder, 0, -1).samples
+        if found and found[0].memory >= 200 << 20 and (found[0].gpu, found[0].gpu_memory) == cards:
+            break
+        assert time.monotonic() < deadline, found
         time.sleep(0.05)
     node.send_signal(signal.SIGTERM)
     (end,) = ends(made, [node])
     assert (end.outcome, end.exit_code) == ("stopped", 0)
-    (last,) = samples
-    assert 200 << 20 <= last.memory <= last.peak < 400 << 20
+    (last,) = found
+    assert last.memory <= last.peak < 400 << 20
     assert 0 < last.cpu < 1.5
     assert abs(last.time - end.ended) < 30
-    assert (last.gpu, last.gpu_memory) == (None, None)
 
 
 def _wait_for(path: Path, text: str) -> None:
