@@ -17,7 +17,7 @@ from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx.cli import group, shown
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
-from phalanx.errors import ConfigError, SpecError
+from phalanx.errors import ConfigError, PhalanxError, SpecError
 from phalanx.jobs import layout, usage
 from phalanx.jobs.opening import opened
 from phalanx.jobs.records import Failure
@@ -171,16 +171,57 @@ def test_what_a_job_uses_is_shown(command, store):
     job = submitted(command)
     assert json.loads(command("job", "show", job, "--json").stdout)["usage"] == []
     store.begin_attempt(job)
-    assert "peak" not in command("job", "show", job).stdout
+    assert "Peak" not in command("job", "show", job).stdout
     folder = layout.attempt_folder(store.home, job, 1)
     folder.mkdir(parents=True)
     for number, memory in enumerate((3 * 2**30, 2**30)):
         usage.append(folder, 0, Sample(number, 1.7e9, 1.25, memory, 3 * 2**30, 0.5, 2**29))
     text = command("job", "show", job).stdout
-    assert all(part in text for part in ("peak", "1.2", "1.0 GiB", "3.0 GiB", "0.5, 0.5 GiB"))
+    assert all(part in text for part in ("Peak", "1.2", "1.0 GiB", "3.0 GiB", "0.5, 0.5 GiB"))
     assert max(map(len, text.splitlines())) <= 80
     (node,) = json.loads(command("job", "show", job, "--json").stdout)["usage"]
     assert (node["node"], [one["number"] for one in node["samples"]]) == (0, [1])
+
+
+def test_a_log_that_is_not_there_is_told_from_an_empty_one(command, store):
+    job = submitted(command)
+    ended(store, job, State.SUCCEEDED)
+    write_log(store, job, "")
+    assert f"{job} wrote nothing to the log of 0." in command("job", "logs", job).stderr
+    assert f"{job} has no log of 7." in command("job", "logs", job, "--rank", "7").stderr
+
+
+def test_ctrl_c_while_a_log_is_followed_leaves_the_job_running(command, store, monkeypatch):
+    job = submitted(command)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.job_logs.follow", interrupted)
+    result = command("job", "logs", "-f", job, fails=True)
+    assert result.exit_code == 130
+    assert f"{job} goes on" in result.stderr
+    assert store.job(job).state is State.QUEUED
+
+
+def test_a_token_says_whose_it_is(command):
+    assert "token of ann" in command("token", "add", "laptop", "--owner", "ann").stderr
+    assert "--owner ann" in command("workspace", "member", "add", "ann", "viewer").stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ((), "没有要提交的作业"),
+        (("nothing.yaml",), "无法读取 nothing.yaml 中的作业：No such file or directory。"),
+        (("--name", "x", "--", "python", "trian.py"), "代码中没有文件 trian.py。 Did you mean 'train.py'"),
+        (("--name", "x", "-w", "vison", "--", "python", "train.py"), "没有工作空间 'vison'"),
+    ],
+)
+def test_what_must_be_corrected_is_said_in_chinese(command, monkeypatch, said, match):
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    with pytest.raises(PhalanxError, match=match):
+        command("job", "submit", *said)
 
 
 def test_messages_are_chinese_for_a_chinese_user(command, store, monkeypatch):

@@ -17,8 +17,10 @@ def whole(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) 
     """Print what there is of a log."""
     end, _ = _print_from(jobs, job, rank, attempt, 0)
     if not end:
-        talk("job no log", job=job)
-        if others := jobs.logs_of(job, attempt=attempt):
+        others = jobs.logs_of(job, attempt=attempt)
+        written = "job empty log" if rank in others else "job unknown log"
+        talk(written if jobs.job(job).state.terminal else "job no log", job=job, rank=rank)
+        if others:
             talk("job other logs", names=", ".join(others))
 
 

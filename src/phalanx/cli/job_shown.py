@@ -42,7 +42,8 @@ def why(job: Job) -> str:
 
 def ending(job: Job) -> None:
     """Say how a job ended."""
-    talk("job ended", job=job.id, state=words()(job.state), reason=why(job))
+    reason = why(job)
+    talk("job ended because" if reason else "job ended", job=job.id, state=words()(job.state), reason=reason)
     if job.failure is not None:
         talk("job detail", job=job.id)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from phalanx.cluster import messages
 from phalanx.errors import SpecError
 from phalanx.jobs.spec import Code, TrainingJob
 from phalanx.jobs.spec_file import read, validated
@@ -71,10 +72,7 @@ def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
     words = list(said["words"])
     file = Path(words.pop(0)) if words and (words[0].endswith(_FILES) or words[0] == "-") else None
     if file is None and not words and not said["settings"]:
-        raise SpecError(
-            "There is no job to submit. Give a file, `phalanx job submit job.yaml`, "
-            "or a command: `phalanx job submit --name mnist -- python train.py`."
-        )
+        raise SpecError(messages.text("no job said"))
     flags = {field: said[flag.replace("-", "_")] for flag, (field, _, _) in _FIELDS.items()}
     flags |= {f"env.{name}": value for name, value in map(_pair, said["env"])}
     flags["datasets"] = list(said["dataset"]) or None

@@ -126,7 +126,11 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
         if names_only:
             click.echo("\n".join(found.logs_of(job, attempt=attempt)))
         elif follow:
-            job_logs.follow(found, job, rank=rank or "0", attempt=attempt)
+            try:
+                job_logs.follow(found, job, rank=rank or "0", attempt=attempt)
+            except KeyboardInterrupt:
+                talk("job goes on", job=job)
+                sys.exit(_STOPPED)
         else:
             job_logs.whole(found, job, rank=rank or "0", attempt=attempt)
 

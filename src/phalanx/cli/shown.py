@@ -70,7 +70,7 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     """Print rows as a table; the first column is never cut, because names are copied from it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=position == 0, overflow="fold")
+        table.add_column(heading[:1].upper() + heading[1:], no_wrap=position == 0, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     console().print(table)

@@ -31,6 +31,7 @@ def add_workspace(name: str) -> None:
     """Make a workspace."""
     with jobs() as found:
         found.add_workspace(name)
+    talk("workspace made", name=name)
 
 
 @workspace.command("list")
@@ -68,6 +69,7 @@ def add_member(name: str, role: str, workspace: str) -> None:
     """Make someone a member, or give a member another role."""
     with jobs() as found:
         found.put_member(workspace, name, Role(role))
+    talk("member put", name=name, role=role, workspace=workspace)
 
 
 @member.command("rm")
@@ -102,7 +104,7 @@ def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) ->
         show_json(made)
     else:
         click.echo(made.text)
-        talk("token once")
+        talk("token once", owner=made.token.owner)
 
 
 @token.command("list")

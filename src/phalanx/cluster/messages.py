@@ -172,13 +172,49 @@ TABLE: dict[str, tuple[str, str]] = {
         "{job} 已排队。查看日志：phalanx job logs -f {job}",
     ),
     "job next": ("attempt {number}", "第 {number} 次尝试"),
-    "job ended": ("{job}: {state}. {reason}", "{job}：{state}。{reason}"),
+    "job ended": ("{job}: {state}", "{job}：{state}"),
+    "job ended because": ("{job}: {state}. {reason}", "{job}：{state}。{reason}"),
     "job detail": ("All of it: phalanx job show {job}", "详情：phalanx job show {job}"),
     "job interrupted": (
         "Asked {job} to stop; waiting for it to save and end. Ctrl-C once more leaves it to that.",
         "已请求停止 {job}；正在等待其保存并结束。再按 Ctrl-C 不再等待。",
     ),
+    "job goes on": (
+        "{job} goes on: phalanx job logs -f {job} shows it again, phalanx job stop {job} ends it.",
+        "{job} 继续运行：phalanx job logs -f {job} 再次查看，phalanx job stop {job} 停止。",
+    ),
     "job no log": ("{job} has written nothing there yet.", "{job} 在此尚无日志。"),
+    "job empty log": ("{job} wrote nothing to the log of {rank}.", "{job} 没有向 {rank} 的日志写入内容。"),
+    "job unknown log": ("{job} has no log of {rank}.", "{job} 没有 {rank} 的日志。"),
+    "no job said": (
+        (
+            "There is no job to submit. Give a file, `phalanx job submit job.yaml`, "
+            "or a command: `phalanx job submit --name mnist -- python train.py`."
+        ),
+        (
+            "没有要提交的作业。请给出文件：`phalanx job submit job.yaml`，"
+            "或命令：`phalanx job submit --name mnist -- python train.py`。"
+        ),
+    ),
+    "no job file": (
+        "cannot read the job in {where}: {why}. Give a YAML or JSON file.",
+        "无法读取 {where} 中的作业：{why}。请给出 YAML 或 JSON 文件。",
+    ),
+    "no such job": (
+        "There is no job {name!r}. `phalanx job list` shows those there are.",
+        "没有作业 {name!r}。用 `phalanx job list` 查看现有作业。",
+    ),
+    "no such workspace": (
+        "There is no workspace {name!r}. `phalanx workspace list` shows those there are.",
+        "没有工作空间 {name!r}。用 `phalanx workspace list` 查看现有的。",
+    ),
+    "no such file in code": (
+        "there is no file {path} {where}.{hint} Commit it, stop ignoring it, or correct the command.",
+        "{where}没有文件 {path}。{hint} 请提交该文件、取消忽略，或改正命令。",
+    ),
+    "on this machine": ("on this machine", "本机上"),
+    "in the code": ("in the code", "代码中"),
+    "job cannot run": ("job {name!r} cannot run as it is written:", "作业 {name!r} 照此写法无法运行："),
     "job other logs": ("Its logs: {names}. Choose with --rank.", "其日志：{names}。用 --rank 选择。"),
     "job late": (
         "{job} has not ended after {timeout} s; it is {state}.",
@@ -192,6 +228,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "command": ("Command", "命令"),
     "retry of": ("Retry of", "重试自"),
     "kept": ("{what} {name} is kept in workspace {workspace}.", "{what} {name} 已保存到工作空间 {workspace}。"),
+    "workspace made": ("workspace {name} is made.", "工作空间 {name} 已建立。"),
+    "member put": (
+        "{name} is {role} in workspace {workspace}. A token of theirs: phalanx token add NAME --owner {name}",
+        "{name} 在工作空间 {workspace} 中的角色：{role}。为其建立令牌：phalanx token add NAME --owner {name}",
+    ),
     "removed": ("{what} {name} is removed.", "{what} {name} 已删除。"),
     "remove workspace": (
         "Remove workspace {name} with its configurations, secrets, and the records and logs of its jobs?",
@@ -199,8 +240,11 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "secret value": ("Value of {name}", "{name} 的值"),
     "token once": (
-        "Keep this token; it is not shown again. Commands find it in PHALANX_TOKEN.",
-        "请保存此令牌，之后不再显示。命令从 PHALANX_TOKEN 读取它。",
+        (
+            "Keep this token of {owner}; it is not shown again. Whoever has it may do what {owner} may. "
+            "Commands find it in PHALANX_TOKEN."
+        ),
+        "请保存 {owner} 的这个令牌，之后不再显示。持有者拥有 {owner} 的全部权限。命令从 PHALANX_TOKEN 读取它。",
     ),
     "serving": (
         "Jobs and console at {address}/ui. Ctrl-C ends the server; jobs go on.",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from phalanx.cluster import messages
 from phalanx.errors import PhalanxError, SpecError, did_you_mean
 from phalanx.jobs import code as codes
 from phalanx.jobs import datasets, mounts
@@ -89,7 +90,7 @@ class _Problems(list[str]):
     def raise_for(self, spec: TrainingJob) -> None:
         if self:
             lines = "\n  ".join(dict.fromkeys(self))
-            raise SpecError(f"job {spec.name!r} cannot run as it is written:\n  {lines}")
+            raise SpecError(f"{messages.text('job cannot run', name=spec.name)}\n  {lines}")
 
 
 ConfigT = TypeVar("ConfigT", Code, Dataset)
@@ -156,9 +157,9 @@ def _wrong_file(path: str, folder: Path, here: bool) -> list[str]:
         return []
     beside = (folder / path).parent
     names = [entry.name for entry in beside.iterdir() if entry.is_file()] if beside.is_dir() else []
-    where = "on this machine" if path.startswith("/") else "in the code"
+    where = messages.text("on this machine" if path.startswith("/") else "in the code")
     hint = did_you_mean(Path(path).name, names)
-    return [f"command: there is no file {path} {where}.{hint} Commit it, stop ignoring it, or correct the command."]
+    return ["command: " + messages.text("no such file in code", path=path, where=where, hint=hint)]
 
 
 def _wrong_module(python: PythonCommand, folder: Path, here: bool) -> list[str]:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from phalanx.cluster import messages
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.jobs import dlc
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
@@ -101,7 +102,8 @@ def _parsed(source: Path | str) -> dict[str, Any]:
     try:
         text = source.read_text() if isinstance(source, Path) else source
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read the job in {where}: {error}. Give a YAML or JSON file.") from None
+        why = getattr(error, "strerror", None) or error
+        raise SpecError(messages.text("no job file", where=where, why=why)) from None
     said = _yaml(text, where)
     if not isinstance(said, dict):
         raise SpecError(f"{where} holds {_shown(said)}, no job. Write fields as `name: mnist` and `command: ...`.")

@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from phalanx.cluster import messages
 from phalanx.errors import NotFoundError, StateError
 from phalanx.jobs.records import Attempt, Event, Failure, Job
 from phalanx.jobs.spec import TrainingJob
@@ -278,7 +279,7 @@ def _storable(text: str) -> str:
 
 def no_job(job: str) -> NotFoundError:
     """Return the error of a job that is not there, or that who asks may not see."""
-    return NotFoundError(f"There is no job {job!r}. `phalanx job list` shows those there are.")
+    return NotFoundError(messages.text("no such job", name=job))
 
 
 def _count(connection: Connection) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from phalanx.cluster import messages
 from phalanx.errors import NotFoundError, StateError, did_you_mean
 from phalanx.jobs.records import Named, Role, Workspace
 from phalanx.jobs.states import State
@@ -146,7 +147,7 @@ class WorkspaceRows(Database):
 
 def no_workspace(workspace: str) -> NotFoundError:
     """Return the error of a workspace that is not there, or that who asks is no member of."""
-    return NotFoundError(f"There is no workspace {workspace!r}. `phalanx workspace list` shows those there are.")
+    return NotFoundError(messages.text("no such workspace", name=workspace))
 
 
 def _none(workspace: str, kind: str, name: str) -> str:
