@@ -163,7 +163,9 @@ esac
 """
 
 
-@pytest.mark.parametrize(("driver", "cards"), [(DRIVER, (0.5, 1 << 30)), ("#!/bin/sh\nexit 9\n", (None, None))])
+@pytest.mark.parametrize(
+    ("driver", "cards"), [(DRIVER, (0.5, 1 << 30)), ("#!/bin/sh\nexit 9\n", (None, None))], ids=["answers", "fails"]
+)
 def test_what_processes_use_is_told(tmp_path: Path, driver: str, cards: tuple[float | None, int | None]) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(driver)

@@ -146,7 +146,7 @@ if (charts) {
 const used = document.querySelector("[data-usage]");
 if (used) {
   const nodes = new Map(); // node -> {label, offset, points: [sample]}
-  const clock = (time) => (time == null ? "" : new Date(time * 1000).toTimeString().slice(0, 8));
+  const clock = (time) => (time == null ? "--" : new Date(time * 1000).toTimeString().slice(0, 8));
   const fromZero = { y: { range: (_, least, most) => [0, Math.max(most * 1.1, 0.1)] } };
   const draw = plotter(used, {
     label: used.dataset.time, scales: fromZero, value: (_, time) => clock(time), values: (_, times) => times.map(clock) });
