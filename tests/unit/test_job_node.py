@@ -97,6 +97,28 @@ def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> Non
     assert "node 0 ended before it had prepared the code" in str(setup.error)
 
 
+def test_an_exit_record_needs_no_space_that_was_not_taken_before(tmp_path: Path) -> None:
+    end = End("failed", Cause.USER_CODE, "no space left", detail="\u4e2d" * DETAIL_BYTES)
+    attempt.make_room(tmp_path, 0)
+    (room,) = tmp_path.iterdir()
+    before = room.stat()
+    attempt.write_end(tmp_path, 0, end)
+    after = layout.exit_record(tmp_path, 0).stat()
+    assert (after.st_ino, after.st_blocks) <= (before.st_ino, before.st_blocks)
+    assert attempt.read_end(tmp_path, 0) == end
+    assert list(tmp_path.iterdir()) == [layout.exit_record(tmp_path, 0)]
+
+
+def test_what_a_job_wrote_over_its_record_is_a_failure_in_words(tmp_path: Path) -> None:
+    layout.exit_record(tmp_path, 0).write_bytes(b"\xff\xfe")
+    layout.heartbeat(tmp_path, 0).write_bytes(b"\xff")
+    end = attempt.read_end(tmp_path, 0)
+    assert end is not None
+    assert end.message.startswith("the exit record of node 0 cannot be read")
+    attempt.beat(tmp_path, 0, "running")
+    assert attempt.doing(tmp_path, 0) == "running"
+
+
 def test_orders_and_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
     folder = tmp_path / "jobs" / "j-1" / "attempt-2"
     submission = Submission("j-1", 2, spec(checkpoint={"dir": "kept"}), folder, {"TOKEN": "hush"})

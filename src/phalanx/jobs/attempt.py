@@ -23,6 +23,8 @@ LOST_AFTER_BEATS = 15
 DETAIL_BYTES = 8192
 """Most text of a traceback or of last lines in an exit record."""
 
+_ROOM_BYTES = 64 * 2**10
+
 
 @dataclass(frozen=True)
 class Order:
@@ -123,9 +125,21 @@ def doing(folder: Path, node: int) -> str:
     return _text(layout.heartbeat(folder, node))
 
 
+def make_room(folder: Path, node: int) -> None:
+    """Take the space that the exit record of node `node` may need: why a job fails may be that the disk is full."""
+    _room(folder, node).write_bytes(bytes(_ROOM_BYTES))
+
+
 def write_end(folder: Path, node: int, end: End) -> None:
-    """Leave the exit record of node `node`, whole or not at all."""
-    _put(layout.exit_record(folder, node), end_json(end))
+    """Leave the exit record of node `node`, whole or not at all, in the room that was made for it if there is any."""
+    room = _room(folder, node)
+    if not room.exists():
+        _put(layout.exit_record(folder, node), end_json(end))
+        return
+    with room.open("r+b") as file:
+        file.write(end_json(end).encode())
+        file.truncate()
+    room.rename(layout.exit_record(folder, node))
 
 
 def end_json(end: End) -> str:
@@ -148,9 +162,13 @@ def end_of(text: str) -> End:
     return End(**{**values, "cause": values["cause"] and Cause(values["cause"])})
 
 
+def _room(folder: Path, node: int) -> Path:
+    return folder / f".{layout.exit_record(folder, node).name}.room"
+
+
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")  # jobs write here too
     except FileNotFoundError:
         return ""
 

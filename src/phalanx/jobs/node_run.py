@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,9 @@ _KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
 """What may stand in the environment of whoever started this node, and opens the store or its secrets."""
 
 _LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
+_FULL_BYTES = 2**20
+"""A disk with less space left is full to most who write."""
+
 _SETTLE_S = 3.0
 """What a launcher gets beyond the grace, to say what it had to kill."""
 
@@ -83,17 +87,25 @@ class Node:
         """
         processes.adopt_orphans()
         self.logs.mkdir(parents=True, exist_ok=True)
+        attempt.make_room(self.folder, self.place.node)
         with self._output() as output:
             end = self._run(output)
             if end.outcome == "failed":
-                _say(output, f"node {self.place.node}: {end.message}")
+                end = self._on_a_full_disk(end)
+                with contextlib.suppress(OSError):  # A disk that is full; the exit record has room of its own.
+                    _say(output, f"node {self.place.node}: {end.message}")
         processes.kill_descendants()
-        self._link_logs()
+        with contextlib.suppress(OSError):
+            self._link_logs()
         attempt.write_end(self.folder, self.place.node, replace(end, started=self.started, ended=time.time()))
         if end.outcome == "succeeded":
             return 0
         code = end.exit_code or 1
         return 128 + signal.SIGTERM if end.outcome == "stopped" else (128 - code if code < 0 else code)
+
+    def _on_a_full_disk(self, end: End) -> End:
+        free = shutil.disk_usage(self.folder).free
+        return end if free > _FULL_BYTES else replace(end, message=f"{end.message}; the disk of {self.folder} is full")
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[BinaryIO]:
@@ -114,10 +126,10 @@ class Node:
 
     def _run(self, output: BinaryIO) -> End:
         setup = Setup(self.folder, self.order, self.place, self.secrets, in_pod=self.in_pod)
-        prepared = self._prepare(setup)
-        if isinstance(prepared, End):
-            return prepared
         try:
+            prepared = self._prepare(setup)
+            if isinstance(prepared, End):
+                return prepared
             start = launching.start(
                 self.spec,
                 replace(self.place, hosts=prepared.hosts),
@@ -127,7 +139,8 @@ class Node:
             )
             return self._train(start, prepared, output)
         except (OSError, ValueError) as error:
-            return End("failed", Cause.SETUP, f"{self.spec.command!r} could not be started: {error}")
+            verb = "looked after" if self._doing == "running" else "started"
+            return End("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
 
     def _prepare(self, setup: Setup) -> Prepared | End:
         """Get code and data in a thread, so that signs of life and signals pass meanwhile."""
