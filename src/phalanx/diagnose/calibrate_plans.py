@@ -46,8 +46,8 @@ PRODUCTS = 3
 _ROUNDS = 4
 """Exchanges a sample."""
 
-_SAMPLES = 9
-_STEPS = 6
+_SAMPLES = 5
+_STEPS = 4
 
 
 def exchange(kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Grid:

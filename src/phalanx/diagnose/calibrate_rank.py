@@ -45,7 +45,9 @@ class _Sheet:
         yield from self._plans(made)
         if not self.quick:
             yield from self._operators()
-            yield from self._links({key: group for key, group in made.items() if key[0] == "shm"})
+            on_shm = {key: group for key, group in made.items() if key[0] == "shm"}
+            yield from self._links(on_shm)
+            yield from self._plans(on_shm)
 
     def _operators(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "launch", self._launch

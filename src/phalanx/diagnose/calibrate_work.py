@@ -19,7 +19,7 @@ LEAST_SAMPLE_S = 2e-4
 """Shorter runs are repeated within a sample: below this the clock's own time would count."""
 
 SAMPLES = 5
-BUDGET_S = 0.03
+BUDGET_S = 0.02
 """A point ends after this long, or after SAMPLES samples."""
 
 SIDE = 16
