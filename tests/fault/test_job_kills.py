@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,19 +16,20 @@ import pytest
 import job_stand_in
 import postgres as postgresql
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.keeper import Keeper
+from phalanx.jobs.keeper import LEASE, LEASE_S, Keeper
 from phalanx.jobs.layout import attempt_folder
 from phalanx.jobs.queue import Amount
 from phalanx.jobs.records import Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store
+from phalanx.jobs.store.database import now
 
 pytestmark = pytest.mark.fault
 
 JOB = Amount(40)
 
-NURSERY = """
+KEEPER = """
 import logging, os, random, signal, sys, threading, time
 from pathlib import Path
 from phalanx.jobs.backends.local import Local
@@ -34,8 +37,7 @@ from phalanx.jobs.keeper import Keeper, keep
 from phalanx.jobs.queue import Amount
 from phalanx.jobs.store import Store
 
-home, cpu, script, kills = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-moments = random.Random(7)
+home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def keeper():
     machine = Amount(cpu, 0, 0)
@@ -43,11 +45,16 @@ def keeper():
     with Store(None, home) as store:
         keep(home, Keeper(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
 
+"""
+
+NURSERY = f"""{KEEPER}
+moments = random.Random(7)
+
 def begun():
     jobs = home / "jobs"
     return len(os.listdir(jobs)) if jobs.exists() else 0
 
-for _ in range(kills):
+for _ in range(int(sys.argv[4])):
     pid = os.fork()
     if pid == 0:
         keeper()
@@ -98,7 +105,7 @@ def test_killed_keepers_lose_no_job_and_run_none_twice(
     with Store(None, home) as store:
         assert store.shown_url.startswith(database)
         made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
-        command = [sys.executable, "-c", NURSERY, home, str(machine.cpu), node[1], str(kills)]
+        command = [sys.executable, "-c", NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
         subprocess.run(command, check=True, timeout=120)
         jobs = {job.id: job for job in store.jobs()}
         assert set(jobs) == set(made)
@@ -114,6 +121,50 @@ def test_killed_keepers_lose_no_job_and_run_none_twice(
             assert starts == 1 if job.state is State.SUCCEEDED else starts <= 1
             assert len(store.attempts(id)) == job.attempt <= 1
         assert set(_ended(store)) == set(made)
+
+
+def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, store_on: Callable[[str], None]) -> None:
+    store_on("postgresql")
+    node = job_stand_in.node(home)
+    machine, ahead = Amount(4000), timedelta()
+
+    def spec(command: str) -> TrainingJob:
+        return TrainingJob.model_validate({"name": "j", "command": command})
+
+    def keeper(store: Store) -> Keeper:
+        return Keeper(store, {"local": Local(machine, cards=(), node=node)}, store.home, machine=machine)
+
+    def until(check: Callable[[], bool], keeper: Keeper | None = None) -> None:
+        deadline = time.monotonic() + 30
+        while not check():
+            assert time.monotonic() < deadline
+            time.sleep(min(0.05, keeper.step() if keeper else 1))
+
+    with Store(None, home / "a") as first, Store(None, home / "b", clock=lambda: now() + ahead) as second:
+        job = first.create_job(spec("nap 60"), owner="ann").id
+        one = subprocess.Popen([sys.executable, "-c", f"{KEEPER}\nkeeper()", str(first.home), "4000", node[1]])
+        other = keeper(second)
+        try:
+            until(lambda: first.job(job).state is State.RUNNING)
+            waits = [other.step()]
+        finally:
+            one.kill()
+            one.wait()
+        waits.append(other.step())
+        assert waits == [LEASE_S / 3] * 2
+        assert second.lease_holder(LEASE) == f"{os.uname().nodename}:{first.home}"
+        ahead = timedelta(seconds=LEASE_S + 1)
+        new = second.create_job(spec("true"), owner="ann").id
+        until(lambda: second.job(new).state is State.SUCCEEDED, other)
+        # What runs elsewhere is neither lost nor started here; its own home goes on with it.
+        found = second.job(job)
+        assert (found.state, found.attempt) == (State.RUNNING, 1)
+        assert "was started from another home" in found.reason
+        assert not attempt_folder(second.home, job, 1).exists()
+        other.release()
+        first.stop(job, "stopped by ann")
+        until(lambda: first.job(job).state is State.STOPPED, keeper(first))
+        assert (attempt_folder(first.home, job, 1) / "ran-0").read_text().count("started") == 1
 
 
 def _finish(store: Store, home: Path, node: tuple[str, ...], machine: Amount) -> None:

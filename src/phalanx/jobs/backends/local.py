@@ -87,18 +87,28 @@ class Local:
         return "\n".join(f"{mark} {shlex.join(self._argv(submission, node))}" for node in _nodes(submission))
 
     def submit(self, submission: Submission) -> str:
-        """Start every node that was not started before; return this host and their pids.
+        """Start every node that was not started before; return this host with this home, and their pids.
 
         Raises:
             BackendError: If no process can be started, or not enough cards are free.
         """
         attempt.write(submission)
         pids = [self._start(submission, node) for node in _nodes(submission)]
-        return " ".join([os.uname().nodename, *(str(pid) for pid in pids if pid)])
+        return " ".join([_place(submission), *(str(pid) for pid in pids if pid)])
 
     def status(self, submission: Submission, handle: str) -> Status:
-        """Return where the attempt is; with a failure while it still runs if one of its nodes is lost."""
+        """Return where the attempt is; with a failure while it still runs if one of its nodes is lost.
+
+        Raises:
+            BackendError: If another home that shares the database started it: nothing can be known of it here.
+        """
         folder, nodes = submission.folder, _nodes(submission)
+        # A host may get another name; what was started from a home that is still the same has its folder there.
+        if handle and not folder.exists() and not f"{handle} ".startswith(f"{_place(submission)} "):
+            raise BackendError(
+                f"Attempt {submission.attempt} of {submission.job} was started from another home ({handle}), whose "
+                "keeper looks after it. If it waits there, end the keeper here."
+            )
         # A node leaves its record, then its lock: looked at in the other order, it would seem to have left without one.
         alive = [node for node in nodes if self._lives(folder, node)]
         started = [node for node in nodes if _was_started(folder, node)]
@@ -218,6 +228,10 @@ def this_machine(cards: int | None = None) -> Amount:
 
 def _nodes(submission: Submission) -> range:
     return range(submission.spec.resources.nodes)
+
+
+def _place(submission: Submission) -> str:
+    return f"{os.uname().nodename}:{submission.folder.parents[2]}"
 
 
 def _lock_file(folder: Path, node: int) -> Path:

@@ -160,7 +160,8 @@ class JobRows(SecretRows):
         """Say why jobs are in the state they are in, by id. It is a view of now: no event is appended."""
         if not reasons:
             return
-        c, said = tables.jobs.c, bindparam("said")
+        c = tables.jobs.c
+        said = bindparam("said", type_=c.reason.type)
         told = update(tables.jobs).where(c.id == bindparam("job"), c.reason != said).values(reason=said)
         with self._writes() as connection:
             # In order of ids, so that two who explain never wait for each other's rows.
