@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 TELLS = """
 import json, os, sys
-names = "RANK WORLD_SIZE MASTER_PORT PHALANX_CHECKPOINT_DIR TOKEN OTHER COLOUR PHALANX_SECRET_KEY"
+names = "RANK WORLD_SIZE MASTER_PORT PHALANX_CHECKPOINT_DIR TOKEN OTHER COLOUR PHALANX_SECRET_KEY PHALANX_TOKEN"
 print("RESULT", json.dumps({name: os.environ.get(name) for name in names.split()}), flush=True)
 """
 
@@ -49,12 +49,13 @@ def test_torchrun_gives_every_rank_a_log_and_names_who_failed(tmp_path: Path) ->
 def test_one_process_a_node_finds_counts_of_nodes_and_its_secrets(tmp_path: Path) -> None:
     said = {"launch": "env", "resources": {"nodes": 2}, "env": {"COLOUR": "blue"}, "secrets": ("TOKEN",)}
     made = submission(tmp_path, TELLS, values={"TOKEN": "x", "OTHER": "y"}, **said)
-    nodes = [start_node(made, node, PHALANX_SECRET_KEY="key") for node in range(2)]
+    nodes = [start_node(made, node, PHALANX_SECRET_KEY="key", PHALANX_TOKEN="t") for node in range(2)]
     assert [end.outcome for end in ends(made, nodes)] == ["succeeded", "succeeded"]
     for node in range(2):
         told = json.loads(log(made, f"workerlog.{node}").split("RESULT ")[1])
         assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_PORT"]) == (str(node), "2", "29400")
         assert (told["TOKEN"], told["OTHER"], told["COLOUR"], told["PHALANX_SECRET_KEY"]) == ("x", None, "blue", None)
+        assert told["PHALANX_TOKEN"] is None
         assert told["PHALANX_CHECKPOINT_DIR"] == str(tmp_path / "jobs" / "job-1" / "checkpoints")
     written = [path for path in made.folder.rglob("*") if path.is_file() and "workerlog" not in path.name]
     assert not [path for path in written if '"x"' in path.read_text()]
