@@ -75,6 +75,14 @@ def test_published_memory_stays_as_close_as_the_page_says() -> None:
     assert np.quantile(off, 0.9) < 0.05
 
 
+def test_published_runs_fit_the_devices_they_ran_on() -> None:
+    with PUBLISHED.open() as lines:
+        runs = [r for r in read_runs(lines, PUBLISHED.name) if not r.doubt and r.measured_step_time_s]
+    found = [predict(run) for run in runs]
+    assert sum(not one.fits for one in found) < 0.02 * len(runs)
+    assert all(one.memory_gib * GIB < 1.05 * run.device.memory for one, run in zip(found, runs, strict=True))
+
+
 def test_the_last_stage_counts_where_it_holds_more() -> None:
     wide = {"vocab": 512000, "layers": 8, "tied": False}
     run = read_run(described(model=wide, parallel={"tp": 1, "pp": 8}, batch={"global": 8, "micro": 4}))

@@ -230,6 +230,15 @@ class Run(_Part):
         return self.compile or self.parallel.zero < 2 or self.attention_kernels == "native"
 
     @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss keeps no float32 copy of the logits, and no gradient of them but one in half precision.
+
+        Megatron-Core has a kernel for it, and so have MosaicML's runs (llm-foundry's `fused_crossentropy`).
+        """
+        said = self.software.lower()
+        return self.attention_kernels == "native" or "mosaicml" in said or "llm-foundry" in said
+
+    @property
     def hides_cut_gradients(self) -> bool:
         """Whether the collectives of a cut layer's gradients run beside the gradients of its weights.
 

@@ -144,7 +144,7 @@ def logits_bytes(run: Run) -> float:
     A fused loss writes the gradient over the logits in 16 bit. Megatron's keeps one copy in float32 and its gradient,
     PyTorch's the logarithms of shares and two gradients, of which compiled code writes the last in 16 bit.
     """
-    if run.attention_kernels == "native":
+    if run.fuses_loss:
         each = 2 * HALF
     elif run.parallel.zero < 2:
         each = HALF + 2 * FLOAT

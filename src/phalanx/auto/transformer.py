@@ -171,7 +171,8 @@ def _loss_bytes(run: Run) -> tuple[float, float]:
 
     Fused, logits in half precision are read twice, and their gradient is written. PyTorch's operators copy them to
     float32, and write the logarithms of shares and two gradients. Megatron's cut loss takes the maximum, subtracts it,
-    raises, adds up and divides, each over float32 in place; the gradient is scaled and cast.
+    raises, adds up and divides, each over float32 in place; the gradient is scaled and cast. MosaicML's loss is fused,
+    and two training metrics go over the logits again: its times say that they take what PyTorch's operators do.
     """
     if run.compile or run.attention_kernels == "native":
         return 6, 6
