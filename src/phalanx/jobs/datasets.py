@@ -1,7 +1,7 @@
 """The datasets of a job: checked and pinned at submission, fetched once for each version, put where the script reads.
 
 A dataset is found by the environment variable PHALANX_DATASET_*, its name in capitals; beside that it may lie at a
-mount: a relative one is a link in the working copy, an absolute one is bound by `jobs/mounts`.
+mount: a relative one is a link in the folder the command starts in, an absolute one is bound by `jobs/mounts`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def provide(dataset: Dataset, home: Path, work: Path, secret: str | None = None)
     Args:
         dataset: A dataset as submission fixed it.
         home: PHALANX_HOME.
-        work: The working copy, in which a relative mount becomes a link.
+        work: The folder the command starts in, where a relative mount becomes a link.
         secret: Value of `dataset.secret`.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,15 +90,15 @@ class Setup:
         else:
             self._wait_for(work)
         self._order.checkpoint.mkdir(parents=True, exist_ok=True)
-        variables, before = self._data(work) if spec.datasets else ({}, ())
         cwd = work / spec.code.subdir
         if not cwd.is_dir():
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
+        variables, before = self._data(cwd) if spec.datasets else ({}, ())
         self.doing = "waiting for the names of all nodes"
         hosts = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
         return Prepared(cwd, hosts, variables, before)
 
-    def _data(self, work: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:
         """Make every dataset readable here; return what says where each is, and what mounts them."""
         # What reads addresses is slow to import, and not every job has data.
         from phalanx.jobs import mounts
@@ -108,8 +107,8 @@ class Setup:
         variables = {}
         for dataset in self._order.spec.datasets:
             self.doing = f"preparing dataset {dataset.name}"
-            found = provide(dataset, self._order.home, work, self._secret(dataset.secret))
-            variables[f"PHALANX_DATASET_{re.sub('[^A-Z0-9]', '_', dataset.name.upper())}"] = str(found)
+            found = provide(dataset, self._order.home, cwd, self._secret(dataset.secret))
+            variables[dataset.variable] = str(found)
         binds = mounts.binds(self._order.spec.datasets, self._order.home)
         if not self._in_pod:
             return variables, tuple(mounts.prefix(binds))

@@ -126,11 +126,10 @@ def _missing_secrets(spec: TrainingJob, configs: Configs) -> list[str]:
 
 def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path) -> list[str]:
     """Return what the tree of the code lacks, or has in the way."""
-    tree = codes.tree(spec.code, home)
-    folder = tree / spec.code.subdir
+    folder = codes.tree(spec.code, home) / spec.code.subdir
     if spec.code.name is not None or not folder.is_dir():
         return []  # the code itself is a problem that was named
-    taken = [d for d in found if d.mount and not d.mount.startswith("/") and os.path.lexists(tree / d.mount)]
+    taken = [d for d in found if d.mount and not d.mount.startswith("/") and os.path.lexists(folder / d.mount)]
     return _wrong_command(spec, folder) + [
         f"datasets.{dataset.name}: the code has something at {dataset.mount} itself. Mount it elsewhere."
         for dataset in taken

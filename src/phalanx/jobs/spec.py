@@ -101,7 +101,8 @@ class Dataset(_Model):
 
     name: Name
     mount: Annotated[str, AfterValidator(mount_path)] | None = None
-    """Where the script reads it: a path in the working copy, or an absolute one. PHALANX_DATASET_* says it too."""
+    """Where the script reads it: a path from the folder the command starts in, or an absolute one. PHALANX_DATASET_*
+    says it too."""
     readonly: bool = True
     kind: Literal["local", "nas", "s3", "oss", "http"] | None = None
     uri: str | None = None
