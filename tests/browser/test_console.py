@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
@@ -53,7 +54,9 @@ def _sign_in(browser: Chrome, url: str, token: str) -> None:
 
 
 def _until(browser: Chrome, seen: object, seconds: float = 20) -> None:
-    WebDriverWait(browser, seconds, poll_frequency=0.1).until(lambda _: seen())  # type: ignore[operator]
+    # A page that is being left takes its elements with it.
+    wait = WebDriverWait(browser, seconds, poll_frequency=0.1, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(lambda _: seen())  # type: ignore[operator]
 
 
 def _text(browser: Chrome) -> str:

@@ -79,6 +79,18 @@ def test_a_new_store_has_the_tables_that_the_code_describes(store):
     assert upgrade.scripts().get_heads() == [tables.REVISION]
 
 
+def test_the_file_of_a_store_is_its_owners_alone(tmp_path):
+    home = tmp_path / "shared"
+    home.mkdir(mode=0o755)
+    with Store(f"sqlite:///{home}/jobs.db", home) as store:
+        store.create_job(spec(), owner="ada")
+        assert {path.name: path.stat().st_mode & 0o777 for path in home.glob("jobs.db*")} == {
+            "jobs.db": 0o600,
+            "jobs.db-shm": 0o600,
+            "jobs.db-wal": 0o600,
+        }
+
+
 def test_an_older_database_is_upgraded_once_and_keeps_its_rows(url, tmp_path, opened, monkeypatch):
     engine = sa.create_engine(sa.make_url(url).set(drivername="postgresql+psycopg") if "postgres" in url else url)
     known = upgrade.scripts()
@@ -131,6 +143,19 @@ def test_a_job_goes_through_its_states_and_its_history_says_so(store, clock):
         "queued", "preparing", "running", "restarting", "preparing", "running", "succeeded",
     ]  # fmt: skip
     assert store.events(job.id, after=len(events) - 1) == events[-1:]
+
+
+def test_a_job_that_nobody_saw_running_has_run_since_its_attempt_began(store, clock):
+    quick, broken = store.create_job(spec("quick"), owner="ada"), store.create_job(spec("broken"), owner="ada")
+    for job in (quick, broken):
+        store.begin_attempt(job.id)
+        store.change(job.id, State.PREPARING)
+    clock.pass_s(3)
+    done = store.change(quick.id, State.SUCCEEDED)
+    assert (done.ended - done.started).total_seconds() == 3
+    assert store.attempts(quick.id)[0].started == done.started
+    failed = store.change(broken.id, State.FAILED, failure=Failure(Cause.SETUP, "no code"))
+    assert failed.started is None
 
 
 def test_a_state_that_may_not_follow_is_refused_and_leaves_no_trace(store):

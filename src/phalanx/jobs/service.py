@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
+from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
 from phalanx.jobs import layout
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.metrics import Reports
@@ -22,6 +23,8 @@ from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
 from phalanx.jobs.usage import Usage
+
+logger = logging.getLogger("phalanx.jobs")
 
 _ROLES = list(Role)
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
@@ -180,8 +183,13 @@ class JobService:
         from phalanx.plan.picture import picture
 
         found = self.job(job)
-        plan = left(layout.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
-        return picture(explain(*plan)) if plan is not None else ""
+        try:
+            plan = left(layout.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
+            return picture(explain(*plan)) if plan is not None else ""
+        except (PlanError, ValueError, OSError) as error:
+            # Any script may write into its logs' folder; its page is to be seen all the same.
+            logger.warning("job %s left a Plan that cannot be drawn: %s", job, error)
+            return ""
 
     def machine(self) -> dict[str, tuple[float, float]]:
         """Return what of this machine is given to jobs and what it has."""

@@ -15,7 +15,7 @@ from phalanx.errors import AccessError, NotFoundError, PhalanxError
 from phalanx.jobs.api.answers import status_of
 from phalanx.jobs.api.caller import TokenError, enter
 from phalanx.ui import pages, submit_page
-from phalanx.ui.visitor import COOKIE, ROOT, keep_language, language, plain_page
+from phalanx.ui.visitor import COOKIE, ROOT, check_origin, keep_language, language, plain_page
 from phalanx.ui.words import LANGUAGES, speaker
 
 routes = APIRouter(include_in_schema=False)
@@ -66,6 +66,7 @@ def sign_in_page(request: Request, back: str = "") -> Response:
 @routes.post("/sign-in")
 def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str, Form()] = "") -> Response:
     """Keep a valid token in a cookie that no script reads and no other site sends."""
+    check_origin(request)
     try:
         enter(request, token.strip())
     except AccessError:
@@ -78,8 +79,9 @@ def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str
 
 
 @routes.post("/sign-out")
-def sign_out() -> Response:
+def sign_out(request: Request) -> Response:
     """Forget the token."""
+    check_origin(request)
     answer = RedirectResponse(f"{ROOT}/sign-in", 303)
     answer.delete_cookie(COOKIE, path=ROOT)
     return answer

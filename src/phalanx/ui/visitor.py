@@ -86,7 +86,7 @@ def visitor(request: Request) -> Visitor:
         TokenError: If they have not signed in, or their token is no longer valid.
         AccessError: If another site's page sent it in their name.
     """
-    _check_origin(request)
+    check_origin(request)
     token = request.cookies.get(COOKIE)
     if not token:
         raise TokenError("Sign in first.")
@@ -104,7 +104,12 @@ def _workspace(request: Request, names: list[str]) -> str:
     return next((one for one in asked if one in names), names[0] if names else "default")
 
 
-def _check_origin(request: Request) -> None:
+def check_origin(request: Request) -> None:
+    """Refuse what a page of another site sends in a visitor's name.
+
+    Raises:
+        AccessError: If one did.
+    """
     # The cookie is not sent with what other sites ask for (SameSite=Strict); this holds for browsers without that too.
     origin = request.headers.get("origin")
     if request.method != "GET" and origin and urlsplit(origin).netloc != request.headers.get("host"):

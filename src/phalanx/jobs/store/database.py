@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Database:
         self.home = home
         self._clock = clock
         self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'jobs.db'}")
+        _keep_private(self._url)
         self._engine = _engine(self._url)
         self._writing = self._engine.execution_options(writes=True)
         try:
@@ -117,6 +119,13 @@ def _checked(url: str) -> URL:
             "Write sqlite:////folder/jobs.db or postgresql://user@host/database."
         )
     return parsed
+
+
+def _keep_private(url: URL) -> None:
+    """Make SQLite's file before SQLite does, for this user alone; the files beside it get the same mode."""
+    if url.get_backend_name() == "sqlite" and url.database not in (None, ":memory:"):
+        with contextlib.suppress(OSError):  # what is wrong with the place, opening says better
+            Path(str(url.database)).touch(mode=0o600)
 
 
 def _engine(url: URL) -> Engine:

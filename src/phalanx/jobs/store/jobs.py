@@ -237,13 +237,25 @@ class JobRows(SecretRows):
         values: dict[str, Any] = {"state": state, "reason": reason}
         if state is State.RUNNING and job.started is None:
             values["started"] = moment
+        # An attempt may have run and ended between two looks at it.
+        ran_unseen = state is State.SUCCEEDED or (failure is not None and failure.rank is not None)
+        if ran_unseen and job.started is None:
+            values["started"] = self._begun(connection, job)
         if state.terminal:
             values |= {"ended": moment, "failure": kept}
         connection.execute(update(tables.jobs).where(tables.jobs.c.id == job.id).values(values))
+        if ran_unseen:
+            self._follow(connection, job, State.RUNNING, "", None, self._begun(connection, job))
         self._follow(connection, job, state, reason, kept, moment)
         data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": kept} if kept else {})
         self._append(connection, job.id, "state", reason, data)
         _count(connection)
+
+    def _begun(self, connection: Connection, job: Job) -> datetime | None:
+        """Return when the last attempt was begun."""
+        c = tables.attempts.c
+        asked = select(c.created).where(c.job == job.id, c.number == job.attempt)
+        return connection.execute(asked).scalar_one_or_none()
 
     def _follow(
         self,
@@ -252,7 +264,7 @@ class JobRows(SecretRows):
         state: State,
         reason: str,
         failure: dict[str, Any] | None,
-        moment: datetime,
+        moment: datetime | None,
     ) -> None:
         """Let the attempt that has not ended go along with its job."""
         c = tables.attempts.c
