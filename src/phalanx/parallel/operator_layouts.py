@@ -98,7 +98,7 @@ def _asked(func: Any, args: Any, kwargs: Any) -> tuple[tuple[DTensorSpec | None,
     except (NotImplementedError, RuntimeError):  # no rule at all; none for such inputs
         return None
     found = answer.output_spec
-    outputs = tuple(found) if isinstance(found, list | tuple) else (found,)
+    outputs: tuple[DTensorSpec | None, ...] = tuple(found) if isinstance(found, list | tuple) else (found,)
     moved = answer.redistribute_schema if answer.needs_redistribute else None  # of views, for their sizes alone
     return outputs, moved is not None and _lying(moved) != _lying(asked)
 
