@@ -86,7 +86,7 @@ def test_another_keeper_finds_what_runs_and_starts_nothing_twice(
 
 
 def test_a_killed_node_is_lost_and_what_it_left_is_killed(backend: Local, submit: Callable[..., Submission]) -> None:
-    runs = submit("nap 60", resources={"nodes": 2})
+    runs = submit("hold", resources={"nodes": 2})
     until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
     pid = local._note(runs.folder, 1)["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_a_killed_node_is_lost_and_what_it_left_is_killed(backend: Local, submit
 def test_a_node_that_the_kernel_killed_for_memory_says_so(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = submit("nap 60")
+    runs = submit("hold")
     until(lambda: ran(runs) == 1)
     before = local._oom_kills()
     monkeypatch.setattr(local, "_oom_kills", lambda: before + 1)

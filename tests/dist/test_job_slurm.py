@@ -72,7 +72,10 @@ def test_a_job_on_both_nodes_trains_and_another_waits_for_them_with_a_reason(slu
     assert Slurm().submit(trains) == first
     status = wait(slurm, trains, first, Phase.PREPARING, Phase.RUNNING)
     assert status.nodes == ("node-a", "node-b")
-    queued = slurm.status(waits, second)
+    deadline = time.monotonic() + 30
+    while "Slurm: None" in (queued := slurm.status(waits, second)).reason:  # the scheduler has not looked at it yet
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert queued.phase is Phase.QUEUED
     # Which of the two depends on whether the scheduler has looked at it already.
     assert queued.reason in (
