@@ -47,7 +47,28 @@ def keeper():
 
 """
 
-NURSERY = f"""{KEEPER}
+SERVER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service, phalanx.jobs.store, phalanx.ui.console
+from phalanx.cli.serve import _serve
+from phalanx.jobs import backends
+from phalanx.jobs.backends import local
+from phalanx.jobs.queue import Amount
+
+home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+os.environ["PHALANX_HOME"] = str(home)
+
+def keeper():
+    machine = Amount(cpu, 0, 0)
+    local.this_machine = lambda: machine
+    backends.Engines = lambda: {"local": local.Local(machine, cards=(), node=("/bin/sh", script))}
+    _serve({"host": "127.0.0.1", "port": 0, "certificate": None, "key": None}, opened=None)
+
+"""
+"""What `phalanx serve` runs, on a machine and with nodes that a test made up."""
+
+NURSERY = """
 moments = random.Random(7)
 
 def begun():
@@ -65,7 +86,7 @@ for _ in range(int(sys.argv[4])):
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 """
-"""Imports once, then kills many keepers, each while it starts jobs or just after."""
+"""After KEEPER or SERVER: imports once, then kills many of them, each while it starts jobs or just after."""
 
 
 @pytest.fixture
@@ -93,10 +114,12 @@ def store_on(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("database", "running", "queued", "kills"), [("sqlite", 50, 1000, 20), ("postgresql", 10, 200, 6)]
+    ("database", "killed", "running", "queued", "kills"),
+    [("sqlite", SERVER, 50, 1000, 20), ("sqlite", KEEPER, 10, 200, 6), ("postgresql", KEEPER, 10, 200, 6)],
+    ids=["servers on sqlite", "keepers on sqlite", "keepers on postgresql"],
 )
 def test_killed_keepers_lose_no_job_and_run_none_twice(
-    database: str, running: int, queued: int, kills: int, home: Path, store_on: Callable[[str], None]
+    database: str, killed: str, running: int, queued: int, kills: int, home: Path, store_on: Callable[[str], None]
 ) -> None:
     store_on(database)
     node = job_stand_in.node(home)
@@ -105,7 +128,7 @@ def test_killed_keepers_lose_no_job_and_run_none_twice(
     with Store(None, home) as store:
         assert store.shown_url.startswith(database)
         made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
-        command = [sys.executable, "-c", NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
+        command = [sys.executable, "-c", killed + NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
         subprocess.run(command, check=True, timeout=120)
         jobs = {job.id: job for job in store.jobs()}
         assert set(jobs) == set(made)
