@@ -107,7 +107,7 @@ def _sides(
 
     def command() -> None:
         phalanx = str(Path(sys.executable).with_name("phalanx"))
-        environment = {**os.environ, "PHALANX_HOME": str(server.home)}
+        environment = {**os.environ, "PHALANX_API": server.url, "PHALANX_TOKEN": token}
         subprocess.run([phalanx, "job", "list", "--json"], env=environment, capture_output=True, check=True)
 
     def squeue() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -113,3 +114,19 @@ def test_a_job_outlives_its_keeper_and_a_killed_rank(tmp_path: Path, monkeypatch
             *("preparing", "running", "succeeded"),
         ]
         until(lambda: not keepers(home))
+
+
+def test_a_keeper_whose_home_is_removed_ends_and_starts_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PHALANX_STORE", raising=False)
+    home = tmp_path / "home"
+    with Store(None, home) as store:
+        # More than this machine could ever give: the job waits, and its keeper with it.
+        spec = TrainingJob.model_validate({"name": "waits", "command": "true", "resources": {"cpu": 100000}})
+        store.create_job(spec, owner="ann")
+        ensure_keeper(home)
+        until(lambda: bool(store.jobs()[0].reason))
+    shutil.rmtree(home)
+    until(lambda: not keepers(home))
+    assert not home.exists()

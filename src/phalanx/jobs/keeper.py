@@ -255,13 +255,17 @@ class Keeper:
                     self._used[_owner(job)] = self._used.get(_owner(job), 0.0) + ran
         return self._used
 
-    def run(self, stopped: threading.Event, *, until_idle: bool = False) -> None:
-        """Keep until `stopped` is set, or until no job was left for IDLE_S seconds.
+    def run(self, stopped: threading.Event, *, until_idle: bool = False, lock: int | None = None) -> None:
+        """Keep until `stopped` is set, no job was left for IDLE_S seconds, or the file of `lock` was removed.
 
         An error of the store, such as a database that is being restarted, is logged and waited out, and so is a bug.
         """
         idle_since = self._clock()
         while not stopped.is_set():
+            if lock is not None and not os.fstat(lock).st_nlink:
+                logger.error("%s was removed, and its jobs with it; nothing more is started", self._home)
+                stopped.set()
+                return
             try:
                 pause = self.step()
             except PhalanxError as error:
@@ -298,7 +302,7 @@ def keep(home: Path, keeper: Keeper, stopped: threading.Event, *, until_idle: bo
     while not stopped.is_set():
         with _ours(home, lock) as taken:
             if taken is not None:
-                keeper.run(stopped, until_idle=until_idle)
+                keeper.run(stopped, until_idle=until_idle, lock=taken)
         lock = None
         # Asked after the lock was let go: who submitted a job just before found a keeper here, and started none.
         if until_idle and (taken is None or not keeper.anything_left()):
