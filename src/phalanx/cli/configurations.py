@@ -69,7 +69,7 @@ def dataset() -> None:
 @click.argument("name")
 @click.argument("uri")
 @click.option("--kind", type=click.Choice(["local", "nas", "s3", "oss", "http"]), help="Default: what the URI says.")
-@click.option("--mount", help="Where scripts find it: a path in the working copy, or an absolute one.")
+@click.option("--mount", help="Where scripts find it: a path from where commands start, or an absolute one.")
 @click.option("--file-system", help="nas: id of the file system.")
 @click.option("--endpoint", help="s3, oss: address of the service.")
 @click.option("--sha256", help="http: what the file must hash to.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
@@ -275,6 +276,12 @@ class TrainingJob(_Model):
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+
+def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the secrets that a job needs, of its ranks, its code and its datasets; `spec` is its JSON."""
+    others = (spec["code"]["secret"], *(dataset["secret"] for dataset in spec["datasets"]))
+    return tuple(dict.fromkeys((*spec["secrets"], *(name for name in others if name))))
 
 
 def _code_from_text(said: str) -> dict[str, str]:

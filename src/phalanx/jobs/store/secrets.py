@@ -14,6 +14,7 @@ from sqlalchemy import Connection, and_, delete, insert, select
 from phalanx.errors import ConfigError, NotFoundError
 from phalanx.jobs.records import Job
 from phalanx.jobs.service_protocol import SecretName
+from phalanx.jobs.spec import secrets_of
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.workspaces import WorkspaceRows
 
@@ -69,9 +70,7 @@ class SecretRows(WorkspaceRows):
     def _secrets_used(self, connection: Connection, workspace: str, spec: Mapping[str, Any]) -> list[str]:
         """Return the values of the secrets that a job uses, as far as they are still there."""
         c = tables.secrets.c
-        names = {*spec["secrets"], spec["code"]["secret"], *(dataset["secret"] for dataset in spec["datasets"])} - {
-            None
-        }
+        names = secrets_of(spec)
         if not names:
             return []
         asked = select(c.encrypted).where(c.workspace == workspace, c.name.in_(names))
