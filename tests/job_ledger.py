@@ -87,19 +87,27 @@ class MemoryLedger:
     def submitted(self, job: str, number: int, handle: str) -> None:
         self.tries[job][number - 1] = replace(self.tries[job][number - 1], handle=handle)
 
-    def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
+    def change(
+        self,
+        job: str,
+        state: State,
+        reason: str = "",
+        *,
+        failure: Failure | None = None,
+        started: datetime | None = None,
+    ) -> Job:
         row, tries = self.rows[job], self.tries[job]
         if not may_follow(row.state, state):
             raise StateError(f"Job {job} is {row.state}; it cannot become {state}.")
         now = self.now()
-        started = row.started or (now if state is State.RUNNING else None)
-        self.rows[job] = replace(row, state=state, reason=reason, started=started)
+        began = started or (now if state is State.RUNNING else None)
+        self.rows[job] = replace(row, state=state, reason=reason, started=row.started or began)
         if state.terminal:
             self.rows[job] = replace(self.rows[job], ended=now, failure=failure)
         if tries and tries[-1].ended is None:
             over = state.terminal or state is State.RESTARTING
             own = State.FAILED if state is State.RESTARTING else state
-            begun = tries[-1].started or (now if state is State.RUNNING else None)
+            begun = tries[-1].started or began
             tries[-1] = replace(tries[-1], state=own, failure=failure, started=begun, ended=now if over else None)
         self._event(job, "state", reason, {"to": state})
         return self.rows[job]

@@ -48,10 +48,18 @@ class Ledger(Protocol):
     def submitted(self, job: str, number: int, handle: str) -> None:
         """Note the backend's name for an attempt."""
 
-    def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
+    def change(
+        self,
+        job: str,
+        state: State,
+        reason: str = "",
+        *,
+        failure: Failure | None = None,
+        started: datetime | None = None,
+    ) -> Job:
         """Bring a job into another state, with an event; its attempt that has not ended goes along.
 
-        Restarting and terminal states end the attempt.
+        Restarting and terminal states end the attempt. `started` is when its nodes began, if nobody saw it running.
         """
 
     def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from phalanx.jobs.failures import failure_of, hung, overdue, refused, retried
 from phalanx.jobs.layout import attempt_folder
 from phalanx.jobs.ledger import Ledger
 from phalanx.jobs.records import Attempt, Event, Failure, Job
-from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec import TrainingJob, secrets_of
 from phalanx.jobs.states import Cause, State
 
 logger = logging.getLogger("phalanx.jobs")
@@ -141,7 +142,7 @@ class Live:
     def _submit(self) -> Failure | None:
         """Hand the attempt over; returns why it can never be, BackendError is for another try."""
         try:
-            secrets = self._ledger.secret_values(self.job.workspace, secrets_of(self.spec))
+            secrets = self._ledger.secret_values(self.job.workspace, secrets_of(self.job.spec))
             self._handle = self._backend.submit(self._submission(secrets))
         except BackendError as error:
             tried = self._clock() - self._began
@@ -202,33 +203,34 @@ class Live:
         self._backend.cleanup(submission, self._handle)
         logs.cap(self.folder)
         failure = failure_of(ends, status)
+        started = _began(ends)
         if failure is None:
-            self._through_running()
-            self._ledger.change(self.job.id, State.SUCCEEDED)
+            self._through_running(started)
+            self._ledger.change(self.job.id, State.SUCCEEDED, started=started)
             return True
         own = any(end is not None and end.outcome == "failed" for end in ends.values())
         if self.job.state is State.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
             self._ledger.change(self.job.id, State.STOPPED, self.job.reason)
             return True
-        return self._failed(self._blamed or failure)
+        return self._failed(self._blamed or failure, started)
 
-    def _failed(self, failure: Failure) -> bool:
+    def _failed(self, failure: Failure, started: datetime | None = None) -> bool:
         again = retried(self.spec, self._attempts, failure) and self.job.state is not State.STOPPING
         if not again:
-            self._ledger.change(self.job.id, State.FAILED, failure.message, failure=failure)
+            self._ledger.change(self.job.id, State.FAILED, failure.message, failure=failure, started=started)
             return True
-        self._through_running()
+        self._through_running(started)
         reason = (
             f"attempt {self.number} failed ({failure.cause}: {failure.message}); "
             f"restart {self.number} of {self.spec.retries.max}"
         )
-        self._ledger.change(self.job.id, State.RESTARTING, reason, failure=failure)
+        self._ledger.change(self.job.id, State.RESTARTING, reason, failure=failure, started=started)
         return True
 
-    def _through_running(self) -> None:
+    def _through_running(self, started: datetime | None) -> None:
         """Pass the state between waiting and an end, for attempts that end between two looks."""
         if self.job.state in (State.QUEUED, State.RESTARTING):
-            self.job = self._ledger.change(self.job.id, State.RUNNING)
+            self.job = self._ledger.change(self.job.id, State.RUNNING, started=started)
 
     def _explain(self, reason: str) -> None:
         if reason != self._reason:
@@ -236,10 +238,10 @@ class Live:
             self._ledger.explain({self.job.id: reason})
 
 
-def secrets_of(spec: TrainingJob) -> tuple[str, ...]:
-    """Return the names of the secrets that the nodes of a job need: of its ranks, its code and its datasets."""
-    others = (spec.code.secret, *(dataset.secret for dataset in spec.datasets))
-    return tuple(dict.fromkeys((*spec.secrets, *(name for name in others if name))))
+def _began(ends: Mapping[int, End | None]) -> datetime | None:
+    """Return when the first node began its part, as far as nodes say."""
+    times = [end.started for end in ends.values() if end is not None and end.started]
+    return datetime.fromtimestamp(min(times), UTC) if times else None
 
 
 def _blamed(events: list[Event], number: int) -> Failure | None:

@@ -129,7 +129,15 @@ class JobRows(SecretRows):
         with self._reads() as connection:
             return int(connection.execute(select(tables.changes.c.number)).scalar_one())
 
-    def change(self, job: str, state: State, reason: str = "", *, failure: Failure | None = None) -> Job:
+    def change(
+        self,
+        job: str,
+        state: State,
+        reason: str = "",
+        *,
+        failure: Failure | None = None,
+        started: datetime | None = None,
+    ) -> Job:
         """Bring a job into another state; its attempt that has not ended goes along, and an event is appended.
 
         Args:
@@ -137,13 +145,14 @@ class JobRows(SecretRows):
             state: The state to go to. RESTARTING and terminal ones end the attempt, the former as FAILED.
             reason: Why, for people.
             failure: Why the attempt failed.
+            started: When its nodes began, for an attempt that nobody saw running.
 
         Raises:
             NotFoundError: If there is no such job.
             StateError: If that state may not follow the present one.
         """
         with self._writes() as connection:
-            self._change(connection, self._one(connection, job, lock=True), state, reason, failure)
+            self._change(connection, self._one(connection, job, lock=True), state, reason, failure, started)
             return self._one(connection, job)
 
     def stop(self, job: str, reason: str) -> Job:
@@ -227,7 +236,15 @@ class JobRows(SecretRows):
         live = select(c.number).where(c.job == job.id, c.number == job.attempt, c.ended.is_(None))
         return connection.execute(live).first() is not None
 
-    def _change(self, connection: Connection, job: Job, state: State, reason: str, failure: Failure | None) -> None:
+    def _change(
+        self,
+        connection: Connection,
+        job: Job,
+        state: State,
+        reason: str,
+        failure: Failure | None,
+        started: datetime | None = None,
+    ) -> None:
         if not may_follow(job.state, state):
             raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
         moment = self._clock()
@@ -235,27 +252,16 @@ class JobRows(SecretRows):
         kept = None if failure is None else struck(asdict(failure), used)
         reason = _storable(struck(reason, used))
         values: dict[str, Any] = {"state": state, "reason": reason}
-        if state is State.RUNNING and job.started is None:
-            values["started"] = moment
-        # An attempt may have run and ended between two looks at it.
-        ran_unseen = state is State.SUCCEEDED or (failure is not None and failure.rank is not None)
-        if ran_unseen and job.started is None:
-            values["started"] = self._begun(connection, job)
+        began = started or (moment if state is State.RUNNING else None)
+        if job.started is None:
+            values["started"] = began
         if state.terminal:
             values |= {"ended": moment, "failure": kept}
         connection.execute(update(tables.jobs).where(tables.jobs.c.id == job.id).values(values))
-        if ran_unseen:
-            self._follow(connection, job, State.RUNNING, "", None, self._begun(connection, job))
-        self._follow(connection, job, state, reason, kept, moment)
+        self._follow(connection, job, state, reason, kept, moment, began)
         data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": kept} if kept else {})
         self._append(connection, job.id, "state", reason, data)
         _count(connection)
-
-    def _begun(self, connection: Connection, job: Job) -> datetime | None:
-        """Return when the last attempt was begun."""
-        c = tables.attempts.c
-        asked = select(c.created).where(c.job == job.id, c.number == job.attempt)
-        return connection.execute(asked).scalar_one_or_none()
 
     def _follow(
         self,
@@ -264,13 +270,12 @@ class JobRows(SecretRows):
         state: State,
         reason: str,
         failure: dict[str, Any] | None,
-        moment: datetime | None,
+        moment: datetime,
+        began: datetime | None,
     ) -> None:
         """Let the attempt that has not ended go along with its job."""
         c = tables.attempts.c
-        values: dict[str, Any] = {"state": state, "reason": reason}
-        if state is State.RUNNING:
-            values["started"] = func.coalesce(c.started, moment)
+        values: dict[str, Any] = {"state": state, "reason": reason, "started": func.coalesce(c.started, began)}
         if state is State.RESTARTING or state.terminal:
             values |= {"ended": moment, "failure": failure}
         if state is State.RESTARTING:
