@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,14 @@ from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.comm")
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc (man mallopt)."""
+
+_ALLOCATOR = {"GLIBC_TUNABLES"} | {
+    f"MALLOC_{it}_" for it in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX")
+}
+"""Variables with which users say how glibc keeps memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +138,14 @@ def _keep_freed_memory() -> None:
     """Let the C library keep the memory that a step frees, for the next step.
 
     glibc hands freed memory back to the system, and a training step asks for the same activations again: thousands of
-    page faults a step. How much it keeps grows with the largest block it has mapped and freed, up to 32 MiB (man
-    mallopt, M_MMAP_THRESHOLD), so such a block is asked for once and never touched. Values the user set through
-    MALLOC_* stay, and other C libraries and allocators see one short-lived block.
+    page faults a step, or none, by what was freed before. What the user set through MALLOC_* or GLIBC_TUNABLES stays,
+    and C libraries without `mallopt` stay as they are.
     """
-    header_and_page = 8192
-    bytes((32 << 20) - header_and_page)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not _ALLOCATOR.isdisjoint(os.environ):
+        return
+    mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes: larger blocks are mapped, and freed at once
+    mallopt(_TRIM_THRESHOLD, 512 << 20)  # else twice as much: a unit that sharding gathers, and its gradients
 
 
 def _detect() -> Role:
