@@ -67,7 +67,7 @@ def tried(choices: StagedChoices) -> float:
 def repeated_choices(random: Random) -> StagedChoices:
     """Blocks between a first and a last piece: decisions that always stand together, with links and sets left out."""
     ranks, virtual = random.choice(((2, 1), (3, 1), (2, 2)))
-    blocks = ranks * virtual - 1 + random.randint(0, 1)
+    blocks = ranks * virtual - 1 + random.randint(0, 2)
     counts = {name: random.randint(1, 3) for name in "abcde"}
     alike = {name: tuple(option(random) for _ in range(counts[name])) for name in "bcd"}
     nodes = [(0, "a", tuple(option(random) for _ in range(counts["a"])))]
@@ -79,11 +79,12 @@ def repeated_choices(random: Random) -> StagedChoices:
         seconds = {pair: random.choice((0.0, 0.0, random.random(), math.inf)) for pair in pairs}
         links.append(Link(first=first, second=second, seconds=seconds))
     options = [(name, place) for name, count in counts.items() for place in range(count)]
+    borders = [random.random()] * blocks if random.random() < 0.6 else [random.random() for _ in range(blocks)]
     one_each = [(name, random.randrange(counts[name])) for name in random.sample("abcde", 3)]
     return StagedChoices(
         nodes=tuple(Node(name=f"{piece}{name}", decision=name, options=found) for piece, name, found in nodes),
         pieces=tuple(piece for piece, _, _ in nodes),
-        sends=tuple(random.random() for _ in range(blocks)),
+        sends=tuple(borders),
         ranks=ranks,
         virtual=virtual,
         micro_batches=random.choice((1, 2, 4)),
@@ -94,9 +95,12 @@ def repeated_choices(random: Random) -> StagedChoices:
     )
 
 
+_NONE_REPEATED = {"cut_search.Repeated.is_for": lambda *_: False}
+
 HOW = {
-    "all cuts tried": {},
-    "near even cuts tried": {"cut_search._ALL_CUTS": 0},
+    "equal pieces counted": {},
+    "all cuts tried": _NONE_REPEATED,
+    "near even cuts tried": {**_NONE_REPEATED, "cut_search._ALL_CUTS": 0},
     "programmed": {"cut_search._MOST_PICKS": 0},
     "programmed as they are": {"solve_staged.merged": lambda _: None},
 }
@@ -123,7 +127,8 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
 
 
 def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeypatch):
-    for name, value in (("_ALL_CUTS", 0), ("_MOST_CUTS", 1), ("_BEAM", 1), ("_CLOSE", 0.5)):
+    smallest = {"_ALL_CUTS": 0, "_MOST_CUTS": 1, "_BEAM": 1, "_CLOSE": 0.5, "Repeated.is_for": lambda *_: False}
+    for name, value in smallest.items():
         monkeypatch.setattr(f"phalanx.auto.cut_search.{name}", value)
     random, close = Random(2), 0
     for _ in range(60):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.choices import Option
+from phalanx.auto.repeated import Costs, Repeated, equal_pieces
 from phalanx.auto.solve import Solved
 from phalanx.auto.staged import StagedChoices
 
@@ -90,17 +91,20 @@ class _Tried:
         self._choices = choices
         self._count = count = choices.pieces[-1] + 1
         self._all: Ints | None = None
-        if math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
-            cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
-            self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
-        self._costs: dict[tuple[str, int], tuple[Floats, Floats]] = {}
+        self._costs: dict[tuple[str, int], Costs] = {}
         for node, piece in zip(choices.nodes, choices.pieces, strict=True):
             for o, option in enumerate(node.options):
-                sums, working = self._costs.setdefault((node.decision, o), (np.zeros((4, count)), np.zeros(count)))
+                new = Costs(np.zeros((4, count)), np.zeros(count))
+                sums, working = self._costs.setdefault((node.decision, o), new)
                 sums[:, piece] += _sums(option)
                 working[piece] = max(working[piece], option.working)
         self._sends = np.array(choices.sends, dtype=np.float64)
         self._passes = choices.micro_batches - 1 / choices.virtual
+        equal = equal_pieces(list(self._costs.values()), choices.sends)
+        self._repeated = Repeated(choices, equal) if Repeated.is_for(choices, equal) else None
+        if math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
+            cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
+            self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
 
     def least_s(self, picks: Ints) -> Floats:
         """Return seconds that each pick takes at least; infinity for those forbidden.
@@ -115,7 +119,7 @@ class _Tried:
         work: Floats = np.zeros((picks.shape[1], self._count))
         after = work.copy()
         for name, size in choices.decisions.items():
-            found = np.array([self._costs[name, o][0] for o in range(size)])
+            found = np.array([self._costs[name, o].sums for o in range(size)])
             work += found[picks[rows[name]], 0]
             after += found[picks[rows[name]], 1]
         least += self._least_most(after) + work.sum(axis=1) / choices.virtual + self._passes * self._least_most(work)
@@ -141,7 +145,12 @@ class _Tried:
         Raises:
             TooManyError: If the best that was found may be far from the best.
         """
-        sums = np.asarray(sum(self._costs[one][0] for one in pick.items()))
+        sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
+        working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
+        if self._repeated is not None:
+            _, stages = self._repeated.best_of(Costs(sums, working), below - self._linked(pick))
+            seconds = self._checked(pick, stages)
+            return seconds, stages, min(seconds, below)
         if self._all is not None:
             seconds, stages = self._best_among(self._all, pick, sums)
             return seconds, stages, seconds
@@ -211,7 +220,7 @@ class _Tried:
         seconds = choices.micro_batches * most + (work.sum(axis=1) - most) / choices.virtual + after.max(axis=1)
         if choices.room < math.inf:
             flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
-            working = self._most_by_rank(np.maximum.reduce([self._costs[one][1] for one in pick.items()]))
+            working = self._most_by_rank(np.maximum.reduce([self._costs[one].working for one in pick.items()]))
             peaks = (self._by_rank(held + flying * kept) + working).max(axis=1)
             seconds[peaks > choices.room * (1 + 1e-9)] = math.inf
         chosen = int(seconds.argmin())
@@ -219,8 +228,14 @@ class _Tried:
             return math.inf, ()
         starts = self._starts[chosen]
         stages = tuple(int((starts <= piece).sum()) - 1 for piece in range(self._count))
-        # As the choices say it themselves: sums in another order are not the same to the last digit.
-        return (choices.seconds(pick, stages) if choices.fits(pick, stages) else math.inf), stages
+        return self._checked(pick, stages), stages
+
+    def _checked(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
+        """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
+        return self._choices.seconds(pick, stages) if stages and self._choices.fits(pick, stages) else math.inf
+
+    def _linked(self, pick: Mapping[str, int]) -> float:
+        return sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in self._choices.links)
 
     def _by_stage(self, values: Floats) -> Floats:
         until = np.concatenate([[0.0], np.cumsum(values)])

@@ -9,8 +9,11 @@ from phalanx.auto.arrangement import Arrangement, Recompute
 from phalanx.auto.capture_blocks import is_inside
 from phalanx.auto.graph import Captured, Operator, TensorShape
 from phalanx.auto.operator_cost import Share, Times, times_of
+from phalanx.auto.pieces import unit_of
 from phalanx.auto.rates import Operators
 from phalanx.auto.segments import Segment
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.stages import units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,14 @@ class LayerWork:
             )
             for place, (segment, block) in enumerate(zip(found, block_of, strict=True))
         )
+        names = units(ModelShape(captured.parameters))
+        together: dict[int | None, list[ParamShape]] = {}
+        placed = {param: unit_of(param.name, names) for param in captured.parameters}
+        for param, unit in placed.items():
+            together.setdefault(unit, []).append(param)
+        self.unit_of = {param.name: together[unit] for param, unit in placed.items()}
+        """By parameter, all that are in its unit."""
+
         self._times: dict[tuple[int, bool, bool, Share], Times] = {}
         self._again: dict[tuple[int, Recompute, Share], float] = {}
 

@@ -19,6 +19,9 @@ from phalanx.auto.program import Program, Term
 from phalanx.auto.solve import Solved, faster, unit_of
 from phalanx.auto.staged import StagedChoices
 
+_ROUNDING = 1e-12
+"""What sums in another order may differ by, as a part of them."""
+
 
 def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, below: float = math.inf) -> Solved | None:
     """Return the fastest choice that fits; None if none does, or none is faster than `below`.
@@ -42,7 +45,7 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
         found = best_cut(smaller.choices, below, time_limit)
     except TooManyError:
         found = _by_program(smaller.choices, time_limit, below)
-    if found is None:
+    if found is None or found.bound >= below * (1 - _ROUNDING):
         return None
     pick = smaller.original(found.pick)
     seconds = choices.seconds(pick, found.stages)

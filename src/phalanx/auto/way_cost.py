@@ -15,12 +15,10 @@ from phalanx.auto.collective_cost import Layout
 from phalanx.auto.layer_work import LayerWork, Work
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.operator_cost import Share, Times
-from phalanx.auto.pieces import unit_of
 from phalanx.auto.rates import STATES, Speed
 from phalanx.auto.segments import Segment
 from phalanx.cluster.measured import Kind, Sharding
-from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.stages import units
+from phalanx.plan.shape import ParamShape
 from phalanx.plan.tensor_rules import CUT_DIM
 
 BUCKET_BYTES = 25 * 2**20
@@ -37,10 +35,6 @@ class WayCost:
         self._layers, self._work, self._at, self._speed = layers, work, arrangement, speed
         whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
         self._bucket = min(whole, BUCKET_BYTES) or 1
-        self._unit_names = units(ModelShape(layers.captured.parameters))
-        self._units: dict[int | None, list[ParamShape]] = {}
-        for param in layers.captured.parameters:
-            self._units.setdefault(unit_of(param.name, self._unit_names), []).append(param)
         self._seen: set[str] = set()
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
@@ -198,7 +192,7 @@ class WayCost:
         how: Sharding = "freed" if self._at.zero == 3 and self._at.stages == 1 else "kept"
         seconds = 0.0
         for param in own:
-            unit = self._units[unit_of(param.name, self._unit_names)]
+            unit = self._work.unit_of[param.name]
             started, whole = sharded_s(how, 0.0, len(unit), where), sum(one.bytes for one in unit)
             seconds += started / len(unit)
             seconds += (sharded_s(how, whole, len(unit), where) - started) * param.bytes / whole / parts
