@@ -96,6 +96,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         name: What was written.
         known: The names that exist.
     """
+    found = nearest(name, known)
+    return "" if found is None else f" Did you mean '{found}'?"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name nearest to `name`, or None if none is near."""
     by_lower = {k.lower(): k for k in known}
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f" Did you mean '{by_lower[nearest[0]]}'?" if nearest else ""
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None

@@ -6,7 +6,11 @@ import string
 
 import pytest
 
+from phalanx.auto.described_run import read_runs
+from phalanx.auto.job import read_limit
 from phalanx.cluster import messages
+from phalanx.cluster.description import read_cluster
+from phalanx.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,15 @@ def test_a_message_is_in_the_language_of_the_environment(monkeypatch: pytest.Mon
     assert messages.text("raised", error="ValueError: x") == "raised ValueError: x"
     monkeypatch.setenv("PHALANX_LANG", "zh")
     assert messages.text("raised", error="ValueError: x") == "抛出 ValueError: x"
+
+
+def test_the_planners_errors_are_in_the_users_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    with pytest.raises(ConfigError, match=r"没有 'nods=2' 这一项；可用：nodes=, gbps=。您是否想写 'nodes'？"):
+        read_cluster("h100x8,nods=2")
+    with pytest.raises(ConfigError, match=r"r\.jsonl 第 2 行：model\.layers：应大于 0，实际为 -1。"):
+        read_runs(["", '{"name": "a", "model": {"layers": -1}}'], "r.jsonl")
+    with pytest.raises(ConfigError, match=r"r\.jsonl 第 1 行：不是 JSON"):
+        read_runs(["{"], "r.jsonl")
+    with pytest.raises(ConfigError, match=r"限制 'zero=9' 无效。请写 zero= 和 0, 1, 2, 3 之一"):
+        read_limit("zero=9")

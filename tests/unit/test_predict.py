@@ -272,3 +272,13 @@ def test_a_run_names_its_cluster_in_words() -> None:
     assert predict(run).step_time_s == predict(RUN).step_time_s
     with pytest.raises(ConfigError, match="the device 'z9', which is not known"):
         predict({**RUN, "cluster": "z9x8"})
+
+
+def test_a_run_may_take_several_lines_and_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    written = json.dumps(RUN, indent=1)
+    assert len(read_runs(["\ufeff" + written, "", json.dumps(RUN)], "r")) == 2
+    with pytest.raises(ConfigError, match=rf"r, line {written.count(chr(10)) + 2}: a run is a JSON object, found list"):
+        read_runs([written, "[1]"], "r")
+    file = tmp_path / "b.jsonl"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert "no text in UTF-8" in str(CliRunner().invoke(phalanx, ["predict", str(file)]).exception)

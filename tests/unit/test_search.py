@@ -107,7 +107,8 @@ def test_what_cannot_fit_says_the_least_memory_and_what_fills_it() -> None:
     [
         (["tp=7"], "keeps to its limits"),
         (["tpp=7"], "Did you mean 'tp'"),
-        (["tp!7"], "Write a knob, <=, >= or =, and a value"),
+        (["tp!7"], r"Write a knob \(tp, .*, one of <=, >= and =, and a value"),
+        (["zero=4"], "Write zero= and one of 0, 1, 2, 3"),
         (["recompute=half"], "one of none, selective, full"),
         (["tp=x"], "no whole number"),
     ],

@@ -24,7 +24,8 @@ from phalanx.auto.capture_copy import copied, dummy, meant_by_meta, random_numbe
 from phalanx.auto.capture_record import Recorder
 from phalanx.auto.graph import LEVELS, Captured, Level, Operator
 from phalanx.auto.operator_sites import unfit
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError
 from phalanx.parallel.captured import note_capture
 from phalanx.plan.shape import ParamShape
 
@@ -53,14 +54,15 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
         ConfigError: If the model cannot run on the sample, or does not allow the level.
     """
     if level is not None and level not in LEVELS:
-        raise ConfigError(f"capture knows the levels {', '.join(LEVELS)}, not {level!r}.{did_you_mean(level, LEVELS)}")
+        known = ", ".join(LEVELS)
+        raise ConfigError(text("capture level", known=known, level=level, nearest=meant(level, LEVELS)))
     inputs = arguments_of(sample, has_target=loss_fn is not None)
     seen, reasons = _seen(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
     blocks = repeated_blocks(seen.operators, parameters)
     best = _best(seen, blocks, reasons)
     if level is not None and LEVELS.index(level) < LEVELS.index(best):
-        raise ConfigError(f"capture was asked for level {level!r}, the model allows {best!r}: {'; '.join(reasons)}")
+        raise ConfigError(text("capture allows", level=level, best=best, why="; ".join(reasons)))
     for reason in reasons:
         logger.info("captured %s as %s, not %s", type(model).__name__, best, reason)
     told = level or best
@@ -101,10 +103,7 @@ def arguments_of(sample: Any, *, has_target: bool) -> Arguments:
     if has_target:
         if not isinstance(sample, tuple | list) or len(sample) < 2:
             size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-            raise ConfigError(
-                f"capture with a loss takes a sample (input, ..., target), found a {type(sample).__name__}{size}. Put "
-                "the target last, or leave loss_fn out."
-            )
+            raise ConfigError(text("capture sample", found=f"{type(sample).__name__}{size}"))
         return Arguments(tuple(sample[:-1]), {}, sample[-1])
     if isinstance(sample, Mapping):
         return Arguments((), dict(sample))
@@ -123,10 +122,9 @@ def _seen(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> 
     try:
         return _pass(model, inputs, loss_fn, None), [f"{name}: {reason}" for name in LEVELS[:2]]
     except Exception as error:
-        raise ConfigError(
-            f"capture runs {type(model).__name__} on tensors with the shapes of the sample, and it failed: {reason}; "
-            f"on dummies: {_first_line(error)}. {_advice(model, inputs)}"
-        ) from error
+        advice = _advice(model, inputs)
+        name, dummies = type(model).__name__, _first_line(error)
+        raise ConfigError(text("capture failed", model=name, why=reason, dummies=dummies, advice=advice)) from error
 
 
 def _advice(model: nn.Module, inputs: Arguments) -> str:
@@ -135,8 +133,8 @@ def _advice(model: nn.Module, inputs: Arguments) -> str:
     given = [one for one in tree_leaves((inputs.positional, inputs.keywords, inputs.target)) if isinstance(one, Tensor)]
     devices, others = sorted({str(one.device) for one in held}), sorted({str(one.device) for one in given})
     if len({*devices, *others} - {"meta"}) > 1:
-        return f"The model is on {', '.join(devices)}, the sample on {', '.join(others)}: put them on one device."
-    return "Hand in what one training step takes."
+        return text("capture devices", model=", ".join(devices), sample=", ".join(others))
+    return text("capture advice")
 
 
 def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mode: FakeTensorMode | None) -> _Seen:

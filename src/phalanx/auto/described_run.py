@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.devices import Device, device_named
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.cluster.wrong_values import why_wrong
+from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.auto")
 
@@ -41,9 +43,9 @@ class ModelOf(_Part):
     @model_validator(mode="after")
     def _fits(self) -> ModelOf:
         if self.heads % self.keys_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.keys_heads})")
+            raise ValueError(text("run heads", heads=self.heads, groups=self.keys_heads))
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
-            raise ValueError(f"experts ({self.experts}) and top_k ({self.top_k}) belong together, top_k the smaller")
+            raise ValueError(text("run experts", experts=self.experts, chosen=self.top_k))
         return self
 
     @property
@@ -189,13 +191,14 @@ class Run(_Part):
     def _fits(self) -> Run:
         devices, ranks = self.cluster.per_node * self.cluster.nodes, self.parallel.ranks
         if ranks > devices:
-            raise ValueError(f"tp x pp x dp x cp is {ranks}, and the cluster has {devices} devices")
+            raise ValueError(text("run ranks", ranks=ranks, devices=devices))
         if self.batch.whole < self.parallel.dp:
-            raise ValueError(f"batch.global ({self.batch.whole}) is less than dp ({self.parallel.dp})")
+            raise ValueError(text("run batch", rows=self.batch.whole, copies=self.parallel.dp))
         if self.model.layers < self.parallel.pp * self.parallel.vpp:
-            raise ValueError(f"{self.model.layers} layers do not make {self.parallel.pp} x {self.parallel.vpp} stages")
+            stages, virtual = self.parallel.pp, self.parallel.vpp
+            raise ValueError(text("run stages", layers=self.model.layers, stages=stages, virtual=virtual))
         if self.parallel.dp % self.parallel.hsdp:
-            raise ValueError(f"hsdp ({self.parallel.hsdp}) must divide dp ({self.parallel.dp})")
+            raise ValueError(text("run hsdp", copies=self.parallel.hsdp, data=self.parallel.dp))
         return self
 
     @property
@@ -274,35 +277,51 @@ def read_run(described: Any, where: str = "the run") -> Run:
         ConfigError: If a key is unknown or missing, or a value cannot be; names the place and what was found.
     """
     if not isinstance(described, dict):
-        raise ConfigError(f"{where}: a run is a JSON object, found {type(described).__name__}.")
+        raise ConfigError(text("not an object", place=where, found=type(described).__name__))
     try:
         run = Run.model_validate(described)
         run.device.rate(run.precision)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from None
+        raise ConfigError(_first(error, where)) from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return run
 
 
 def read_runs(lines: Iterable[str], where: str) -> list[Run]:
-    """Return the runs of a file, one JSON object a line; lines about collectives alone are left out."""
-    runs = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{where}, line {number}"
+    """Return the runs of a file, checked; objects about collectives alone are left out.
+
+    Raises:
+        ConfigError: If it is not JSON, or holds a run that cannot be; names the line.
+    """
+    described = described_in(lines, where)
+    return [read_run(one, place) for place, one in described if not (isinstance(one, dict) and "collective" in one)]
+
+
+def described_in(lines: Iterable[str], where: str) -> list[tuple[str, Any]]:
+    """Return the values of a file of JSON and the line that each begins in; one may take several lines.
+
+    Raises:
+        ConfigError: If it is no text, or not JSON.
+    """
+    try:
+        content = "\n".join(line.removesuffix("\n") for line in lines).removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise ConfigError(text("not text", path=where)) from None
+    found, decoder, at = [], json.JSONDecoder(), 0
+    while rest := content[at:].lstrip():
+        at = len(content) - len(rest)
+        place = text("line of", path=where, number=content.count("\n", 0, at) + 1)
         try:
-            described = json.loads(line)
+            value, at = decoder.raw_decode(content, at)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}).") from None
-        if isinstance(described, dict) and "collective" in described:
-            continue
-        runs.append(read_run(described, place))
-    return runs
+            wrong = text("line of", path=where, number=error.lineno)
+            raise ConfigError(text("not JSON", place=wrong, why=error.msg, column=error.colno)) from None
+        found.append((place, value))
+    return found
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: ValidationError, where: str) -> str:
     # A key that is not known explains one that is missing.
     found = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in found["loc"])
@@ -311,6 +330,7 @@ def _first(error: ValidationError) -> str:
         for name in found["loc"][:-1]:
             part = part.model_fields[str(name)].annotation
         known = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
-        return f"{path} is not known.{did_you_mean(str(found['loc'][-1]), known)} Known: {', '.join(known)}."
-    said = found["msg"].removeprefix("Value error, ")
-    return f"{path}: {said}." if path else f"{said}."
+        hint = meant(str(found["loc"][-1]), known)
+        return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(known))
+    why = why_wrong(found).removesuffix(".")
+    return text("wrong value", place=where, path=path, why=why) if path else text("wrong values", place=where, why=why)

@@ -11,7 +11,8 @@ from typing import Any
 from phalanx.auto.arrangement import RECOMPUTE
 from phalanx.auto.described_run import Run, read_run
 from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError
 
 KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 """What a search chooses, and what limits may name."""
@@ -43,16 +44,18 @@ def read_limit(said: str) -> Limit:
     """
     found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w+)\s*", said)
     if found is None:
-        raise ConfigError(f"Asked for the limit {said!r}. Write a knob, <=, >= or =, and a value, such as tp<=8.")
+        raise ConfigError(text("limit", said=said, knobs=", ".join(KNOBS), nearest=""))
     knob, compare, value = found.groups()
     if knob not in KNOBS:
-        raise ConfigError(f"Asked for the limit {said!r}; the knobs are {', '.join(KNOBS)}.{did_you_mean(knob, KNOBS)}")
+        raise ConfigError(text("limit", said=said, knobs=", ".join(KNOBS), nearest=meant(knob, KNOBS)))
     if knob == "recompute":
         if compare != "=" or value not in RECOMPUTE:
-            raise ConfigError(f"Asked for the limit {said!r}. Write recompute= and one of {', '.join(RECOMPUTE)}.")
+            raise ConfigError(text("limit one of", said=said, knob=knob, known=", ".join(RECOMPUTE)))
         return Limit(knob, compare, value)
     if not value.isdigit():
-        raise ConfigError(f"Asked for the limit {said!r}, whose value is no whole number.")
+        raise ConfigError(text("limit number", said=said, knob=knob))
+    if knob == "zero" and int(value) > 3:
+        raise ConfigError(text("limit one of", said=said, knob=knob, known="0, 1, 2, 3"))
     return Limit(knob, compare, int(value))
 
 
@@ -87,7 +90,7 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     if cluster is not None:
         run["cluster"] = read_cluster(cluster)
     if "cluster" not in run:
-        raise ConfigError("A search needs a cluster, found none. Give --cluster, such as h100x8,nodes=16.")
+        raise ConfigError(text("no cluster"))
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
     run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
     run.setdefault("precision", "bf16")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.devices import Device, device_named
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from phalanx.cluster.measured import Measured
@@ -116,7 +117,7 @@ def _least(devices: list[Device]) -> Device:
         return devices[0]
     common = [kind for kind in devices[0].flops if all(kind in device.flops for device in devices)]
     if not common:
-        raise ConfigError(f"{' and '.join(names)} compute in no precision in common. Describe equal nodes.")
+        raise ConfigError(text("cluster precision", devices=", ".join(names)))
     return Device(
         name=f"least of {' and '.join(names)}",
         # Of the rates that are reached, not of the peaks: then the share is 1.
@@ -155,23 +156,20 @@ def read_cluster(said: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
     return _worded(str(said), first, rest)
 
 
-def _worded(text: str, first: str, rest: list[str]) -> Cluster:
-    made = _here(first) or _named(text, first)
+def _worded(said: str, first: str, rest: list[str]) -> Cluster:
+    made = _here(first) or _named(said, first)
     node = made.nodes[0]
-    said = _settings(rest, {"nodes": 1.0, "gbps": node.gbps})
-    nodes, gbps = float(said["nodes"]), float(said["gbps"])
+    settings = _settings(rest, {"nodes": 1.0, "gbps": node.gbps})
+    nodes, gbps = float(settings["nodes"]), float(settings["gbps"])
     if nodes % 1:
-        raise ConfigError(f"Asked for nodes={nodes:g}. Give a whole number.")
+        raise ConfigError(text("cluster nodes", nodes=f"{nodes:g}"))
     return replace(made, nodes=(replace(node, gbps=gbps),) * int(nodes))
 
 
-def _named(text: str, first: str) -> Cluster:
+def _named(said: str, first: str) -> Cluster:
     found = re.fullmatch(r"(.+?)x(\d+)", first)
     if found is None or int(found[2]) < 1:
-        raise ConfigError(
-            f"Asked for the cluster {text!r}. Write DEVICExCOUNT,nodes=N, such as h100x8,nodes=16; cpux2 or here for "
-            "this host; or the path of a .toml or .json file."
-        )
+        raise ConfigError(text("cluster words", said=said))
     device, count = device_meant(found[1]), int(found[2])
     return Cluster(nodes=(Node(device=device, devices=count, gbps=usual_gbps(device) * count),))
 
@@ -197,10 +195,8 @@ def _settings(words: list[str], known: dict[str, float | str]) -> dict[str, floa
     for word in words:
         name, _, value = word.partition("=")
         if name not in known:
-            raise ConfigError(
-                f"Asked for {word!r} of a cluster; {' and '.join(f'{one}=' for one in known)} are known."
-                f"{did_you_mean(name, known)}"
-            )
+            names = ", ".join(f"{one}=" for one in known)
+            raise ConfigError(text("cluster setting", word=word, known=names, nearest=meant(name, known)))
         settings[name] = value if isinstance(known[name], str) else _positive(name, value)
     return settings
 
@@ -211,7 +207,7 @@ def _positive(name: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigError(f"Asked for {name}={value} of a cluster. Give a number above 0.")
+        raise ConfigError(text("cluster number", name=name, value=value))
     return number
 
 

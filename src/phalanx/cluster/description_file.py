@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phalanx.cluster import rank_table
 from phalanx.cluster.description import Cluster, Node, device_meant, usual_gbps
 from phalanx.cluster.devices import DEVICES, GIB, TERA, Device
+from phalanx.cluster.messages import text
+from phalanx.cluster.wrong_values import why_wrong
 from phalanx.errors import ConfigError
 
 _OF_A_RANK_TABLE = {"server_list", "server_count", "group_list", "group_count", "board_id"}
@@ -64,18 +66,18 @@ def read(path: Path, device: str) -> Cluster:
         ConfigError: If it cannot be read or is wrong; names the file and the place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        written = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"{path}: cannot be read ({reason}). Check the path of the cluster's file.") from None
-    if path.suffix == ".json" and any(f'"{key}"' in text for key in _OF_A_RANK_TABLE):
-        return of_rank_table(rank_table.parse(text, str(path)), device)
+        why = error.strerror if isinstance(error, OSError) else text("no text")
+        raise ConfigError(text("cluster unreadable", path=path, why=why)) from None
+    if path.suffix == ".json" and any(f'"{key}"' in written for key in _OF_A_RANK_TABLE):
+        return of_rank_table(rank_table.parse(written, str(path)), device)
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(written) if path.suffix == ".toml" else json.loads(written)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: {error}. Correct the file.") from None
+        raise ConfigError(text("cluster broken", path=path, why=error)) from None
     if device:
-        raise ConfigError(f"Asked for device={device} of {path}, which says itself what it is made of. Leave it out.")
+        raise ConfigError(text("cluster says", device=device, path=path))
     return described(content, str(path))
 
 
@@ -86,7 +88,7 @@ def described(content: Any, where: str) -> Cluster:
     except ValidationError as error:
         found = error.errors()[0]
         path = ".".join(str(part) for part in found["loc"])
-        raise ConfigError(f"{where}: {path}: {found['msg']}. docs/calibrate.md shows such a file.") from None
+        raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(found))) from None
     own = {device.name: _device(device) for device in file.devices}
     return Cluster(nodes=tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count))
 
@@ -98,17 +100,14 @@ def _node(said: _NodeFile, own: dict[str, Device], where: str) -> Node:
         device = replace(device, link=said.link_gb_s * 1e9)
     strided = said.strided_gbps if said.strided_gbps is not None else gbps
     if strided > gbps:
-        raise ConfigError(
-            f"{where}: asked for strided_gbps = {strided:g} over gbps = {gbps:g}, which is all the ports of a node "
-            "carry. Correct one of them."
-        )
+        raise ConfigError(text("cluster strided", place=where, strided=f"{strided:g}", gbps=f"{gbps:g}"))
     return Node(device=device, devices=said.devices, gbps=gbps, strided=strided / gbps)
 
 
 def _device(said: _DeviceFile) -> Device:
     like = device_meant(said.like)
     if said.name in DEVICES:
-        raise ConfigError(f"The cluster's file describes {said.name}, which is a preset. Give it another name.")
+        raise ConfigError(text("cluster preset", name=said.name))
 
     def first(own: float | None, scale: float, otherwise: float) -> float:
         return otherwise if own is None else own * scale

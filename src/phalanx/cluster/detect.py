@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.cluster.description import Cluster, Node, usual_gbps
 from phalanx.cluster.devices import DEVICES, GIB, Device
 from phalanx.cluster.measured import Measured, read_measured
+from phalanx.cluster.messages import text
 from phalanx.cluster.role import Role
 from phalanx.errors import ConfigError
 
@@ -145,10 +146,7 @@ def _cards() -> list[str]:
 def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
     preset = preset_of(names[0])
     if len(set(names)) > 1:
-        raise ConfigError(
-            f"Asked to detect this host, found different cards: {', '.join(names)}. Choose equal ones with "
-            "CUDA_VISIBLE_DEVICES, or describe the cluster in a file (docs/calibrate.md)."
-        )
+        raise ConfigError(text("cards differ", names=", ".join(names)))
     gbps = usual_gbps(preset) * len(names)
     return Node(device=preset, devices=len(names), gbps=gbps), (f"{names[0]} is {preset.name}, with its usual network",)
 
@@ -164,8 +162,5 @@ def preset_of(card: str) -> Device:
     stated = [one for one in kin if f"{round(one.memory / GIB)}GB" in words] or kin
     shaped = [one for one in stated if ("PCIE" in one.name.upper()) == ("PCIE" in words)]
     if not shaped:
-        raise ConfigError(
-            f"Asked to detect this host, found {card}, which has no preset. Known: {', '.join(DEVICES)}. Describe it "
-            "in a file, under devices (docs/calibrate.md)."
-        )
+        raise ConfigError(text("card unknown", card=card, known=", ".join(DEVICES)))
     return shaped[0]

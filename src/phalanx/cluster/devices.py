@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.cluster.measured import Rates
-from phalanx.errors import ConfigError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError
 
 TERA = 1e12
 GIB = 2**30
@@ -55,9 +56,8 @@ class Device:
             ConfigError: If the device does not compute in that precision.
         """
         if precision not in self.flops:
-            raise ConfigError(
-                f"Asked for {precision} on {self.name}, which computes in {', '.join(self.flops)}. Choose one of them."
-            )
+            known = ", ".join(self.flops)
+            raise ConfigError(text("device precision", precision=precision, device=self.name, known=known))
         return self.flops[precision] * self.clock * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
 
 
@@ -125,7 +125,5 @@ def device_named(name: str) -> Device:
     ]
     if len(found) == 1:
         return found[0]
-    said = f"which could be {', '.join(d.name for d in found)}" if found else "which is not known"
-    raise ConfigError(
-        f"Asked for the device {name!r}, {said}.{did_you_mean(name, DEVICES)} Known: {', '.join(DEVICES)}."
-    )
+    why = text("device could be", names=", ".join(d.name for d in found)) if found else text("device not known")
+    raise ConfigError(text("device", name=name, why=why, nearest=meant(name, DEVICES), known=", ".join(DEVICES)))

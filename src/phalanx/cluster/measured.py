@@ -18,6 +18,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from phalanx.cluster.messages import text
+from phalanx.cluster.wrong_values import why_wrong
 from phalanx.errors import ConfigError
 
 SCHEMA: Literal[2] = 2
@@ -214,10 +216,7 @@ class Rates(_Frozen):
 
     def _grid(self, name: str) -> Grid:
         if name not in self.grids:
-            raise ConfigError(
-                f"Asked for {name!r}, which was not measured. There are {', '.join(sorted(self.grids))}. "
-                "Run `phalanx calibrate -n N` with the number of ranks you plan for."
-            )
+            raise ConfigError(text("measured not", name=name, known=", ".join(sorted(self.grids))))
         return self.grids[name]
 
 
@@ -252,10 +251,8 @@ class Measured(_Frozen):
             ConfigError: If that number of ranks was not measured.
         """
         if ranks not in self.rates:
-            raise ConfigError(
-                f"Asked for {ranks} ranks of {self.host}, which was measured with {', '.join(map(str, self.ranks))}. "
-                f"Run `phalanx calibrate -n {ranks}` there."
-            )
+            known = ", ".join(map(str, self.ranks))
+            raise ConfigError(text("measured ranks", ranks=ranks, host=self.host, known=known))
         return self.rates[ranks]
 
     def save(self, path: Path) -> None:
@@ -282,17 +279,15 @@ def read_measured(path: Path | None = None) -> Measured:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is not there. Measure this machine with `phalanx calibrate`.") from None
+        raise ConfigError(text("measured missing", path=path)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Measure again with `phalanx calibrate`.") from None
+        raise ConfigError(text("measured unreadable", path=path, why=error)) from None
     found = content.get("schema") if isinstance(content, dict) else None
     if found != SCHEMA:
-        raise ConfigError(
-            f"{path}: asked for version {SCHEMA}, found {found!r}. Measure again with `phalanx calibrate`."
-        )
+        raise ConfigError(text("measured version", path=path, version=SCHEMA, found=found))
     try:
         return Measured.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {place}: {first['msg']}. Measure again with `phalanx calibrate`.") from None
+        raise ConfigError(text("measured broken", path=path, place=place, why=why_wrong(first))) from None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from phalanx.cluster.planner_messages import PLANNER
+from phalanx.errors import nearest
 
 LANGUAGES = ("en", "zh")
 
@@ -11,6 +14,7 @@ LOG_LINE = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 """How a log line looks, the launcher's and a script's own."""
 
 TABLE: dict[str, tuple[str, str]] = {
+    **PLANNER,
     "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
     "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),
     "waiting because": ("not ready endpoints:{names} ({why})", "尚未就绪的端点：{names}（{why}）"),
@@ -99,73 +103,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "SIGILL": (
         "an instruction this processor does not have: a library built for another one",
         "处理器不支持的指令：库是为其他处理器编译的",
-    ),
-    "busy": (
-        "Load {load} on {cores} cores: other work is running here, and what is measured now will look slow.",
-        "{cores} 个核的负载为 {load}：本机正在运行其他工作，此时测得的速度会偏低。",
-    ),
-    "measuring": ("ranks: {ranks}, {part}", "进程数 {ranks}：{part}"),
-    "measured kept": (
-        "Kept in {path}; the cluster word `here` means this machine.",
-        "已保存到 {path}；集群名 here 即指本机。",
-    ),
-    "measured column": ("ranks: {ranks}, threads each: {threads}", "进程 {ranks}，各 {threads} 线程"),
-    "measured product": ("matrix product", "矩阵乘"),
-    "measured stream": ("element-wise", "逐元素运算"),
-    "measured launch": ("one operator, forward + backward", "单个算子，前向 + 反向"),
-    "measured beside": ("seconds lost per second of overlap", "每重叠一秒多耗的秒数"),
-    "timeline title": ("{name}: {step} a step", "{name}：每步 {step}"),
-    "timeline facts": (
-        "{rate}, idle {idle}; {schedule}, micro-batches: {microbatches}, ranks a row: {copies}",
-        "{rate}，空闲 {idle}；{schedule}，微批数 {microbatches}，每行代表 {copies} 个进程",
-    ),
-    "timeline facts layers": ("{rate}; all {copies} ranks do the same", "{rate}；全部 {copies} 个进程相同"),
-    "timeline each rank": ("each rank", "每个进程"),
-    "timeline tokens a second": ("{rate} tokens/s", "{rate} tokens/s"),
-    "timeline rows a second": ("{rate} rows/s", "{rate} 行/s"),
-    "timeline price": ("; {usd} USD a step", "；每步 {usd} 美元"),
-    "timeline paler": ("; later stages of a rank are paler", "；同一进程靠后的阶段颜色较浅"),
-    "timeline left out": (
-        "; {count} micro-batches of the steady state not drawn",
-        "；稳态中有 {count} 个微批未画出",
-    ),
-    "timeline forward": ("forward", "前向"),
-    "timeline backward": ("backward", "反向"),
-    "timeline weights": ("gradients of weights", "权重梯度"),
-    "timeline optimizer": ("optimizer", "优化器"),
-    "timeline collectives": ("collectives", "集合通信"),
-    "timeline send": ("send to a stage", "阶段间发送"),
-    "timeline gradients": ("gradients reduced", "梯度归约"),
-    "timeline idle": ("idle", "空闲"),
-    "timeline stage": ("stage {stages}", "阶段 {stages}"),
-    "timeline peak": ("peak memory", "内存峰值"),
-    "plan head": (
-        "{where}: {step} a step, at most {gap} % over the best; {memory} a rank; mostly {cause}",
-        "{where}：每步 {step}，最多比最优慢 {gap} %；每个进程 {memory}；耗时最多的是{cause}",
-    ),
-    "plan fastest": ("Fastest of each arrangement", "各种排布中最快的方案"),
-    "plan arrangement": ("arrangement", "排布"),
-    "plan step": ("a step", "每步"),
-    "plan a rank": ("a rank", "每个进程"),
-    "plan cut": ("layers cut: {layers}", "切分的层：{layers}"),
-    "plan searched": (
-        "searched: {count} arrangements, {listed} of them layer by layer; {space}",
-        "搜索范围：{count} 种排布，其中 {listed} 种逐层求解；{space}",
-    ),
-    "plan not searched": ("not searched: {why}", "未搜索：{why}"),
-    "plan picture": ("{path}: the model with its placements", "{path}：模型及其切分方式"),
-    "plan saved": (
-        "{path}: train with it, px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
-        "{path}：用它训练，px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
-    ),
-    "plan compute": ("compute", "计算"),
-    "plan collectives of layers": ("collectives of layers", "层内集合通信"),
-    "plan exchange of gradients": ("exchange of gradients", "梯度交换"),
-    "plan optimizer": ("optimizer", "优化器"),
-    "plan stages": ("waits of stages", "流水线等待"),
-    "timeline written": (
-        "{path}: {step} a step (predicted {predicted}), idle {idle}, fullest rank {memory}, {rate}{price}",
-        "{path}：每步 {step}（公式预测 {predicted}），空闲 {idle}，内存最多的进程 {memory}，{rate}{price}",
     ),
     "job queued": (
         "{job} is queued. Watch it: phalanx job logs -f {job}",
@@ -279,3 +216,9 @@ def language(env: Mapping[str, str] | None = None) -> str:
 def text(key: str, **values: object) -> str:
     """Return a message in the user's language with its fields filled in."""
     return TABLE[key][language() == "zh"].format(**values)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question for the known name nearest to `name`, in the user's language, or an empty string."""
+    found = nearest(name, known)
+    return "" if found is None else text("nearest flag", flag=found)

@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.errors import PlanError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.cluster.wrong_values import why_wrong
+from phalanx.errors import PlanError
 from phalanx.plan import value as values
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import Plan, Value
@@ -53,11 +55,11 @@ def load_plan(path: str | Path) -> Plan:
     try:
         return Plan.model_validate_json(Path(path).read_bytes(), strict=True)
     except FileNotFoundError:
-        raise PlanError(f"no Plan at {path}. Write one with phalanx.plan.save_plan(plan, path).") from None
+        raise PlanError(text("no Plan file", path=path)) from None
     except OSError as error:
-        raise PlanError(f"the Plan in {path} cannot be read: {error.strerror}. Name a file.") from None
+        raise PlanError(text("Plan unreadable", path=path, why=error.strerror)) from None
     except ValidationError as error:
-        raise PlanError(f"{path} does not hold a Plan: {'; '.join(map(_said, error.errors()))}") from None
+        raise PlanError(text("Plan broken", path=path, why="; ".join(map(_said, error.errors())))) from None
 
 
 def _said(error: ErrorDetails) -> str:
@@ -65,9 +67,8 @@ def _said(error: ErrorDetails) -> str:
     *before, last = map(str, error["loc"] or ("plan",))
     where = ".".join((*before, last))
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no such field.{did_you_mean(last, _FIELDS)}"
-    found = error["input"]
-    return f"{where}: {error['msg']}" + ("" if isinstance(found, dict | bytes) else f", found {found!r}")
+        return text("Plan field", path=where, nearest=meant(last, _FIELDS))
+    return text("Plan value", path=where, why=why_wrong(error))
 
 
 def leave(plan: Plan, shape: ModelShape, folder: Path) -> None:
