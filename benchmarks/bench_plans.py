@@ -1,7 +1,9 @@
 """Predicted against measured: all Plans of a small model on this machine, as `phalanx calibrate` measured it.
 
 Says how well the prediction orders the Plans (Spearman), how much slower the picked one is than the fastest of those
-measured (regret), and how far predictions are off. What was measured can be kept, and predicted again later.
+measured (regret), and how far predictions are off; beside it, how well every other round orders the Plans as the rest
+of the rounds do, which no prediction can pass by much. What was measured can be kept, measured further, and predicted
+again after another calibration.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +51,26 @@ class Trained:
     picked: tuple[Way, ...]
     """How each segment is computed."""
 
-    seconds: float
-    """Of a step."""
+    plan: dict[str, Any]
+    """As ranks read it."""
 
-    faults: float
-    """Pages that a rank touches for the first time, a step."""
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    """Of every round: seconds of a step, and pages that a rank touches for the first time in it."""
+
+    @classmethod
+    def of(cls, found: Candidate, answer: Planned) -> Trained:
+        """Return a Plan that was not measured yet."""
+        return cls(found.arrangement, found.picked, written(found, answer.layers).model_dump(mode="json"))
 
     @classmethod
     def read(cls, kept: dict[str, Any]) -> Trained:
         """Return one that was kept as JSON."""
         picked = tuple(Way(*way) for way in kept["picked"])
-        return cls(Arrangement(**kept["arrangement"]), picked, kept["seconds"], kept["faults"])
+        return cls(Arrangement(**kept["arrangement"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
+
+    def seconds(self, first: int = 0, step: int = 1) -> float:
+        """Return the median over rounds, all of them or every `step`th."""
+        return statistics.median(seconds for seconds, _ in self.rounds[first::step])
 
 
 GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
@@ -103,23 +114,24 @@ def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
     return [ordered[round(place * step)] for place in range(min(most, len(ordered)))]
 
 
-def trained(
-    answer: Planned, chosen: list[Candidate], name: str, ranks: int, *, steps: int, rounds: int
-) -> list[Trained]:
-    """Train all Plans in one job."""
-    plans = [written(one, answer.layers).model_dump(mode="json") for one in chosen]
+def train(chosen: list[Trained], name: str, ranks: int, *, steps: int, rounds: int) -> None:
+    """Train all Plans for some more rounds, in one job."""
+    before = len(chosen[0].rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans.json"
-        path.write_text(json.dumps(plans))
+        path.write_text(json.dumps([one.plan for one in chosen]))
         launch = [sys.executable, "-m", "phalanx.launch", "-n", str(ranks), "--log_dir", folder]
-        work = [RANK_SCRIPT, "--plans", path, "--model", name, "--steps", steps, "--rounds", rounds]
+        work = [RANK_SCRIPT, "--plans", path, "--model", name, "--steps", steps]
+        numbers = range(before, before + rounds)
         env = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*launch, *map(str, work)], env=env, capture_output=True, text=True, timeout=3000)
+        done = subprocess.run(
+            [*launch, *map(str, [*work, "--rounds", *numbers])], env=env, capture_output=True, text=True, timeout=3000
+        )
     if done.returncode:
         raise RuntimeError(f"{name} on {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     line = next(line for line in done.stdout.splitlines() if "STEPS " in line)
-    found = json.loads(line.partition("STEPS ")[2])
-    return [Trained(one.arrangement, one.picked, *step) for one, step in zip(chosen, found, strict=True)]
+    for one, found in zip(chosen, json.loads(line.partition("STEPS ")[2]), strict=True):
+        one.rounds.extend((seconds, faults) for seconds, faults in found)
 
 
 def predicted_s(answer: Planned, one: Trained) -> float:
@@ -151,9 +163,13 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(MODELS), help="which models, separated by commas")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--most", type=int, default=40, help="Plans of a case to measure")
-    parser.add_argument("--rounds", type=int, default=3, help="times to train under each, of which the fastest counts")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is measured, a file a case")
-    parser.add_argument("--again", type=Path, metavar="FOLDER", help="predict what was kept; measure nothing")
+    parser.add_argument("--rounds", type=int, default=5, help="times to train under each, of which the median counts")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep what is measured, a file a case; Plans that are kept there get further rounds, with --rounds 0 none",
+    )
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     asked = parser.parse_args()
@@ -164,19 +180,21 @@ def main() -> None:
         make, batch, loss_fn = MODELS[name]
         torch.manual_seed(0)
         answer = auto_parallel(make(), batch(), loss_fn, cluster=f"herex{ranks}", optimizer="sgd")
-        file = f"{name}_{ranks}.json"
-        if asked.again:
-            kept = json.loads((asked.again / file).read_text())
+        file = asked.keep and asked.keep / f"{name}_{ranks}.json"
+        if file and file.exists():
+            kept = json.loads(file.read_text())
             count, found = kept["plans"], [Trained.read(one) for one in kept["trained"]]
         else:
             everything = list(every_candidate(answer, name, ranks))
             chosen = chosen_of(everything, 4 if asked.quick else asked.most)
-            steps, rounds = (3, 1) if asked.quick else (9, asked.rounds)
-            count, found = len(everything), trained(answer, chosen, name, ranks, steps=steps, rounds=rounds)
-        if asked.keep:
-            asked.keep.mkdir(parents=True, exist_ok=True)
-            (asked.keep / file).write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
-        told.append(_told(answer, f"{name} {ranks} ranks", count, found))
+            count, found = len(everything), [Trained.of(one, answer) for one in chosen]
+        if asked.rounds:
+            train(found, name, ranks, steps=3 if asked.quick else 9, rounds=1 if asked.quick else asked.rounds)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
+        if found[0].rounds:
+            told.append(_told(answer, f"{name} {ranks} ranks", count, found))
     if asked.json:
         print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
     else:
@@ -185,13 +203,16 @@ def main() -> None:
 
 def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
     predicted = [predicted_s(answer, one) for one in found]
-    seconds = [one.seconds for one in found]
+    seconds = [one.seconds() for one in found]
+    halves = [[one.seconds(first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
     pairs = list(zip(predicted, seconds, strict=True))
     return {
         "case": case,
         "plans": count,
         "measured": len(found),
+        "rounds": len(found[0].rounds),
         "spearman": spearman(predicted, seconds),
+        "halves": spearman(*halves) if halves else None,
         "regret": min(pairs)[1] / min(seconds) - 1,
         "median_error": statistics.median(abs(p / s - 1) for p, s in pairs),
         "all": [
@@ -203,8 +224,8 @@ def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[
                     if way.style is not None
                 },
                 "predicted_ms": p * 1e3,
-                "measured_ms": one.seconds * 1e3,
-                "faults": one.faults,
+                "measured_ms": one.seconds() * 1e3,
+                "faults": statistics.median(faults for _, faults in one.rounds),
             }
             for one, p in zip(found, predicted, strict=True)
         ],
@@ -213,14 +234,16 @@ def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[
 
 def _show(told: list[dict[str, object]]) -> None:
     grid = Table()
-    for name in ("case", "plans", "measured", "spearman", "regret", "median_error"):
+    for name in ("case", "plans", "measured", "rounds", "spearman", "halves", "regret", "median_error"):
         grid.add_column(name)
     for one in told:
         grid.add_row(
             str(one["case"]),
             str(one["plans"]),
             str(one["measured"]),
+            str(one["rounds"]),
             f"{one['spearman']:.3f}",
+            "" if one["halves"] is None else f"{one['halves']:.3f}",
             f"{one['regret']:.1%}",
             f"{one['median_error']:.1%}",
         )

@@ -1,10 +1,11 @@
-"""One rank of `bench_plans`: train every Plan of a file for some steps, in several rounds, and print what one takes."""
+"""One rank of `bench_plans`: train every Plan of a file for some steps, in some rounds, and print what a step takes."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
+import random
 import resource
 import time
 from collections.abc import Callable
@@ -122,23 +123,26 @@ def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print seconds and page faults of a step under every Plan, those of its fastest round."""
+    """Print what a step takes under every Plan in every round: its seconds on the slowest rank, and its page faults.
+
+    The Plans of a round stand in an order of its own, the same on all ranks, so that what slows the machine down for a
+    while does not always meet the same ones.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--plans", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs="+", required=True, help="numbers of the rounds")
     asked = parser.parse_args()
     px.init()
     plans = [Plan.model_validate(one) for one in json.loads(asked.plans.read_text())]
-    best = [(float("inf"), 0.0)] * len(plans)
-    for _ in range(asked.rounds):
-        for place, plan in enumerate(plans):
-            seconds, faults = step_of(plan, asked.model, asked.steps)
-            slowest = px.comm.all_reduce(torch.tensor(seconds), "max").item()
-            best[place] = min(best[place], (slowest, faults))
+    found: list[list[tuple[float, float]]] = [[] for _ in plans]
+    for number in asked.rounds:
+        for place in random.Random(number).sample(range(len(plans)), len(plans)):
+            seconds, faults = step_of(plans[place], asked.model, asked.steps)
+            found[place].append((px.comm.all_reduce(torch.tensor(seconds), "max").item(), faults))
     if px.current().rank == 0:
-        print("STEPS " + json.dumps(best))
+        print("STEPS " + json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.measured import BACKENDS, Grid, Kind
-from phalanx.diagnose.calibrate_work import Run, grid
+from phalanx.cluster.measured import BACKENDS, Kind
+from phalanx.diagnose.calibrate_work import Points, Run, points
 
-_SAMPLES = 4
+_SAMPLES = 2
 _BESIDE_BYTES = 2**23
 
 # Newer releases of torch name them so, and warn of the older names.
@@ -38,19 +38,19 @@ def groups() -> Groups:
     return made
 
 
-def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
+def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time a collective by its size, while the other groups have theirs; collective over all ranks."""
     sizes = (2**6, 2**16, 2**20) if quick else (2**6, 2**12, 2**16, 2**20, 2**22, 2**24)
     most = 4 if quick or dist.get_backend(group) == "gloo" else 20  # a collective of gloo takes milliseconds
-    return grid((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind, most, quick) for size in sizes])
+    return points((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind, most) for size in sizes])
 
 
-def _seconds(run: Run, size: int, kind: Kind, most: int, quick: bool) -> float:
+def _seconds(run: Run, size: int, kind: Kind, most: int) -> float:
     # As many runs on every rank: how many may not depend on a clock.
     times = max(1, min(most, 2**20 // size))
     run()
     taken = []
-    for _ in range(3 if quick else _SAMPLES):
+    for _ in range(_SAMPLES):
         dist.barrier()
         started = time.perf_counter()
         for _ in range(times):

@@ -6,12 +6,11 @@ Each is what training runs, so its copies, hooks, new memory and Python count, a
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.cluster.measured import Grid, LayerKind, Sharding
+from phalanx.cluster.measured import LayerKind, Sharding
 from phalanx.comm import collectives
-from phalanx.diagnose.calibrate_work import Clock, Run, grid
+from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
 from phalanx.parallel.recompute import apply_recompute
 from phalanx.plan.value import ModuleRule
 
@@ -43,16 +42,16 @@ _TINY = 16
 PRODUCTS = 3
 """Products of 256 x 256 before each exchange: a layer's ranks meet after work, and wait for the slowest."""
 
-_ROUNDS = 4
+_IN_A_ROW = 4
 """Exchanges a sample."""
 
-_SAMPLES = 5
-_STEPS = 4
+_SAMPLES = 4
+_STEPS = 2
 
 
-def exchange(kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
+def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time an exchange of a cut layer, recorded by autograd, after work, by its bytes; collective over all ranks."""
-    sizes = (2**10, 2**18) if quick else (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
+    sizes = (2**10, 2**18) if quick else (2**10, 2**17, 2**19, 2**21, 2**23)
     a = torch.ones(WIDTH, WIDTH)
 
     def work() -> None:
@@ -67,18 +66,25 @@ def exchange(kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Grid:
             work()
             run()
 
-        more = [_timed(both) - _timed(work) for _ in range(3 if quick else _SAMPLES)]
-        seconds.append(max(statistics.median(more[1:]), 1e-6))
-    return grid((sizes,), (1,), seconds)
-
-
-def _timed(run: Run) -> float:
-    """Return the seconds of one of some runs, as many on every rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(_ROUNDS):
         run()
-    return (time.perf_counter() - started) / _ROUNDS
+        seconds.append(_more(clock, both, work, quick=quick))
+    return points((sizes,), (1,), seconds)
+
+
+def _more(clock: Clock, meeting: Run, alone: Run, *, quick: bool) -> float:
+    """Return how much longer a run takes in which ranks meet than one in which they do not, the median of some pairs.
+
+    Ranks that share a core would seem faster alone than they are in turns, so there it is the processor's time.
+    """
+    more = []
+    for _ in range(2 if quick else _SAMPLES):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            meeting()
+        taken = time.perf_counter() - started
+        more.append(taken / _IN_A_ROW - clock.sample(alone, _IN_A_ROW))
+    return max(statistics.median(more), 1e-6)
 
 
 def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
@@ -110,56 +116,78 @@ class _Unit(nn.Module):
 
 
 def sharded(
-    group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
-) -> dict[Sharding, Grid]:
+    clock: Clock, group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
+) -> dict[Sharding, Points]:
     """Time what sharding adds to a step, a unit, by its tensors and bytes; collective over all ranks.
 
+    What more tensors add does not depend on their size: it is timed on small ones.
+
     Args:
+        clock: Times what no rank waits for.
         group: Ranks that hold slices.
         update_s: What SGD takes for so many elements in so many plain tensors.
         quick: Few points.
     """
-    axes = ((1, 8), (2**16, 2**20)) if quick else ((1, 8), (2**16, 2**20, 2**22, 2**24))
+    one, many = 1, 8
+    sizes = (2**16, 2**20) if quick else (2**16, 2**20, 2**22, 2**23)
+    found: dict[Sharding, Points] = {}
+    several = _sharded(clock, group, update_s, many, sizes[0], quick=quick)
+    alone = [_sharded(clock, group, update_s, one, size, quick=quick) for size in sizes]
+    for how in several:
+        seconds = [taken[how] for taken in alone]
+        more = max(several[how] - seconds[0], 0.0)
+        found[how] = points(((one, many), sizes), (1, 1), [*seconds, *(taken + more for taken in seconds)])
+    return found
+
+
+def _sharded(
+    clock: Clock,
+    group: dist.ProcessGroup,
+    update_s: Callable[[float, float], float],
+    tensors: int,
+    size: int,
+    *,
+    quick: bool,
+) -> dict[Sharding, float]:
+    """Return what sharding adds to a step, a unit of so many tensors and bytes."""
     ranks = dist.get_world_size(group)
     mesh = DeviceMesh.from_group(group, "cpu")
-    found: dict[Sharding, list[float]] = {"kept": [], "freed": []}
-    for tensors, size in itertools.product(*axes):
-        plain = _step(nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS))), is_updated=False, quick=quick)
-        update = update_s(UNITS * size / 4 / ranks, UNITS * tensors)
-        for how, seconds in found.items():
-            model = nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS)))
-            for unit in (*model, model):
-                policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-                fully_shard(unit, mesh=mesh, reshard_after_forward=how == "freed", mp_policy=policy)
-            taken = _step(model, is_updated=True, quick=quick) - plain - update
-            seconds.append(max(taken / UNITS, 1e-6))
-            del model
-            gc.collect()
-    return {how: grid(axes, (1, 1), seconds) for how, seconds in found.items()}
-
-
-def _step(model: nn.Module, *, is_updated: bool, quick: bool) -> float:
-    """Return the seconds of a step of a model, its update in it or not."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.ones(1, WIDTH, requires_grad=True)
+    plain = _units(size, tensors)
 
-    def step() -> None:
-        # What stays plain keeps its gradients' memory: new memory is part of what sharding adds.
-        optimizer.zero_grad(set_to_none=is_updated)
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        # New memory of gradients is in what products are measured to take.
+        model.zero_grad(set_to_none=True)
         model(x).sum().backward()
-        if is_updated:
+        if optimizer is not None:
             optimizer.step()
 
-    taken = []
-    for _ in range(3 if quick else _STEPS):
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+    found: dict[Sharding, float] = {}
+    for how in get_args(Sharding):
+        model = _units(size, tensors)
+        for unit in (*model, model):
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=how == "freed", mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        more = []
+        for _ in range(1 + (1 if quick else _STEPS)):
+            dist.barrier()
+            started = time.perf_counter()
+            step(model, optimizer)
+            taken = time.perf_counter() - started
+            more.append(taken - clock.sample(lambda: step(plain)))
+        update = update_s(UNITS * size / 4 / ranks, UNITS * tensors)
+        found[how] = max((statistics.median(more[1:]) - update) / UNITS, 1e-6)
+        del model, optimizer
+        gc.collect()
+    return found
 
 
-def placed(group: dist.ProcessGroup, *, quick: bool) -> Grid:
+def _units(size: int, tensors: int) -> nn.Sequential:
+    return nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS)))
+
+
+def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time what computing a module's operators in parts adds to a step, by how many they are; collective."""
     counts = (1, 4)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -180,11 +208,9 @@ def placed(group: dist.ProcessGroup, *, quick: bool) -> Grid:
 
     seconds = []
     for count in counts:
-        more = [
-            _timed(partial(in_parts, count)) - _timed(partial(plain, count)) for _ in range(3 if quick else _SAMPLES)
-        ]
-        seconds.append(max(statistics.median(more[1:]), 1e-6))
-    return grid((counts,), (1,), seconds)
+        in_parts(count)
+        seconds.append(_more(clock, partial(in_parts, count), partial(plain, count), quick=quick))
+    return points((counts,), (1,), seconds)
 
 
 def recomputation(clock: Clock) -> tuple[float, float]:
@@ -197,7 +223,7 @@ def recomputation(clock: Clock) -> tuple[float, float]:
     with _Counter() as counter:
         plain(x)
     taken = []
-    for _ in range(2 * _SAMPLES + 1):
+    for _ in range(_SAMPLES + 1):
         forward = clock.sample(lambda: plain(x))
         steps = [clock.sample(lambda model=model: model(x).sum().backward()) for model in (plain, full, selective)]  # type: ignore[misc]
         taken.append((steps[1] - steps[0] - forward, steps[2] - steps[1]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,16 @@ import click
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.measured import LAYER_KINDS, Grid, Kind, LayerKind, Precision, Rates, never_falling
+from phalanx.cluster.measured import LAYER_KINDS, Kind, LayerKind, Precision, Rates
 from phalanx.comm.context import init
 from phalanx.diagnose import calibrate_links as links
 from phalanx.diagnose import calibrate_plans as plans
 from phalanx.diagnose import calibrate_work as work
+from phalanx.diagnose.calibrate_work import Points
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
 SEED = 1
+ROUNDS = 3
 
 
 class _Sheet:
@@ -31,22 +33,24 @@ class _Sheet:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         ranks_a_core = ranks * torch.get_num_threads() / len(os.sched_getaffinity(0))
         self.clock = work.Clock(_align, quick=quick, ranks_a_core=ranks_a_core)
-        self.grids: dict[str, Grid] = {}
-        self.launch = (math.inf, math.inf)
-        self.again = (0.0, 0.0)
-        self.shared: dict[str, float] = {}
+        self.points: dict[str, list[Points]] = {}
+        """What every round timed."""
+
+        self.numbers: dict[str, list[float]] = {}
+        self.shared: dict[str, list[float]] = {}
 
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield every part, its name and what measures it: twice, some time apart, where the less time counts."""
-        yield "recomputation", self._recompute
+        """Yield every part, its name and what measures it, round after round.
+
+        A machine's speed changes in seconds to minutes. Short rounds meet all parts at all times, so what changes
+        changes all of them alike, and the median of a part leaves out one round that was disturbed.
+        """
         made = links.groups() if dist.is_initialized() else {}
-        yield from self._operators()
-        yield from self._links(made)
-        yield from self._plans(made)
-        if not self.quick:
+        on_shm = {key: group for key, group in made.items() if key[0] == "shm"}
+        for number in range(1 if self.quick else ROUNDS):
+            yield "recomputation", self._recompute
             yield from self._operators()
-            on_shm = {key: group for key, group in made.items() if key[0] == "shm"}
-            yield from self._links(on_shm)
+            yield from self._links(on_shm if number else made)  # gloo is slow, and once will do
             yield from self._plans(on_shm)
 
     def _operators(self) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -77,28 +81,33 @@ class _Sheet:
             yield f"placed {size}", partial(self._place, size, group)
             yield f"sharded {size}", partial(self._shard, size, group)
 
-    def _keep(self, name: str, found: Grid) -> None:
-        """Keep a grid, of every point the less of what was measured before and now."""
-        before = self.grids.get(name, found)
-        less = tuple(map(min, before.seconds, found.seconds))
-        self.grids[name] = found.model_copy(update={"seconds": never_falling(found.axes, less)})
+    def _keep(self, name: str, found: Points) -> None:
+        self.points.setdefault(name, []).append(found)
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.numbers.setdefault(name, []).append(seconds)
 
     def _launch(self) -> None:
-        found = work.launch(self.clock)
-        self.launch = (min(self.launch[0], found[0]), min(self.launch[1], found[1]))
+        for name, seconds in zip(("launch_s", "backward_launch_s"), work.launch(self.clock), strict=True):
+            self._note(name, seconds)
 
     def _recompute(self) -> None:
-        self.again = plans.recomputation(self.clock)
+        for name, seconds in zip(("checkpoint_s", "selective_op_s"), plans.recomputation(self.clock), strict=True):
+            self._note(name, seconds)
 
     def _exchange(self, kind: LayerKind, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"layer {kind} {size}", plans.exchange(kind, group, quick=self.quick))
+        self._keep(f"layer {kind} {size}", plans.exchange(self.clock, kind, group, quick=self.quick))
 
     def _place(self, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"placed {size}", plans.placed(group, quick=self.quick))
+        self._keep(f"placed {size}", plans.placed(self.clock, group, quick=self.quick))
 
     def _shard(self, size: int, group: dist.ProcessGroup) -> None:
-        update_s = partial(self.rates().optimizer_s, "sgd")
-        for how, found in plans.sharded(group, update_s, quick=self.quick).items():
+        update = work.settled(self.points["optimizer sgd"])
+
+        def update_s(elements: float, tensors: float) -> float:
+            return tensors * update.at(elements / tensors)
+
+        for how, found in plans.sharded(self.clock, group, update_s, quick=self.quick).items():
             self._keep(f"sharded {how} {size}", found)
 
     def _matmul(self, dtype: Precision) -> None:
@@ -116,8 +125,8 @@ class _Sheet:
     def _operator(self, name: str) -> None:
         self._both(name, work.operator(self.clock, name, quick=self.quick))
 
-    def _both(self, name: str, grids: tuple[Grid, Grid]) -> None:
-        for way, found in zip(("forward", "backward"), grids, strict=True):
+    def _both(self, name: str, both: tuple[Points, Points]) -> None:
+        for way, found in zip(("forward", "backward"), both, strict=True):
             self._keep(f"{name} {way}", found)
 
     def _optimizer(self, kind: str) -> None:
@@ -127,19 +136,15 @@ class _Sheet:
         self._keep(f"{kind} {backend} {size}", links.collective(kind, group, quick=self.quick))
 
     def _beside(self, backend: str, group: dist.ProcessGroup) -> None:
-        found = links.contention(group, quick=self.quick)
-        self.shared[backend] = min(self.shared.get(backend, found), found)
+        self.shared.setdefault(backend, []).append(links.contention(group, quick=self.quick))
 
     def rates(self) -> Rates:
-        """Return all of it."""
+        """Return all of it, of every figure the median over rounds."""
         return Rates(
             threads=torch.get_num_threads(),
-            launch_s=self.launch[0],
-            backward_launch_s=self.launch[1],
-            checkpoint_s=self.again[0],
-            selective_op_s=self.again[1],
-            grids=self.grids,
-            shared=self.shared,
+            grids={name: work.settled(rounds) for name, rounds in self.points.items()},
+            shared={name: statistics.median(found) for name, found in self.shared.items()},
+            **{name: statistics.median(found) for name, found in self.numbers.items()},
         )
 
 

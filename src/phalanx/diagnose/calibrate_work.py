@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +20,12 @@ Run = Callable[[], object]
 LEAST_SAMPLE_S = 2e-4
 """Shorter runs are repeated within a sample: below this the clock's own time would count."""
 
-SAMPLES = 5
-BUDGET_S = 0.02
-"""A point ends after this long, or after SAMPLES samples."""
+SAMPLES = 3
+BUDGET_S = 0.005
+"""A point ends after this long, or after SAMPLES samples; there are other rounds."""
+
+LONG_S = 0.02
+"""A run this long is not repeated: what only the first one takes is little of it."""
 
 SIDE = 16
 """Height and width of the images that convolutions are timed on."""
@@ -41,23 +46,25 @@ _TINY_CHAIN = 100
 
 
 class Clock:
-    """Lower quartiles of repeated runs, as others' work only ever makes one slower; fewer runs when in a hurry."""
+    """Least of a few runs, as others' work only ever makes one slower; one run when in a hurry."""
 
     def __init__(self, align: Callable[[], None], *, quick: bool, ranks_a_core: float = 1.0) -> None:
         self._align = align
-        self._samples, self._budget_s = (3, 0.0) if quick else (SAMPLES, BUDGET_S)
+        self._samples = 1 if quick else SAMPLES
         self._ranks_a_core = ranks_a_core
 
     def seconds(self, run: Run) -> float:
         """Return the seconds of one run while the other ranks do the same; collective over the ranks."""
-        run()
         self._align()
+        once = self.sample(run)
+        if once > LONG_S:
+            return once
         once = self.sample(run)
         times = max(1, int(LEAST_SAMPLE_S / once))
         taken, started = [once] if times == 1 else [], time.perf_counter()
-        while not taken or (len(taken) < self._samples and time.perf_counter() - started < self._budget_s):
+        while not taken or (len(taken) < self._samples and time.perf_counter() - started < BUDGET_S):
             taken.append(self.sample(run, times))
-        return sorted(taken)[len(taken) // 4]
+        return min(taken)
 
     def sample(self, run: Run, times: int = 1) -> float:
         """Return the seconds of one of some runs.
@@ -72,14 +79,34 @@ class Clock:
         return max((clock() - started) * max(1.0, self._ranks_a_core) / times, 1e-9)
 
 
-def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Grid:
+class Points(NamedTuple):
+    """What was timed once at every crossing of some axes, the last axis fastest; `powers` are those of a grid."""
+
+    axes: tuple[tuple[float, ...], ...]
+    powers: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+def points(axes: Sequence[Sequence[float]], powers: Sequence[float], seconds: Sequence[float]) -> Points:
+    """Return what was timed, in the types of a grid."""
+    return Points(tuple(tuple(map(float, axis)) for axis in axes), tuple(powers), tuple(seconds))
+
+
+def settled(rounds: Sequence[Points]) -> Grid:
+    """Return the medians over rounds; more work that seemed to take less corrects the smaller one."""
+    axes, powers, _ = rounds[0]
+    seconds = tuple(statistics.median(taken) for taken in zip(*(one.seconds for one in rounds), strict=True))
+    return Grid(axes=axes, seconds=never_falling(axes, seconds), powers=powers)
+
+
+def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Points:
     """Time linear layers over a grid of shapes."""
-    rows: tuple[int, ...] = (1, 8, 64, 512, 2048)
+    rows: tuple[int, ...] = (1, 8, 64, 512)
     widths: tuple[int, ...] = (16, 64, 256, 1024, 2048)
     if quick:
         rows, widths = (1, 512), (64, 512)
     elif dtype == "bf16":  # what trains on processors is rarely in bfloat16
-        rows, widths = (1, 64, 2048), (16, 256, 2048)
+        rows, widths = (1, 64, 512), (16, 256, 2048)
     axes = rows, widths, widths
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
@@ -88,22 +115,22 @@ def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Grid:
         with torch.no_grad():
             return clock.seconds(lambda: F.linear(x, weight))
 
-    return grid(axes, (1, 1, 1), [one(*place) for place in itertools.product(*axes)])
+    return points(axes, (1, 1, 1), [one(*place) for place in itertools.product(*axes)])
 
 
-def attention(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
+def attention(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
     """Time fused attention, forward and backward, by heads of all sequences, length and width of a head."""
-    axes = ((4, 16), (16, 64), (32,)) if quick else ((4, 64), (16, 128, 512), (16, 64))
+    axes = ((4, 16), (16, 64), (32,)) if quick else ((4, 32), (16, 128, 512), (16, 64))
     forward, backward = [], []
     for heads, seq, width in itertools.product(*axes):
         q, k, v = (torch.randn(1, heads, seq, width, requires_grad=True) for _ in range(3))
         there, back = _both_ways(clock, partial(F.scaled_dot_product_attention, q, k, v), [q, k, v])
         forward.append(there)
         backward.append(back)
-    return grid(axes, (1, 2, 1), forward), grid(axes, (1, 2, 1), backward)
+    return points(axes, (1, 2, 1), forward), points(axes, (1, 2, 1), backward)
 
 
-def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Grid, Grid]:
+def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Points, Points]:
     """Time an operator bound by memory, forward and backward, by the bytes of its input."""
     sizes = (2**14, 2**20) if quick else (2**12, 2**16, 2**20, 2**22, 2**24)
     forward, backward = [], []
@@ -112,7 +139,7 @@ def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Grid, Grid]:
         there, back = _both_ways(clock, partial(OPERATORS[name], x), [x])
         forward.append(there)
         backward.append(back)
-    return grid((sizes,), (1,), forward), grid((sizes,), (1,), backward)
+    return points((sizes,), (1,), forward), points((sizes,), (1,), backward)
 
 
 def launch(clock: Clock) -> tuple[float, float]:
@@ -131,7 +158,7 @@ def launch(clock: Clock) -> tuple[float, float]:
     return forward / _TINY_CHAIN, backward / _TINY_CHAIN
 
 
-def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Grid, Grid]:
+def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Points, Points]:
     """Time convolutions of one kernel, forward and both gradients, by places, channels out and values an output."""
     places = (256, 1024) if quick else (256, 4096)
     channels = (16,) if quick else (16, 64, 256)
@@ -144,10 +171,10 @@ def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Grid, Grid]:
         there, back = _both_ways(clock, partial(F.conv2d, x, weight, padding=kernel // 2), [x, weight])
         forward.append(there)
         backward.append(back)
-    return grid(axes, (1, 1, 1), forward), grid(axes, (1, 1, 1), backward)
+    return points(axes, (1, 1, 1), forward), points(axes, (1, 1, 1), backward)
 
 
-def depthwise(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
+def depthwise(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
     """Time convolutions by channel with a kernel of 3, forward and both gradients, by the values of the output."""
     images = (1, 4) if quick else (1, 8, 32)
     weight = torch.randn(64, 1, 3, 3, requires_grad=True)
@@ -158,12 +185,12 @@ def depthwise(clock: Clock, *, quick: bool) -> tuple[Grid, Grid]:
         forward.append(there)
         backward.append(back)
     sizes = [count * 64 * SIDE**2 for count in images]
-    return grid((sizes,), (1,), forward), grid((sizes,), (1,), backward)
+    return points((sizes,), (1,), forward), points((sizes,), (1,), backward)
 
 
-def optimizer(clock: Clock, kind: str, *, quick: bool) -> Grid:
+def optimizer(clock: Clock, kind: str, *, quick: bool) -> Points:
     """Time steps of an optimizer, a tensor, by its elements."""
-    sizes = (2**8, 2**16) if quick else (2**6, 2**12, 2**16, 2**19, 2**22)
+    sizes = (2**8, 2**16) if quick else (2**6, 2**12, 2**16, 2**20)
     seconds = []
     for size in sizes:
         tensors = 16 if size < 2**20 else 4
@@ -175,13 +202,7 @@ def optimizer(clock: Clock, kind: str, *, quick: bool) -> Grid:
         else:
             made = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if kind == "momentum" else 0.0)
         seconds.append(clock.seconds(made.step) / tensors)
-    return grid((sizes,), (1,), seconds)
-
-
-def grid(axes: Sequence[Sequence[float]], powers: Sequence[float], seconds: Sequence[float]) -> Grid:
-    """Return a grid of what was timed: more work that seemed to take less corrects the smaller one."""
-    rising = tuple(tuple(float(x) for x in axis) for axis in axes)
-    return Grid(axes=rising, seconds=never_falling(rising, tuple(seconds)), powers=tuple(powers))
+    return points((sizes,), (1,), seconds)
 
 
 def _both_ways(clock: Clock, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
