@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -124,18 +123,9 @@ def case_of(name: str, plan: Plan | None = None) -> Case:
     return Case(build=build, styles={}, options={}, batch=(make, ROWS), plan=plan)
 
 
-def ignore_views() -> None:
-    """Torch warns of units whose output is a view, such as linear layers over sequences.
-
-    An in-place operator on it would lose gradients; nothing here does that.
-    """
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-
-
 def of_plans(named: dict[str, dict[str, Plan]]) -> dict[str, float]:
     """Return by how much training under each Plan differs from training in one process."""
     px.init()
-    ignore_views()
     found = {}
     for name, several in named.items():
         alone = trained_alone(case_of(name))
@@ -306,7 +296,6 @@ def of_one_process(name: str) -> dict[str, Any]:
 def of_examples(names: list[str]) -> dict[str, dict[str, Any]]:
     """Train every network with the Plan that is found for it, and look at other rows before and after."""
     px.init()
-    ignore_views()
     found = {}
     for name in names:
         net, optimizer, rows, others = example_of(name)
@@ -389,7 +378,6 @@ def listened() -> Counter[tuple[str, float]]:
 def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float]]]:
     """Return the collectives of the second step under each Plan."""
     px.init()
-    ignore_views()
     sent = listened()
     found = []
     for name, plan in several:

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,6 @@ SCORES, ONE_ANSWER = {"test_acc1", "test_auc", "test_f1", "test_right"}, 0.01
 
 def results_of(runs: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
     """Run one example after the other in this rank."""
-    # Torch's word on linear layers over sequences, should the planner shard them; nothing here adds to them in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     found = {}
     for number, (name, (path, *arguments)) in enumerate(runs.items()):
         spec = importlib.util.spec_from_file_location(f"example{number}", EXAMPLES / path)

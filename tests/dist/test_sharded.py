@@ -184,6 +184,43 @@ def test_gradients_accumulate_without_travelling() -> None:
         torch.testing.assert_close(ranks[1][name], param.grad, rtol=1e-12, atol=0)
 
 
+def net_changing_views() -> nn.Module:
+    """Over sequences the outputs of its linear layers are views, of which one is changed in place."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)).double()
+
+
+def gradients_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    output = model(rows)
+    output += 1  # in place, of the model's own output
+    return output.square().sum((1, 2)).mean()
+
+
+def change_views_in_place(zeros: list[int | None]) -> dict[int | None, dict[str, torch.Tensor]]:
+    px.init()
+    found = {}
+    for zero in zeros:
+        plan = None if zero is None else plan_for(zero, 2, 2, "mean")
+        model, _, loader = px.distribute(net_changing_views(), None, SEQUENCES, global_batch=5, plan=plan)
+        for rows in loader:
+            gradients_of(model, rows).backward()
+        found[zero] = {name: whole(param.grad) for name, param in model.named_parameters()}
+    return found
+
+
+SEQUENCES = torch.arange(60.0, dtype=torch.float64).sin().view(5, 2, 6)
+
+
+def test_outputs_over_sequences_may_be_changed_in_place() -> None:
+    zeros = [3, 1, None]
+    found = run_ranks(change_views_in_place, 2, zeros)[1]
+    alone = net_changing_views()
+    gradients_of(alone, SEQUENCES).backward()
+    for zero in zeros:
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(found[zero][name], param.grad, rtol=1e-12, atol=1e-14)
+
+
 class Tied(nn.Module):
     """Returns two outputs of which one is made from the other; two units share a weight."""
 

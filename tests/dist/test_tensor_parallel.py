@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -114,7 +113,6 @@ CASES["sequence, compressed"] = replace(
 
 
 def trained_all(names: list[str]) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # what nn.Linear makes of tokens is a view
     cases = {name: CASES[name] for name in names}
     cases |= {f"{name} in fp32": replace(case, dtype=torch.float32) for name, case in cases.items()}
     return {name: trained(case) for name, case in cases.items()}

@@ -47,11 +47,35 @@ def weighted_outputs(outputs: Any, factor: Callable[[], float]) -> Any:
     Each of several outputs has a way in of its own: one may be computed from another, and what comes back through it
     has its weight already. A single one stays the tensor it is, which may be changed in place.
     """
+    outputs = without_views(outputs)
     tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: _times(gradient, factor()))
         return outputs
     return tree_map_only(Tensor, lambda x: with_gradient_times(x, factor) if x.requires_grad else x, outputs)
+
+
+def without_views(outputs: Any) -> Any:
+    """Return outputs of a module of which no tensor with a gradient is a view, over the same memory.
+
+    A linear layer over sequences makes views. Torch drops the hooks of a view that is changed in place, such as by
+    `nn.ReLU(inplace=True)`; those of any other tensor stay.
+    """
+
+    def owned(x: Tensor) -> Tensor:
+        return apply_function(_Owned, x) if x.requires_grad and x._is_view() else x
+
+    return tree_map_only(Tensor, owned, outputs)
+
+
+class _Owned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # no view of x, but what x is saved for notices changes in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class _GradientTimes(torch.autograd.Function):

@@ -31,7 +31,7 @@ from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import held_over, is_module_held, mark_held, note_stages, stages_over
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
-from phalanx.parallel.row_weights import row_weight, weighted_outputs
+from phalanx.parallel.row_weights import row_weight, weighted_outputs, without_views
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -122,6 +122,8 @@ def _cut(
         "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
     }
     for unit in units:
+        # Before torch's own, which puts hooks on the outputs.
+        unit.register_forward_hook(torch.compiler.disable(_leave_no_view))
         fully_shard(unit, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -134,6 +136,10 @@ def _cut(
         for group in stages_over([before[name]]):
             note_stages(param, group)
     _add_terms(plan, model, mesh)
+
+
+def _leave_no_view(_unit: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return without_views(outputs)
 
 
 def _add_terms(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
