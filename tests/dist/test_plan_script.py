@@ -8,9 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from rich.cells import cell_len
 
+from phalanx.cli.plan import command
+from phalanx.errors import ConfigError
 from phalanx.plan.files import load_plan
+from phalanx.train.plan_script import plan_script
 
 pytestmark = pytest.mark.dist
 
@@ -36,11 +40,6 @@ model.train(1, rows, global_batch=16)
 raise SystemExit("it went on to train")
 """
 
-NEITHER = """
-import torch
-print(torch.ones(1))
-"""
-
 
 def planned(script: str, *flags: str, language: str = "en") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -56,12 +55,14 @@ def test_scripts_are_planned_without_training(tmp_path):
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)
     (tmp_path / "model.py").write_text(MODEL)
     saved = tmp_path / "plan.json"
-    flags = ("--cluster", "a100x2", "--json", "--optimizer", "sgd", "--why-not", "tp=2", "--save", str(saved))
+    flags = ("--cluster", "a100x2", "--json", "--optimizer", "sgd", "--save", str(saved))
+    flags += ("--why-not", "tp=1", "--why-not", "tp=2")
     done = planned(str(tmp_path / "distributed.py"), "--lr", "0.1", *flags)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["where"].startswith("1 x (2 A100")
-    assert told["why_not"][0].startswith("With tp=2 the best is data=1 model=2")
+    assert told["why_not"][0].startswith("With tp=1 the best is data=2 model=1")
+    assert told["why_not"][1].startswith("The answer keeps to tp=2 already: data=1 model=2")
     assert "options ['--lr', '0.1']" in done.stderr
     assert load_plan(saved).world_size == 2
 
@@ -77,18 +78,36 @@ def test_scripts_are_planned_without_training(tmp_path):
     assert f"{trace}：每步" in done.stderr
 
 
-def test_where_an_answer_cannot_be_written_is_said_before_the_search(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    done = planned(str(tmp_path / "model.py"), "--cluster", "a100x2", "--save", str(tmp_path / "no" / "plan.json"))
-    assert done.returncode != 0
-    assert "there is no folder" in done.stderr
-    assert "planning Linear" not in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--cluster", "a100x2", "--save", "no/plan.json"), "there is no folder"),
+        (("--cluster", "a100y2"), "Asked for the cluster 'a100y2'"),
+        (("--cluster", "a100x2", "--why-not", "tp=many"), "whose value is no whole number"),
+    ],
+)
+def test_mistakes_in_the_command_are_said_before_the_script_runs(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stops.py").write_text("raise SystemExit('it ran')")
+    done = CliRunner().invoke(command, ["stops.py", *flags])
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
 
 
-def test_a_script_that_trains_nothing_says_so(tmp_path):
-    (tmp_path / "neither.py").write_text(NEITHER)
-    done = planned(str(tmp_path / "neither.py"), "--cluster", "a100x2")
-    assert done.returncode != 0
-    assert "ran to its end and distributed no model with data" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("import torch", r"ran to its end and distributed no model with data\. Give a script that calls px"),
+        ("raise SystemExit(3)", r"ended \(3\) before it trained a model"),
+        (
+            "def f():\n    raise ValueError('mine')\nf()",
+            r"Make `python .*s\.py` work first:\nTraceback.*\n  File .*s\.py.*3",
+        ),
+        ("def f(:", r"work first:\n +File .*s\.py.*, line 1\n"),
+    ],
+)
+def test_a_script_that_trains_nothing_says_so(tmp_path, script, message):
+    (tmp_path / "s.py").write_text(script)
+    with pytest.raises(ConfigError, match=message) as raised:
+        plan_script(tmp_path / "s.py", (), cluster="a100x2")
+    assert "runpy" not in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture import LossFunction, capture
 from phalanx.auto.graph import Captured
-from phalanx.auto.job import KNOBS, Limit, read_limit
+from phalanx.auto.job import KNOBS, Limit, check_asked, is_of_arrangement, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
 from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
@@ -26,7 +25,8 @@ from phalanx.auto.segments import Segment, segments
 from phalanx.auto.trial import cannot_run_cut, may_be_cut
 from phalanx.auto.written_plan import check_base
 from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.errors import ConfigError, PlanError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy
 
@@ -71,6 +71,7 @@ def auto_parallel(
     """
     base = strategy or DistributedStrategy()
     check_base(base)
+    check_asked(model, limits, memory, top_k)
     found = read_cluster("here" if cluster is None else cluster).weakest()
     room = USABLE * found.nodes[0].device.memory if memory is None else memory
     _check_sparse(model)
@@ -113,10 +114,7 @@ def _check_sparse(model: nn.Module) -> None:
     sparse = (name for name, module in model.named_modules() if getattr(module, "sparse", None) is True)
     name = next(sparse, None)
     if name is not None:
-        raise PlanError(
-            f"auto_parallel was asked for a Plan of a model whose module {name!r} makes sparse gradients, which ranks "
-            "cannot add up. Build it with sparse=False."
-        )
+        raise PlanError(text("sparse gradients", name=name))
 
 
 def speed_of(cluster: Cluster, precision: str) -> Speed:
@@ -237,15 +235,14 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
     paths = {segment.path: segment.like for segment in found if not segment.is_glue}
     for said in limits:
         name, _, style = (word.strip() for word in said.partition("="))
-        if re.split(r"[<>=\s]", said.strip())[0] in KNOBS:
+        if is_of_arrangement(said):
             shape.append(read_limit(said))
             continue
         matching = {like for path, like in paths.items() if matches(name, path)}
         if not matching or style not in STYLES:
-            hint = did_you_mean(name, {*paths, *KNOBS})
+            hint = meant(style, STYLES) if matching else meant(name, {*paths, *KNOBS})
             raise ConfigError(
-                f"Asked for the limit {said!r}. Write a knob ({', '.join(KNOBS)}) and a value, such as tp<=2, or a "
-                f"layer and one of {', '.join(STYLES)}, such as classifier.*=whole.{hint}"
+                text("limit of a layer", said=said, knobs=", ".join(KNOBS), styles=", ".join(STYLES), nearest=hint)
             )
         unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
     return shape, frozenset(unwanted)
@@ -278,7 +275,7 @@ def _rows(found: tuple[Segment, ...]) -> int:
 def _kind_of(optimizer: Optimizer | str) -> str:
     if isinstance(optimizer, str):
         if optimizer not in STATES:
-            raise ConfigError(f"Asked for the optimizer {optimizer!r}. Give {', '.join(STATES)}, or a torch optimizer.")
+            raise ConfigError(text("unknown optimizer", said=optimizer, known=", ".join(STATES)))
         return optimizer
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if "betas" in group:

@@ -11,17 +11,19 @@ from typing import TextIO
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from phalanx.auto.described_run import Run, read_runs
+from phalanx.auto.described_run import Run, described_in, read_runs
 from phalanx.auto.predict import Prediction, predict
 from phalanx.auto.search import Found, search
 from phalanx.auto.simulate_files import draw, drawn_options
+from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
 
 @click.command("predict")
-@click.argument("file", type=click.File("r", encoding="utf-8"))
+@click.argument("file", type=click.File("r", encoding="utf-8", lazy=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
 @drawn_options
 def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | None) -> None:
@@ -31,11 +33,9 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
     """
     runs = read_runs(file, file.name)
     if not runs:
-        raise click.UsageError(f"{file.name} has no run. Write one JSON object a line.")
+        raise click.UsageError(text("no run", path=file.name))
     if len(runs) > 1 and (trace or timeline):
-        raise click.UsageError(
-            f"--trace and --timeline show one run, {file.name} has {len(runs)}. Give one line of it."
-        )
+        raise click.UsageError(text("one run", options=text("show"), path=file.name, count=len(runs)))
     found = [predict(run) for run in runs]
     if as_json:
         for prediction in found:
@@ -46,15 +46,18 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
 
 
 def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
-    grid = Table(box=box.SIMPLE, pad_edge=False, caption="tokens/s, TFLOP/s and GiB are those of one device")
-    for name in ("run", "on", "step s", "tokens/s", "TFLOP/s", "GiB", "mostly"):
-        grid.add_column(name, justify="left" if name in ("run", "on", "mostly") else "right", no_wrap=name != "run")
+    grid = Table(box=box.SIMPLE, pad_edge=False, caption=text("predicted caption"))
+    grid.add_column(text("predicted run"), overflow="fold")
+    grid.add_column(text("predicted on"), no_wrap=True)
+    for name in (text("predicted step"), "tokens/s", "TFLOP/s", "GiB"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column(text("predicted mostly"), no_wrap=True)
     has_measured = any(run.measured_step_time_s for run in runs)
     if has_measured:
-        grid.add_column("off by", justify="right", no_wrap=True)
+        grid.add_column(text("predicted off"), justify="right", no_wrap=True)
     for run, one in zip(runs, found, strict=True):
         cells = [
-            run.name,
+            escape(run.name),
             f"{run.parallel.ranks} {run.cluster.device.split('-')[0]}",
             f"{one.step_time_s:.3g}",
             f"{one.tokens_per_s_per_device:,.0f}",
@@ -67,7 +70,7 @@ def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
             cells.append(f"{one.step_time_s / measured - 1:+.0%}" if measured else "")
         grid.add_row(*cells)
     if not all(one.fits for one in found):
-        grid.caption = f"{grid.caption}; ! does not fit"
+        grid.caption = text("predicted caption") + text("predicted too large")
     return grid
 
 
@@ -75,7 +78,7 @@ def _cause(one: Prediction) -> str:
     """Return what takes most of the step."""
     seconds = {name.removesuffix("_s"): value for name, value in one.breakdown.items() if name.endswith("_s")}
     largest = max(seconds, key=lambda name: seconds[name])
-    return f"{largest.replace('_', ' ')} {seconds[largest] / one.step_time_s:.0%}"
+    return f"{text(f'spent {largest}')} {seconds[largest] / one.step_time_s:.0%}"
 
 
 def plan_described(
@@ -106,12 +109,14 @@ def plan_described(
     Raises:
         ConfigError: If the file describes no run.
     """
-    try:
-        described = json.load(file)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file.name}: not JSON ({error.msg}, line {error.lineno}).") from None
+    runs = described_in(file, file.name)
+    if not runs:
+        raise click.UsageError(text("no run", path=file.name))
+    if len(runs) > 1:
+        raise click.UsageError(text("one run", options=text("plan takes"), path=file.name, count=len(runs)))
+    place, described = runs[0]
     if not isinstance(described, dict):
-        raise ConfigError(f"{file.name}: a run is a JSON object, found {type(described).__name__}.")
+        raise ConfigError(text("not an object", place=place, found=type(described).__name__))
     found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
     reasons = [found.why_not(one) for one in alternatives]
     if as_json:
@@ -125,19 +130,22 @@ def _print(found: Found, reasons: Sequence[str]) -> None:
     console = Console()
     console.print(_choices(found))
     spaces = (f"{name} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
-    console.print(
-        f"{found.choices:,} choices, {found.priced:,} simulated; none is faster than {found.bound:.4g} s: the first is "
-        f"within {found.gap:.2g} % of the best, by this model of time. docs/predict.md says how good that model is.",
-        highlight=False,
+    proved = text(
+        "choices proved",
+        choices=f"{found.choices:,}",
+        priced=f"{found.priced:,}",
+        bound=f"{found.bound:.4g}",
+        gap=f"{found.gap:.2g}",
     )
-    console.print("searched: " + "; ".join(spaces), style="dim", highlight=False)
+    console.print(proved, highlight=False)
+    console.print(text("choices searched", space="; ".join(spaces)), style="dim", highlight=False)
     for reason in reasons:
         console.print(reason, highlight=False)
 
 
 def _choices(found: Found) -> Table:
-    grid = Table(box=box.SIMPLE, pad_edge=False)
-    for name in (*found.best.values, "step s", "tokens/s", "TFLOP/s", "GiB"):
+    grid = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # eleven columns in eighty places
+    for name in (*found.best.values, text("predicted step"), "tokens/s", "TFLOP/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
     for choice in found.top_k:
         one = choice.prediction

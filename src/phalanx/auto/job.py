@@ -36,6 +36,11 @@ class Limit:
         return f"{self.knob}{self.compare}{self.value}"
 
 
+def is_of_arrangement(said: str) -> bool:
+    """Return whether a limit begins with a knob, and so is not one of layers."""
+    return re.split(r"[<>=\s]", said.strip())[0] in KNOBS
+
+
 def read_limit(said: str) -> Limit:
     """Return a limit from words.
 
@@ -57,6 +62,21 @@ def read_limit(said: str) -> Limit:
     if knob == "zero" and int(value) > 3:
         raise ConfigError(text("limit one of", said=said, knob=knob, known="0, 1, 2, 3"))
     return Limit(knob, compare, int(value))
+
+
+def check_asked(model: Any, limits: Any, memory: float | None, top_k: int) -> None:
+    """Raise if what a planner is asked for could never be.
+
+    Raises:
+        ConfigError: Says what was found, and what to hand in.
+    """
+    if not callable(getattr(model, "named_modules", None)):
+        raise ConfigError(text("not a module", found=type(model).__name__))
+    if isinstance(limits, str):
+        raise ConfigError(text("limit many", said=limits))
+    for name, value in (("memory", memory), ("top_k", top_k)):
+        if value is not None and not value > 0:
+            raise ConfigError(text("not above zero", name=name, value=value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,14 @@ from phalanx.auto.layers import Layers
 from phalanx.auto.planned_table import planned_table
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
+from phalanx.auto.simulate_picture import in_words
 from phalanx.auto.simulate_plan import simulate_plan
 from phalanx.auto.simulate_values import Simulated
 from phalanx.auto.traffic import traffic
 from phalanx.auto.ways import ways_of
 from phalanx.auto.written_plan import written
-from phalanx.errors import ConfigError, PlanError, did_you_mean
+from phalanx.cluster.messages import meant, text
+from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.shown import as_text
@@ -96,10 +98,8 @@ class Planned:
         """
         places = [i for i, segment in enumerate(self.layers.segments) if segment.path == layer]
         if not places:
-            known = [segment.path for segment in self.layers.segments]
-            raise ConfigError(
-                f"explain was asked for {layer!r}, which this model does not call.{did_you_mean(layer, known)}"
-            )
+            known = list(dict.fromkeys(one.path for one in self.layers.segments if not one.is_glue))
+            raise ConfigError(text("explain unknown", layer=layer, nearest=meant(layer, known), known=_some(known)))
         best = self.searched.best
         found = ways_of(self.layers, self.work, best.arrangement, self.speed, self.room)
         grid = Table(title=f"{layer} under {best.arrangement}", title_justify="left")
@@ -118,19 +118,32 @@ class Planned:
 
         Args:
             *limits: As `px.auto_parallel` takes them.
+
+        Raises:
+            ConfigError: If none is given, or one cannot be.
         """
+        if not limits:
+            raise ConfigError(text("why not nothing"))
         said = ", ".join(limits)
         try:
             other = self.search_again(limits).best
         except PlanError as error:
-            return f"With {said}: {error}"
+            return text("why not impossible", limits=said, why=error)
         mine = self.searched.best
+        if (other.arrangement, other.ways) == (mine.arrangement, mine.ways):
+            return text("why not same", limits=said, arrangement=mine.arrangement, step=in_words(mine.seconds))
         changes = {name: other.parts[name] - mine.parts[name] for name in mine.parts}
         cause = max(changes, key=lambda name: changes[name])
-        return (
-            f"With {said} the best is {other.arrangement}, layers cut: {self._cut(other)}; "
-            f"{other.seconds * 1e3:.4g} ms a step, {other.seconds / mine.seconds - 1:+.1%}, "
-            f"{(other.peak - mine.peak) / MIB:+.1f} MiB; most of it {cause} ({changes[cause] * 1e3:+.3g} ms)."
+        return text(
+            "why not",
+            limits=said,
+            arrangement=other.arrangement,
+            cut=self._cut(other),
+            step=in_words(other.seconds),
+            change=f"{other.seconds / mine.seconds - 1:+.1%}",
+            memory=f"{(other.peak - mine.peak) / MIB:+.1f} MiB",
+            cause=text(f"plan {cause}"),
+            more=f"{changes[cause] * 1e3:+.3g} ms",
         )
 
     def simulate(self, place: int = 0) -> Simulated:
@@ -175,9 +188,16 @@ class Planned:
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """The dimensions that were searched, and their values."""
-        names = ("data", "model", "stages", "virtual", "micro_batches", "zero", "recompute", "model_inside")
-        found = {name: tuple(dict.fromkeys(getattr(at, name) for at in self.searched.arrangements)) for name in names}
-        return {**found, "layers": (f"{len({one.like for one in self.layers.segments})} decisions",)}
+        names = ("data", "model", "stages", "virtual", "micro_batches", "zero", "recompute")
+        tried = self.searched.arrangements
+        found = {name: tuple(dict.fromkeys(getattr(at, name) for at in tried)) for name in names}
+        inside = {at.model_inside for at in tried if at.data > 1 and at.model > 1}
+        orders = tuple("data,model" if one else "model,data" for one in sorted(inside, reverse=True))
+        return {
+            **found,
+            "order": orders or ("data,model",),
+            "layers": (f"{len({one.like for one in self.layers.segments})} decisions",),
+        }
 
     def __str__(self) -> str:
         return as_text(self)
@@ -187,9 +207,16 @@ class Planned:
             self.where,
             self.searched,
             self.space,
-            self.left_out,
+            self._notes(),
             lambda one: self._cut(one) if one.cut else "",
         )
+
+    def _notes(self) -> Iterator[str]:
+        """Yield what is to be known of the model, and what was not searched."""
+        captured = self.layers.captured
+        if captured.reasons:
+            yield text("plan captured", level=captured.level, why=captured.reasons[0])
+        yield from (text("plan not searched", why=why) for why in self.left_out)
 
     def _cut(self, candidate: Candidate) -> str:
         """Return the layers that are cut, each repeated one once."""
@@ -200,10 +227,16 @@ class Planned:
             if way is not None and not segment.is_glue:
                 count = len({one.path for one in self.layers.segments if one.like == segment.like})
                 shown.append(f"{segment.path} {way}" + (f" x {count}" if count > 1 else ""))
-        return ", ".join(shown) or "none"
+        return ", ".join(shown) or text("none cut")
 
     def _written(self, candidate: Candidate) -> Plan:
         return written(candidate, self.layers, self.base)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    """Return names, of many the first."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else text("and more", names=shown, count=len(names) - most)
 
 
 def _told(candidate: Candidate) -> dict[str, Any]:

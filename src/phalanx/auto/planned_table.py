@@ -19,7 +19,7 @@ def planned_table(
     where: str,
     found: Searched,
     space: Mapping[str, Iterable[object]],
-    left_out: Iterable[str],
+    notes: Iterable[str],
     cut: Callable[[Candidate], str],
 ) -> RenderableType:
     """Return a planner's answer in the user's language (PHALANX_LANG).
@@ -28,7 +28,7 @@ def planned_table(
         where: The cluster, in words.
         found: What was found.
         space: The dimensions that were searched, and their values.
-        left_out: What was not searched, and why not.
+        notes: What else is to be known, such as what was not searched.
         cut: Says which layers of a candidate are cut.
     """
     best = found.best
@@ -49,9 +49,7 @@ def planned_table(
         grid.add_row(Group(str(one.arrangement), *said), in_words(one.seconds), size_in_words(one.peak))
     dimensions = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in space.items())
     searched = text("plan searched", count=len(found.arrangements), listed=found.solved, space=dimensions)
-    return Group(
-        Text(head), grid, Text(searched, style="dim"), *(Text(text("plan not searched", why=why)) for why in left_out)
-    )
+    return Group(Text(head), grid, Text(searched, style="dim"), *map(Text, notes))
 
 
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:

@@ -19,10 +19,12 @@ from phalanx.auto.choices import Choices, Option
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
+from phalanx.auto.simulate_picture import size_in_words
 from phalanx.auto.solve import Solved, solve
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
 from phalanx.auto.ways import Ways, ways_of
+from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 
 
@@ -290,9 +292,8 @@ def _parts(choices: Choices | StagedChoices, solved: Solved) -> dict[str, float]
 
 
 def _none_left(limits: Sequence[str], tried: int) -> str:
-    asked = f" keeps to the limits {', '.join(map(repr, limits))}" if limits else " computes this model"
-    found = f": {tried} are left, and in each some layer has no way to be computed" if tried else ""
-    return f"No way to arrange the ranks{asked}{found}. Loosen one, or take another number of ranks."
+    asked = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
+    return text("no arrangement", asked=asked, found=text("layers left", count=tried) if tried else "")
 
 
 def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
@@ -301,10 +302,8 @@ def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
         found = _least_peak(ways.choices)
         if found[0] < least:
             (least, part), where = found, at
-    return (
-        f"No Plan fits: every one needs {least / 2**30:.3f} GiB a rank or more ({where}), most of it {part}, and there "
-        f"are {room / 2**30:.3f} GiB. Take more ranks, ranks with more memory, or a smaller batch."
-    )
+    held, given = size_in_words(least), size_in_words(room)
+    return text("nothing fits", least=held, where=where, part=text(f"plan {part}"), room=given)
 
 
 def _least_peak(choices: Choices | StagedChoices) -> tuple[float, str]:

@@ -24,6 +24,7 @@ from phalanx.auto.job import Job, read_job, read_limit
 from phalanx.auto.predict import USABLE, Prediction, predict
 from phalanx.cluster.description import Cluster
 from phalanx.cluster.devices import GIB
+from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 
 _MAX_VIRTUAL = 12
@@ -77,17 +78,25 @@ class Found:
 
     def why_not(self, *limits: str) -> str:
         """Return what it would cost to keep to further limits, such as `tp=1`."""
+        said = ", ".join(limits)
         try:
             other = search_job(Job(base=self.job.base, limits=(*self.job.limits, *map(read_limit, limits))))
         except PlanError as error:
-            return str(error)
+            return text("why not impossible", limits=said, why=error)
         mine, theirs = self.best.prediction, other.best.prediction
         changes = {name: theirs.breakdown[name] - mine.breakdown[name] for name in mine.breakdown}
         cause = max((name for name in changes if name.endswith("_s")), key=lambda name: changes[name])
-        return (
-            f"With {', '.join(limits)} the best is {other.best}: {theirs.step_time_s:.4g} s a step, "
-            f"{theirs.step_time_s / mine.step_time_s - 1:+.1%}, {theirs.memory_gib - mine.memory_gib:+.1f} GiB; "
-            f"most of it {cause.removesuffix('_s').replace('_', ' ')} ({changes[cause]:+.3g} s)."
+        if other.best == self.best:
+            return text("why not same", limits=said, arrangement=self.best, step=f"{mine.step_time_s:.4g} s")
+        return text(
+            "why not choice",
+            limits=said,
+            choice=other.best,
+            step=f"{theirs.step_time_s:.4g} s",
+            change=f"{theirs.step_time_s / mine.step_time_s - 1:+.1%}",
+            memory=f"{theirs.memory_gib - mine.memory_gib:+.1f} GiB",
+            cause=text(f"spent {cause.removesuffix('_s')}"),
+            more=f"{changes[cause]:+.3g} s",
         )
 
 
@@ -121,11 +130,8 @@ def search_job(job: Job, *, top_k: int = 5, time_limit: float | None = None, con
     """See `search`."""
     runs = list(choices_of(job))
     if not runs:
-        kept = ", ".join(str(limit) for limit in job.limits) or "none"
-        raise PlanError(
-            f"No way to cut the job over {job.devices} devices keeps to its limits ({kept}). Loosen one, or take "
-            "another number of devices."
-        )
+        kept = ", ".join(map(str, job.limits)) or text("none cut")
+        raise PlanError(text("no choice", devices=job.devices, limits=kept))
     room = USABLE * job.base.device.memory
     least: tuple[float, Run, Footprint | None] = (math.inf, runs[0], None)
     ordered: list[tuple[float, int, Run]] = []
@@ -256,8 +262,12 @@ def _too_large(job: Job, total: float, run: Run, held: Footprint | None) -> str:
     parts = {name: getattr(held, name) for name in held.__dataclass_fields__}
     most = max(parts, key=lambda name: parts[name])
     choice = " ".join(f"{name}={value}" for name, value in knobs_of(run).items())
-    return (
-        f"No choice fits: the least that any needs is {total / GIB:.1f} GiB a device ({choice}), of which {most} "
-        f"{parts[most] / GIB:.1f} GiB, and {job.base.device.name} has {USABLE * job.base.device.memory / GIB:.1f} GiB "
-        "to use. Take more devices, devices with more memory, a shorter sequence or a smaller batch."
+    return text(
+        "no choice fits",
+        least=f"{total / GIB:.1f}",
+        choice=choice,
+        part=text(f"held {most}"),
+        most=f"{parts[most] / GIB:.1f}",
+        device=job.base.device.name,
+        room=f"{USABLE * job.base.device.memory / GIB:.1f}",
     )

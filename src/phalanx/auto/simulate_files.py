@@ -78,6 +78,4 @@ def write_file(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}). Give a file in a folder that exists and is yours."
-        ) from None
+        raise ConfigError(text("cannot write", path=path, why=error.strerror)) from None

@@ -174,7 +174,9 @@ def in_words(seconds: float) -> str:
 
 def size_in_words(size: float) -> str:
     """Return bytes with the unit that suits them."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.4g} MiB"
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def rate_in_words(simulated: Simulated) -> str:

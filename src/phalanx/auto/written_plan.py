@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from phalanx.auto.layers import PARTS, Layers, State, Way
 from phalanx.auto.operator_sites import parts_of
 from phalanx.auto.planner import Candidate
+from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 from phalanx.plan.mesh_rules import DATA_AXIS, MODEL_AXIS
 from phalanx.plan.rules import plan_from_strategy
@@ -52,10 +53,7 @@ def check_base(base: DistributedStrategy) -> None:
     """
     on = [name for name in PLANNED if getattr(base, name)] + (["hybrid_configs"] if base.hybrid_configs else [])
     if on:
-        raise PlanError(
-            f"strategy.{on[0]} says how to cut the model, and a planner is asked to find out. Leave it out, or say it "
-            "as a limit, such as tp=2."
-        )
+        raise PlanError(text("strategy decides", name=on[0]))
 
 
 def _strategy(candidate: Candidate, layers: Layers, base: DistributedStrategy) -> DistributedStrategy:

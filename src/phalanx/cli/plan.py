@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import click
 from rich.console import Console
 
+from phalanx.auto.job import is_of_arrangement, read_limit
 from phalanx.auto.simulate_files import draw_simulated, drawn_options, write_file
+from phalanx.cluster.description import read_cluster
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
@@ -28,7 +31,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--why-not", "alternatives", multiple=True, help="Say what it would cost to keep to this limit too.")
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")
-@click.option("--time-limit", type=float, help="Seconds after which the best so far is shown with its gap.")
+@click.option(
+    "--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is shown with its gap."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Of a script. Default: adam.")
 @click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
@@ -44,7 +49,7 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
         _plan_script(file, arguments, **options)
         return
     if any([arguments, options.pop("optimizer"), options.pop("save"), options.pop("picture")]):
-        raise click.UsageError("Arguments, --optimizer, --save and --picture are for a script, FILE.py.")
+        raise click.UsageError(text("script only"))
     from phalanx.auto.commands import plan_described
 
     with click.open_file(str(file), encoding="utf-8") as opened:
@@ -68,6 +73,7 @@ def _plan_script(
     timeline: Path | None,
 ) -> None:
     _check_folders(save, picture, trace, timeline)
+    _check_words(cluster, (*limits, *alternatives))
     from phalanx.train.plan_script import plan_script
 
     answer = plan_script(
@@ -79,11 +85,10 @@ def _plan_script(
         top_k=top,
         time_limit=time_limit,
     )
-    reasons = [answer.why_not(one) for one in alternatives]
     if as_json:
-        click.echo(json.dumps(answer.to_json() | {"why_not": reasons}))
+        click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(one) for one in alternatives]}))
     else:
-        _print(answer, reasons)
+        _print(answer, alternatives)
     if picture is not None:
         from phalanx.auto.planned_picture import picture_of_plan
 
@@ -102,11 +107,20 @@ def _check_folders(*files: Path | None) -> None:
     """Raise before a search rather than after it where its answer could not be written."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"Asked to write {file}, and there is no folder {file.parent}. Make it, or name another.")
+            raise ConfigError(text("no folder", path=file, folder=file.parent))
 
 
-def _print(answer: Planned, reasons: list[str]) -> None:
+def _check_words(cluster: str | None, limits: Iterable[str]) -> None:
+    """Raise before the script runs where words are wrong; those that name layers are read when these are known."""
+    if cluster is not None:
+        read_cluster(cluster)
+    for said in limits:
+        if is_of_arrangement(said):
+            read_limit(said)
+
+
+def _print(answer: Planned, alternatives: Iterable[str]) -> None:
     console = Console()
     console.print(answer)
-    for reason in reasons:
-        console.print(reason, highlight=False)
+    for one in alternatives:
+        console.print(answer.why_not(one), highlight=False, markup=False)

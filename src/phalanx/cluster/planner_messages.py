@@ -91,8 +91,8 @@ PLANNER: dict[str, tuple[str, str]] = {
         "请给出调用 px.distribute(model, optimizer, data) 或 px.Model(...).train(...) 的脚本。",
     ),
     "script failed": (
-        "{script} failed before it trained a model, as the lines above say. Does `python {script}` work?",
-        "{script} 在训练模型之前出错，原因见上。请确认 `python {script}` 可以运行。",
+        "{script} failed before it trained a model. Make `python {script}` work first:",
+        "{script} 在训练模型之前出错。请先让 `python {script}` 可以运行：",
     ),
     "script only": (
         "Arguments, --optimizer, --save and --picture are for a script, FILE.py.",
@@ -393,6 +393,56 @@ PLANNER: dict[str, tuple[str, str]] = {
             "限制 {limits} 时最优为 {arrangement}，切分的层：{cut}；每步 {step}，{change}，{memory}；"
             "差别最大的是{cause}（{more}）。"
         ),
+    ),
+    "plan parameters, gradients and optimizer state": (
+        "parameters, gradients and optimizer state",
+        "参数、梯度与优化器状态",
+    ),
+    "plan activations": ("activations", "激活"),
+    "spent compute": ("compute", "计算"),
+    "spent exposed_communication": ("exposed communication", "未被掩盖的通信"),
+    "spent pipeline_send": ("pipeline send", "流水线发送"),
+    "spent pipeline_bubble": ("pipeline bubble", "流水线空泡"),
+    "spent gradients": ("gradients", "梯度交换"),
+    "spent optimizer": ("optimizer", "优化器"),
+    "held parameters": ("parameters", "参数"),
+    "held gradients": ("gradients", "梯度"),
+    "held optimizer": ("optimizer", "优化器状态"),
+    "held activations": ("activations", "激活"),
+    "held logits": ("logits", "logits"),
+    "held gathered": ("gathered parameters", "聚合的参数"),
+    "held workspace": ("workspace", "工作区"),
+    "predicted run": ("run", "任务"),
+    "predicted on": ("on", "设备"),
+    "predicted step": ("step s", "每步 s"),
+    "predicted mostly": ("mostly", "主要耗时"),
+    "predicted off": ("off by", "偏差"),
+    "predicted caption": (
+        "tokens/s, TFLOP/s and GiB are those of one device",
+        "tokens/s、TFLOP/s 和 GiB 均为单个设备的值",
+    ),
+    "predicted too large": ("; ! does not fit", "；! 表示放不下"),
+    "choices proved": (
+        (
+            "{choices} choices, {priced} simulated; none is faster than {bound} s: the first is within {gap} % of the "
+            "best, by this model of time. docs/predict.md says how good that model is."
+        ),
+        (
+            "{choices} 种选择，模拟了 {priced} 种；没有快于 {bound} s 的：按此时间模型，"
+            "第一种与最优相差不超过 {gap} %。该模型的精度见 docs/predict.md。"
+        ),
+    ),
+    "choices searched": ("searched: {space}", "搜索范围：{space}"),
+    "why not choice": (
+        "With {limits} the best is {choice}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",
+        "限制 {limits} 时最优为 {choice}：每步 {step}，{change}，{memory}；差别最大的是{cause}（{more}）。",
+    ),
+    "no choice": (
+        (
+            "No way to cut the job over {devices} devices keeps to its limits ({limits}). Loosen one, or take another "
+            "number of devices."
+        ),
+        "{devices} 个设备没有满足限制（{limits}）的切分方式。请放宽限制，或换一个设备数。",
     ),
     "why not same": (
         "The answer keeps to {limits} already: {arrangement}, {step} a step.",

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.cluster.messages import text
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
@@ -56,10 +57,7 @@ def plan_ahead(
         ConfigError: If the net cannot be captured or nothing fits; on all ranks.
     """
     if here.role.server_endpoints:
-        raise ConfigError(
-            "AUTO_PARALLEL plans for workers that hold all parameters, and this job has servers. Launch it without, "
-            "or write DATA_PARALLEL."
-        )
+        raise ConfigError(text("plan with servers"))
     sample: tuple[Any, ...] = ()
 
     def look() -> None:

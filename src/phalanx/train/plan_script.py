@@ -6,6 +6,7 @@ import inspect
 import logging
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import nn
 import phalanx.comm.context as context_of
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.planned import Planned
-from phalanx.errors import ConfigError
+from phalanx.cluster.messages import text
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.watch import assembly
 from phalanx.train.batches import LossFunction
 from phalanx.train.plan_ahead import global_batch
@@ -37,7 +39,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
         **options: As `px.auto_parallel` takes them.
 
     Raises:
-        ConfigError: If the script ends without training on data that it distributes.
+        ConfigError: If the script fails, or ends without training on data that it distributes.
     """
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
@@ -49,16 +51,27 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
     except _Reached as reached:
         return _planned(reached.model, reached.loss_fn, options)
     except SystemExit as ended:
-        raise ConfigError(f"{script} ended ({ended.code}) before it trained a model. {_ADVICE}") from None
+        advice = text("script to plan")
+        raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
+    except PhalanxError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a script may raise anything
+        raise ConfigError(_failed(script, error)) from None
     finally:
         sys.argv, sys.path[:] = argv, path
         assembly.planner = None
         if context_of.is_initialized():
             context_of.shutdown()
-    raise ConfigError(f"{script} ran to its end and distributed no model with data. {_ADVICE}")
+    raise ConfigError(text("script trained nothing", script=script, advice=text("script to plan")))
 
 
-_ADVICE = "Give a script that calls px.distribute(model, optimizer, data) or px.Model(...).train(...)."
+def _failed(script: Path, error: Exception) -> str:
+    """Return the script's own traceback, without what ran it, and what that means."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace))
+    return f"{text('script failed', script=script)}\n{lines.rstrip()}"
 
 
 class _Reached(BaseException):
@@ -75,7 +88,7 @@ def _stop(model: nn.Module, loss_fn: LossFunction | None) -> NoReturn:
 
 def _planned(model: nn.Module, loss_fn: LossFunction | None, options: dict[str, Any]) -> Planned:
     assert assembly.loader is not None
-    logger.info("planning %s; --time-limit ends the search with the best so far", type(model).__name__)
+    logger.info("%s", text("planning", model=type(model).__name__))
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     columns = global_batch(assembly.loader, device, has_target=loss_fn is not None)
     if loss_fn is not None:
