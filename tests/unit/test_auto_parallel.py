@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto import planner
 from phalanx.auto.choices import Choices
+from phalanx.auto.layers import Way
 from phalanx.auto.operator_cost import Share
 from phalanx.auto.planned import Planned
 from phalanx.auto.planned_picture import picture_of_plan
@@ -122,6 +123,25 @@ def test_the_search_finds_what_trying_every_plan_finds(name, cluster, limits):
     fitting = [seconds for seconds, peak in every_plan(tight) if peak <= tight.room]
     assert tight.seconds == pytest.approx(min(fitting), rel=1e-7)
     assert tight.memory <= tight.room * (1 + 1e-9)
+
+
+def test_no_arrangement_is_faster_than_its_arithmetic():
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4))
+    answer = px.auto_parallel(nn.Sequential(*blocks, nn.Linear(64, 8)), torch.zeros(16, 64), cluster="a100x4")
+    assert {at.recompute for at in answer.searched.arrangements} == {"none", "selective", "full"}
+    for at in answer.searched.arrangements:
+        choices = ways_of(answer.layers, answer.work, at, answer.speed).choices
+        by_arithmetic = planner.in_stages(answer.work.least_s(at), at.stages, at.virtual, at.micro_batches)
+        assert by_arithmetic <= planner.lower_bound(choices) * (1 + 1e-12), str(at)
+
+
+def test_what_leaves_a_model_without_its_loss_is_whole():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 512))
+    answer = px.auto_parallel(model, torch.zeros(8, 64), cluster="a100x2", limits=("tp=2",))
+    ways = ways_of(answer.layers, answer.work, answer.searched.best.arrangement, answer.speed).ways
+    last = answer.layers.segments[-1]
+    assert {way.gives for way in ways[str(last.like)]} == {"whole"}
+    assert Way("column", gives="features") in ways[str(answer.layers.segments[0].like)]
 
 
 def test_linear_layers_are_cut_and_convolutions_are_not_where_both_cost():

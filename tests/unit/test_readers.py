@@ -63,7 +63,7 @@ def test_digits_come_in_the_size_and_channels_a_model_wants() -> None:
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("phalanx.data.digits.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'scikit-learn, which is not installed. Run: pip install "phalanx\['):
         DigitsDataset()
 

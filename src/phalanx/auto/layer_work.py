@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -74,6 +75,9 @@ class LayerWork:
             )
             for place, (segment, block) in enumerate(zip(found, block_of, strict=True))
         )
+        alike = {(work.segment.like, work.is_first, work.trains): work for work in reversed(self.all)}
+        counts = Counter((work.segment.like, work.is_first, work.trains) for work in self.all)
+        self._distinct = [(work, counts[key]) for key, work in alike.items()]
         names = units(ModelShape(captured.parameters))
         together: dict[int | None, list[ParamShape]] = {}
         placed = {param: unit_of(param.name, names) for param in captured.parameters}
@@ -109,11 +113,15 @@ class LayerWork:
         # A bound has no time to ask of which modules ranks can compute parts.
         split = Share(rows=1 / arrangement.row_parts / arrangement.model)
         least = 0.0
-        for work in self.all:
+        for work, count in self._distinct:
             tried = {split, *shares} if _may_be_cut(work.segment) else {split if not work.segment.is_glue else whole}
-            found = (self.times(work, share) for share in tried)
-            least += min(one.forward + one.backward for one in found)
+            least += count * min(self._passes_s(work, share, arrangement.recompute) for share in tried)
         return least
+
+    def _passes_s(self, work: Work, share: Share, recompute: Recompute) -> float:
+        found = self.times(work, share)
+        again = self.again_s(work, share, recompute) if work.in_block and recompute != "none" else 0.0
+        return found.forward + found.backward + again
 
 
 def _first(found: tuple[Segment, ...], trains: list[bool]) -> list[bool]:

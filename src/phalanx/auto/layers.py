@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from phalanx.auto.graph import Captured
-from phalanx.auto.operator_sites import parts_of
+from phalanx.auto.operator_sites import form_of, parts_of
 from phalanx.auto.pieces import Pieces
 from phalanx.auto.segments import Input, Segment
 from phalanx.plan.tensor_rules import Style
@@ -82,6 +83,37 @@ class Region(NamedTuple):
     """By `Segment.like`."""
 
 
+class Calls:
+    """Which segments are alike, and which call a module or read a parameter that others do too."""
+
+    def __init__(self, found: tuple[Segment, ...]) -> None:
+        self.alike: dict[int, list[Segment]] = {}
+        """By `Segment.like`."""
+
+        users: dict[str, set[str]] = {}
+        read = {source.source for segment in found for source in segment.inputs}
+        for segment in found:
+            self.alike.setdefault(segment.like, []).append(segment)
+            for param in segment.parameters:
+                users.setdefault(param.name, set()).add(segment.path)
+        self.once = {path for path, count in Counter(one.path for one in found).items() if count == 1}
+        """Modules that run in one segment."""
+
+        self.shared = {name for name, paths in users.items() if len(paths) > 1}
+        """Parameters of several modules."""
+
+        self.ends = {segment.like for place, segment in enumerate(found) if place not in read}
+        """By `Segment.like`, those whose outputs leave the model: who reads them is not known, and takes them whole."""
+
+        self._forms: dict[int, tuple[object, ...]] = {}
+
+    def form(self, captured: Captured, segment: Segment) -> tuple[object, ...]:
+        """Return the form of a segment's operators."""
+        if segment.like not in self._forms:
+            self._forms[segment.like] = form_of(captured, segment.operators)
+        return self._forms[segment.like]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
     """A captured model, the optimizer it trains with, and what its layers may not be."""
@@ -109,12 +141,18 @@ class Layers:
     on_tokens: bool = True
     """Whether activations may be cut along their tokens between layers."""
 
-    known_parts: dict[tuple[int, int], bool] = field(default_factory=dict, compare=False, repr=False)
-    """Whether so many ranks can compute parts of a segment, by `Segment.like`; kept over searches."""
+    known_parts: dict[tuple[object, int], bool] = field(default_factory=dict, compare=False, repr=False)
+    """Whether so many ranks can compute parts of a segment, by the form of its operators; kept over searches."""
+
+    calls: Calls = field(init=False, compare=False, repr=False)
+    """How segments are called."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", Calls(self.segments))
 
     def has_parts(self, segment: Segment, ranks: int) -> bool:
         """Return whether so many ranks can compute parts of a call of a module, operator by operator."""
-        key = segment.like, ranks
+        key = self.calls.form(self.captured, segment), ranks
         if key not in self.known_parts:
             self.known_parts[key] = parts_of(self.captured, segment.operators, ranks) is not None
         return self.known_parts[key]

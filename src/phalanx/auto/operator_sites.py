@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from phalanx.auto.graph import Captured, Operator, Read, TensorShape, with_reads
+from phalanx.auto.graph import Argument, Captured, Operator, Read, TensorShape, with_reads
 from phalanx.errors import did_you_mean
 from phalanx.plan.sites import Site, axis_of, regions
 from phalanx.plan.value import Plan, Shard
@@ -111,6 +112,23 @@ def parts_of(captured: Captured, operators: Sequence[int], ranks: int) -> Parts 
         if placed is not None:
             return Parts(dim, tuple((named[place], dims) for place, dims in placed))
     return None
+
+
+def form_of(captured: Captured, operators: Sequence[int]) -> tuple[object, ...]:
+    """Return what `parts_of` goes by: names and arguments, in which tensors are shapes and where they come from."""
+    order = {place: number for number, place in enumerate(operators)}
+
+    def from_where(read: Read) -> Argument:
+        inside = order.get(read.source) if isinstance(read.source, int) else None
+        outside = "made" if isinstance(read.source, int) else read.source.partition(":")[0]
+        return replace(read, source=outside if inside is None else inside, output=0 if inside is None else read.output)
+
+    form: list[object] = []
+    for operator in (captured.operators[place] for place in operators):
+        form += operator.name, operator.phase, operator.outputs
+        form += (with_reads(argument, from_where) for argument in operator.arguments)
+        form += ((name, with_reads(value, from_where)) for name, value in operator.keywords)
+    return tuple(form)
 
 
 def _followed(captured: Captured, operators: Sequence[int], run: _Followed) -> list[tuple[int, tuple[int, ...]]] | None:

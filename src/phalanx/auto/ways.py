@@ -83,19 +83,11 @@ class _Listed:
     """The ways of the segments, and which of them do not go together."""
 
     def __init__(self, layers: Layers, arrangement: Arrangement) -> None:
-        self._layers, self._at = layers, arrangement
-        users: dict[str, set[str]] = {}
-        calls: dict[str, int] = {}
-        for segment in layers.segments:
-            calls[segment.path] = calls.get(segment.path, 0) + 1
-            for param in segment.parameters:
-                users.setdefault(param.name, set()).add(segment.path)
-        self._once = {path for path, count in calls.items() if count == 1}
-        self._shared = {name for name, paths in users.items() if len(paths) > 1}
+        self._layers, self._at, self._calls = layers, arrangement, layers.calls
 
     def ways(self, segment: Segment) -> tuple[Way, ...]:
         """Return the ways of a segment and of all that are like it, the whole first."""
-        alike = [one for one in self._layers.segments if one.like == segment.like]
+        alike = self._calls.alike[segment.like]
         found = [WHOLE]
         if self._at.model > 1:
             if self._passes_cut(alike):
@@ -107,6 +99,8 @@ class _Listed:
                 found.append(PARTS)
         elif self._at.cuts_by_rows:
             found += self._layer_ways(alike, self._at.data, same_rows=False)
+        if segment.like in self._calls.ends:
+            found = [way for way in found if way.gives == "whole"]
         return tuple(way for way in found if (segment.like, way) not in self._layers.unwanted)
 
     def forbidden(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[frozenset[tuple[str, int]]]:
@@ -155,7 +149,7 @@ class _Listed:
         at, first = self._at, alike[0]
         if at.stages > 1 or at.recompute == "selective" or at.rows % (at.data * at.model):
             return False
-        if not all(one.path in self._once and not one.is_glue and one.outputs for one in alike):
+        if not all(one.path in self._calls.once and not one.is_glue and one.outputs for one in alike):
             return False
         if first.kind in ("Linear", "Embedding"):  # they have styles of their own
             return False
@@ -188,7 +182,9 @@ class _Listed:
 
     def _is_alone(self, segment: Segment) -> bool:
         """Return whether a module is called once, and nobody else has its parameters."""
-        return segment.path in self._once and not any(param.name in self._shared for param in segment.parameters)
+        return segment.path in self._calls.once and not any(
+            param.name in self._calls.shared for param in segment.parameters
+        )
 
     def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
         """Yield which ways of neighbours leave an activation in another state than it is taken in."""
