@@ -54,7 +54,7 @@ def test_interleaved_stages_are_never_faster_than_the_work_of_a_rank() -> None:
     for place, candidate in enumerate(answer.searched.candidates):
         step = answer.simulate(place).simulation
         assert max(one.busy for one in step.ranks) <= step.step_time_s
-        assert step.step_time_s == pytest.approx(candidate.seconds, rel=0.15)
+        assert step.step_time_s == pytest.approx(candidate.seconds, rel=0.02)  # sends aside: stages are even
         assert max(step.peaks) <= candidate.peak * (1 + 1e-9)
 
 

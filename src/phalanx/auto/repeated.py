@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -163,13 +164,17 @@ class Repeated:
             yield self._choices.sends[self._equal.start if among else ends[stage]]
 
     def _stages(self, number: int, numbers: Ints) -> tuple[int, ...]:
-        """Return the stage of every piece; a rank's are shared evenly by its stages."""
+        """Return the stage of every piece; a rank's stages get as many pieces each, those outside among them.
+
+        The seconds of a step do not say so, but stages of one rank that differ make others wait.
+        """
         way, ranks = self._ways[number], self._choices.ranks
-        inside: list[int] = []
-        for stage in range(way.first, way.last + 1):
-            mine = range(way.first + (stage - way.first) % ranks, way.last + 1, ranks)
-            each, more = divmod(int(numbers[stage % ranks]), len(mine))
-            inside += [stage] * (each + ((stage - mine.start) // ranks < more))
+        has, share = Counter(way.stages), dict.fromkeys(range(way.first, way.last + 1), 1)
+        for rank in range(ranks):
+            mine = [stage for stage in share if stage % ranks == rank]
+            for _ in range(int(numbers[rank]) - len(mine)):
+                share[min(mine, key=lambda stage: has[stage] + share[stage])] += 1
+        inside = [stage for stage, count in share.items() for _ in range(count)]
         before = self._equal.start
         return (*way.stages[:before], *inside, *way.stages[before:])
 
