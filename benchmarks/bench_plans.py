@@ -2,8 +2,9 @@
 
 Says how well the prediction orders the Plans (Spearman), how much slower the picked one is than the fastest of those
 measured (regret), and how far predictions are off; beside it, how well every other round orders the Plans as the rest
-of the rounds do, which no prediction can pass by much. What was measured can be kept, measured further, and predicted
-again after another calibration.
+of the rounds do, which no prediction can pass by much. A shared host changes its speed in seconds, so steps are related
+to a yardstick timed beside each. What was measured can be kept, measured further, and predicted again after another
+calibration.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Trained:
     plan: dict[str, Any]
     """As ranks read it."""
 
-    rounds: list[tuple[float, float]] = field(default_factory=list)
-    """Of every round: seconds of a step, and pages that a rank touches for the first time in it."""
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)
+    """Of every round: seconds of a step, seconds of the yardstick beside it, and pages that a rank touches for the
+    first time in a step."""
 
     @classmethod
     def of(cls, found: Candidate, answer: Planned) -> Trained:
@@ -68,9 +70,9 @@ class Trained:
         picked = tuple(Way(*way) for way in kept["picked"])
         return cls(Arrangement(**kept["arrangement"]), picked, kept["plan"], [tuple(one) for one in kept["rounds"]])
 
-    def seconds(self, first: int = 0, step: int = 1) -> float:
-        """Return the median over rounds, all of them or every `step`th."""
-        return statistics.median(seconds for seconds, _ in self.rounds[first::step])
+    def seconds(self, usual: float, first: int = 0, step: int = 1) -> float:
+        """Return the median over rounds, all of them or every `step`th, where the yardstick takes its usual time."""
+        return statistics.median(taken * usual / beside for taken, beside, _ in self.rounds[first::step])
 
 
 GRID: dict[str, dict[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
@@ -131,7 +133,7 @@ def train(chosen: list[Trained], name: str, ranks: int, *, steps: int, rounds: i
         raise RuntimeError(f"{name} on {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     line = next(line for line in done.stdout.splitlines() if "STEPS " in line)
     for one, found in zip(chosen, json.loads(line.partition("STEPS ")[2]), strict=True):
-        one.rounds.extend((seconds, faults) for seconds, faults in found)
+        one.rounds.extend(tuple(taken) for taken in found)
 
 
 def predicted_s(answer: Planned, one: Trained) -> float:
@@ -189,7 +191,7 @@ def main() -> None:
             chosen = chosen_of(everything, 4 if asked.quick else asked.most)
             count, found = len(everything), [Trained.of(one, answer) for one in chosen]
         if asked.rounds:
-            train(found, name, ranks, steps=3 if asked.quick else 9, rounds=1 if asked.quick else asked.rounds)
+            train(found, name, ranks, steps=3 if asked.quick else 5, rounds=1 if asked.quick else asked.rounds)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
@@ -203,8 +205,9 @@ def main() -> None:
 
 def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
     predicted = [predicted_s(answer, one) for one in found]
-    seconds = [one.seconds() for one in found]
-    halves = [[one.seconds(first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
+    usual = statistics.median(beside for one in found for _, beside, _ in one.rounds)
+    seconds = [one.seconds(usual) for one in found]
+    halves = [[one.seconds(usual, first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
     pairs = list(zip(predicted, seconds, strict=True))
     return {
         "case": case,
@@ -224,8 +227,8 @@ def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[
                     if way.style is not None
                 },
                 "predicted_ms": p * 1e3,
-                "measured_ms": one.seconds() * 1e3,
-                "faults": statistics.median(faults for _, faults in one.rounds),
+                "measured_ms": one.seconds(usual) * 1e3,
+                "faults": statistics.median(faults for _, _, faults in one.rounds),
             }
             for one, p in zip(found, predicted, strict=True)
         ],

@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import resource
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +95,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 """How to make a model and a global batch, and its loss."""
 
 
-def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
-    """Train under one Plan; return the median seconds of a step, and its page faults. Collective."""
+class Yardstick:
+    """Work that is the same beside every Plan: how fast the processor is just now, whoever else is on the host."""
+
+    def __init__(self) -> None:
+        self._square, self._line = torch.ones(256, 256), torch.ones(2**20)
+
+    def seconds(self) -> float:
+        """Return what some products and some passes over memory take, in the processor's time."""
+        started = time.process_time()
+        for _ in range(6):
+            torch.mm(self._square, self._square)
+            torch.relu(self._line)
+        return time.process_time() - started
+
+
+def step_of(plan: Plan, name: str, steps: int, yardstick: Yardstick) -> tuple[float, float, float]:
+    """Train under one Plan; return the median seconds of a step, of the yardstick, and page faults. Collective."""
     make, batch, loss_fn = MODELS[name]
     torch.manual_seed(0)
     model, data = make(), batch()
@@ -105,10 +121,12 @@ def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
     rows = torch.utils.data.TensorDataset(*data)
     model, optimizer, loader = px.distribute(model, optimizer, rows, global_batch=len(rows), shuffle=False, plan=plan)
     inputs, target = next(iter(loader))
-    times, faults = [], 0
+    times, beside, faults = [], [], 0
     for step in range(steps + 2):
         if step == 2:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        px.comm.barrier()
+        beside.append(yardstick.seconds())
         px.comm.barrier()
         started = time.perf_counter()
         optimizer.zero_grad()
@@ -119,11 +137,11 @@ def step_of(plan: Plan, name: str, steps: int) -> tuple[float, float]:
     del model, optimizer, loader
     assembly.__init__()  # type: ignore[misc]  # the next Plan is another job
     gc.collect()
-    return sorted(times[2:])[steps // 2], faults / steps
+    return statistics.median(times[2:]), statistics.median(beside[2:]), faults / steps
 
 
 def main() -> None:
-    """Print what a step takes under every Plan in every round: its seconds on the slowest rank, and its page faults.
+    """Print what a step takes under every Plan in every round: on the slowest rank, and on rank 0 beside it.
 
     The Plans of a round stand in an order of its own, the same on all ranks, so that what slows the machine down for a
     while does not always meet the same ones.
@@ -136,11 +154,12 @@ def main() -> None:
     asked = parser.parse_args()
     px.init()
     plans = [Plan.model_validate(one) for one in json.loads(asked.plans.read_text())]
-    found: list[list[tuple[float, float]]] = [[] for _ in plans]
+    found: list[list[tuple[float, ...]]] = [[] for _ in plans]
+    yardstick = Yardstick()
     for number in asked.rounds:
         for place in random.Random(number).sample(range(len(plans)), len(plans)):
-            seconds, faults = step_of(plans[place], asked.model, asked.steps)
-            found[place].append((px.comm.all_reduce(torch.tensor(seconds), "max").item(), faults))
+            seconds, *beside = step_of(plans[place], asked.model, asked.steps, yardstick)
+            found[place].append((px.comm.all_reduce(torch.tensor(seconds), "max").item(), *beside))
     if px.current().rank == 0:
         print("STEPS " + json.dumps(found))
 
