@@ -197,8 +197,8 @@ def of_fleet(data: tuple[Tensor, Tensor]) -> list[float]:
     return losses
 
 
-def of_stages(plan: Plan | None) -> list[float]:
-    """Train in stages, as a Plan says."""
+def of_given(plan: Plan | None) -> list[float]:
+    """Train as a Plan says that was made elsewhere."""
     torch.manual_seed(0)
     net, losses = Hybrid().double(), Losses()
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
@@ -209,10 +209,10 @@ def of_stages(plan: Plan | None) -> list[float]:
     return losses.seen
 
 
-def of_model(folder: str, staged: list[Plan]) -> dict[str, Any]:
+def of_model(folder: str, given: list[Plan]) -> dict[str, Any]:
     """Train twice: on rows in an order drawn here, and on a pipeline that draws random numbers."""
     px.init()
-    found: dict[str, Any] = {"stages": [of_stages(plan) for plan in staged or [None]]}
+    found: dict[str, Any] = {"given": [of_given(plan) for plan in given or [None]]}
     px.reset_auto_parallel_context()
     px.set_auto_parallel_context(
         parallel_mode="auto_parallel",
@@ -249,10 +249,14 @@ def test_a_model_finds_its_plan_and_has_the_losses_of_one_process(ranks: int, tm
         Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=["pp=2"], top_k=3
     ).top_k
     assert len({plan.schedule.microbatches for plan in staged}) > 1
+    parts = px.auto_parallel(
+        Hybrid().double(), images(ROWS), whole_loss, cluster=f"cpux{ranks}", limits=["tp=2", "features.*=parts"]
+    ).plan
+    assert parts.ops  # of a step that the ranks have to capture themselves
     (alone,) = run_ranks(of_model, 1, str(tmp_path), [], env=nowhere)
-    several = run_ranks(of_model, ranks, str(tmp_path), list(staged), env=nowhere)
+    several = run_ranks(of_model, ranks, str(tmp_path), [*staged, parts], env=nowhere)
     for found in several:
-        assert found["stages"] == [pytest.approx(alone["stages"][0], abs=1e-10)] * len(staged)
+        assert found["given"] == [pytest.approx(alone["given"][0], abs=1e-10)] * (len(staged) + 1)
         for name in ("rows", "noisy"):
             assert found[name] == pytest.approx(alone[name], abs=1e-4)
             assert found[f"{name} evaluated"] == pytest.approx(alone[f"{name} evaluated"], abs=1e-4)

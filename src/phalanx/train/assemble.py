@@ -98,6 +98,7 @@ def distribute_net(
     plan: Plan | None,
     compiled: bool | None,
     search: Callable[[DistributedStrategy, Context], Plan] | None,
+    look: Callable[[Plan, Context], None] | None,
 ) -> None:
     """Distribute a net, unless it is distributed already. Collective.
 
@@ -109,6 +110,7 @@ def distribute_net(
         plan: The user's, instead of a strategy.
         compiled: Whether it is compiled; as the strategy says when None.
         search: Finds the Plan in AUTO_PARALLEL; None where nothing is trained.
+        look: Captures the step that a Plan of the user's is of; None where nothing is trained.
 
     Raises:
         ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and
@@ -121,14 +123,7 @@ def distribute_net(
                 "call that distributes it."
             )
         return
-    read_file = auto_context.strategy_ckpt_load_file
-    if read_file is not None:
-        if plan is not None or strategy is not None:
-            raise ConfigError(
-                f"set_auto_parallel_context says strategy_ckpt_load_file={str(read_file)!r}, and Model was given "
-                "another strategy or plan. Say one of them."
-            )
-        plan = load_plan(read_file)
+    plan = _users_plan(plan, strategy)
     if plan is None:
         chosen = strategy_in(mode, strategy or assembly.initial, net)
         if compiled is not None:
@@ -137,15 +132,30 @@ def distribute_net(
         use_strategy(chosen)
         if mode is ParallelMode.AUTO_PARALLEL and search is not None and here.world_size > 1:
             plan = search(chosen, here)
-    elif auto_context.applied_to(DistributedStrategy()) != DistributedStrategy():
-        raise ConfigError(
-            "set_auto_parallel_context says how gradients or parameters are handled, and so does the Plan. Leave these "
-            "settings out of it."
-        )
+    elif look is not None:
+        look(plan, here)
     add_model(net, plan)
     made = applied_to(net)
     if auto_context.strategy_ckpt_save_file is not None and here.rank == 0 and made is not None:
         save_plan(made.plan, auto_context.strategy_ckpt_save_file)
+
+
+def _users_plan(plan: Plan | None, strategy: DistributedStrategy | None) -> Plan | None:
+    """Return the Plan that was handed over, or that of the file which was named instead; None if there is none."""
+    read_file = auto_context.strategy_ckpt_load_file
+    if read_file is not None:
+        if plan is not None or strategy is not None:
+            raise ConfigError(
+                f"set_auto_parallel_context says strategy_ckpt_load_file={str(read_file)!r}, and Model was given "
+                "another strategy or plan. Say one of them."
+            )
+        plan = load_plan(read_file)
+    if plan is not None and auto_context.applied_to(DistributedStrategy()) != DistributedStrategy():
+        raise ConfigError(
+            "set_auto_parallel_context says how gradients or parameters are handled, and so does the Plan. Leave these "
+            "settings out of it."
+        )
+    return plan
 
 
 def distribute_optimizer(optimizer: Optimizer, loader: ShardedLoader) -> None:

@@ -196,7 +196,7 @@ class MeanLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {found}. Return the mean over the rows of the batch: one element.")
-        return loss.reshape(())
+        return loss if not loss.dim() else loss.reshape(())  # adds no operator of its own where none is needed
 
 
 def own_loss(output: Any, _target: Any) -> Any:
@@ -214,5 +214,5 @@ def _as_numbers(output: Tensor, target: Tensor) -> Tensor:
 def _as_classes(output: Tensor, target: Tensor) -> Tensor:
     is_whole = not target.is_floating_point() and target.dtype is not torch.bool
     if is_whole and output.dim() == 2 and target.shape in ((len(output),), (len(output), 1)):
-        return target.reshape(-1).long()
+        return (target if target.dim() == 1 else target.reshape(-1)).long()
     return target

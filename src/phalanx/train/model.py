@@ -55,7 +55,7 @@ from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
-from phalanx.train.plan_ahead import hold_whole, plan_ahead
+from phalanx.train.plan_ahead import capture_ahead, hold_whole, plan_ahead
 from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step import TrainStep
@@ -314,8 +314,9 @@ class Model:
         return here
 
     def _distribute(self, loader: ShardedLoader | None = None) -> None:
+        loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
         if assembly.planner is not None and loader is not None:
-            assembly.planner(self.net, self.loss_fn)
+            assembly.planner(self.net, loss)
         if self._is_distributed:
             return
         here = context.current()
@@ -325,11 +326,11 @@ class Model:
                 self._place_loss(here)
             self._is_held_whole = True
             return
-        loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
-        search = None
+        search = look = None
         if optimizer is not None and loader is not None:
             search = partial(plan_ahead, self.net, loss, optimizer, loader)
-        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search)
+            look = partial(capture_ahead, self.net, loss, loader)
+        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
         self._place_loss(here)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
             self.loss_fn.cut = cut_of_logits(self.net)

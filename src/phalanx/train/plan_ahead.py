@@ -20,6 +20,7 @@ from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import broadcast_from_first_rank, check_model
+from phalanx.parallel.captured import check_of
 from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
@@ -72,6 +73,42 @@ def plan_ahead(
     ranks = Ranks.meet("AUTO_PARALLEL", strategy.model_dump(mode="json"), timeout_s=PATIENCE_S)
     decided = ranks.decide("the Plan of AUTO_PARALLEL", look, search, timeout_s=PATIENCE_S)
     return Plan.model_validate_json(json.dumps(decided), strict=True)
+
+
+def capture_ahead(
+    net: nn.Module, loss_fn: LossFunction | None, loader: ShardedLoader, plan: Plan, here: Context
+) -> None:
+    """Capture the step that a Plan with rules for single operators is compared with, on rank 0. Collective.
+
+    Other Plans need none, and nothing is done for them.
+
+    Args:
+        net: A plain module.
+        loss_fn: Takes the net's output and the target; None for a net that returns its loss.
+        loader: The data; one batch of it is looked at, and iterating it starts where it would have.
+        plan: What will be applied.
+        here: This process.
+
+    Raises:
+        ConfigError: If the net cannot be captured; on all ranks.
+    """
+    if not plan.ops:
+        return
+    sample: tuple[Any, ...] = ()
+
+    def look() -> None:
+        nonlocal sample
+        device = next((param.device for param in net.parameters()), torch.device("cpu"))
+        sample = global_batch(loader, device, has_target=loss_fn is not None)
+
+    def see(_: Any) -> None:
+        from phalanx.auto.capture import capture  # a job that captures nothing does not wait for this
+
+        if check_of(net) is None:
+            capture(net, sample, loss_fn)
+
+    ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
+    ranks.decide("the step that the Plan is of", look, see, timeout_s=PATIENCE_S)
 
 
 def hold_whole(net: nn.Module, here: Context) -> None:
