@@ -49,6 +49,7 @@ KNOWN = {
     "compiled_launch_s": Known(1e-5, 0.5, 2e-6, 4e-5),
     "first_attention": Known(0.6, 0.3, 0.3, 1.0),  # T. Dao, "FlashAttention-2" (2023): 1.7 to 2 times the first
     "score_passes": Known(1.0, 0.3, 0.3, 2.0),
+    "last_host_s": Known(1e-4, 0.7, 1e-6, 5e-4),
     "network": Known(0.85, 0.1, 0.3, 0.98),
     "network_hop_s": Known(2e-5, 0.7, 5e-6, 2e-4),
     "contention": Known(0.2, 0.7, 0.02, 0.8),  # Galvatron's profiles: 0.13

@@ -134,6 +134,37 @@ def test_attention_is_as_fast_as_the_kernels_that_the_software_has() -> None:
         assert read_run(described(software=software)).attention_kernels == generation
 
 
+def test_a_softmax_that_its_kernel_does_not_take_is_operators() -> None:
+    one, two = (described(model={"heads": 16}, batch={"global": m, "micro": m}) for m in (1, 2))  # two heads, four
+    assert read_run(one).splits_softmax
+    assert not read_run(two).splits_softmax
+    assert not read_run({**one, "compile": True}).splits_softmax
+    split, whole = (StepSeconds(read_run(run), DEFAULT).block for run in (one, two))
+    assert split.forward_launches == whole.forward_launches + 4
+    assert split.attention > whole.attention / 2
+
+
+def test_gradients_are_added_up_beside_products_until_2021() -> None:
+    def backward(software: str, micro_batches: int) -> float:
+        run = described(batch={"global": 4 * micro_batches}, software=software)
+        return StepSeconds(read_run(run), DEFAULT).block.backward
+
+    assert backward("Megatron-LM, April 2021", 1) == backward("Megatron-LM 2022", 1) == backward("Megatron-LM 2022", 8)
+    added = backward("Megatron-LM, April 2021", 8) - backward("Megatron-LM 2022", 8)
+    parameters = 12 * 6144**2 / 8
+    assert added == pytest.approx(6 * parameters * 7 / 8 / (DEVICES["A100-80GB-SXM"].bandwidth * DEFAULT.stream))
+
+
+@pytest.mark.parametrize(("tp", "wait"), [(8, 2 * DEFAULT.last_host_s), (4, 0.0), (1, 0.0)])
+def test_eight_ranks_wait_for_the_last_host_where_hosts_are_not_ahead(tp: int, wait: float) -> None:
+    small = read_run(described(model={"hidden": 1024, "seq": 1024}, parallel={"tp": tp}, batch={"micro": 1}))
+    seconds = StepSeconds(small, DEFAULT)
+    assert seconds.forward == pytest.approx(seconds.compute_forward + wait)  # bound by the host
+    large = StepSeconds(read_run(described(model={"hidden": 25600}, parallel={"tp": tp})), DEFAULT)
+    device = large.block.forward + large.cut_layers
+    assert large.forward == pytest.approx(device + wait * large.block.forward_launches * DEFAULT.launch_s / device)
+
+
 def test_few_heads_wait_for_the_longest_block_of_rows() -> None:
     kernels = Kernels(DEVICES["A100-80GB-SXM"], DEFAULT, "bf16")
     flops, longest = (4 * 4096 * 4096 * 128 / 2, 4 * 128 * 4096 * 128)

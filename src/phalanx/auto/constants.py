@@ -14,26 +14,26 @@ class Constants:
     `benchmarks/bench_predict.py --fit` finds the values again and shows what each source alone says.
     """
 
-    tile_start: float = 210.0
+    tile_start: float = 206.0
     """Steps along the inner dimension that filling and draining the pipeline of one tile costs, in elements."""
 
-    backward_rate: float = 0.89
+    backward_rate: float = 0.90
     """Rate of matrix products of the backward pass over those of the forward pass: operands come transposed."""
 
-    stream: float = 0.81
+    stream: float = 0.79
     """Share of a device's memory bandwidth that element-wise kernels reach."""
 
-    cast_bytes: float = 6.0
+    cast_bytes: float = 5.9
     """Bytes moved for each activation that a product takes in 8 bit: read twice, and written, each way round."""
 
     fused_cast_bytes: float = 1.7
     """The same where norms and activation functions write 8 bit: of the operands of three products, one output of
     attention (4 bytes) and the gradients (4) are cast by kernels of their own."""
 
-    kernel_gap_s: float = 4.3e-6
+    kernel_gap_s: float = 4.0e-6
     """Seconds a device idles between two kernels."""
 
-    launch_s: float = 3.3e-5
+    launch_s: float = 3.35e-5
     """Seconds the host needs to issue one kernel of eager code, Python and autograd included."""
 
     compiled_launch_s: float = 1e-5
@@ -57,20 +57,20 @@ class Constants:
     attention_backward: float = 0.46
     """The same backward: A100 0.51, B200 0.43, H100 0.52 (the same tables)."""
 
-    first_attention: float = 0.62
+    first_attention: float = 0.61
     """Rate of the first fused kernels (Triton, 2022 and 2023) over that of those of today."""
 
     attention_tail: float = 0.65
     """Part of the longest block of rows that runs on after all others have ended (the same tables: 4 to 64 heads)."""
 
-    score_passes: float = 1.03
+    score_passes: float = 1.07
     """Share of the memory traffic of softmax and dropout over scores that reaches memory rather than the cache."""
 
     link: float = 0.77
     """Share of a device's link that a ring of all devices of a node reaches; all-reduce of 1 GiB on A100: 230 of
     300 GB/s (vTrain and Galvatron's tables)."""
 
-    network: float = 0.84
+    network: float = 0.85
     """Share of a node's network ports that gradients reach."""
 
     link_start_s: float = 3.0e-5
@@ -79,16 +79,21 @@ class Constants:
     link_hop_s: float = 7.0e-6
     """Seconds more for each further rank of a node (1 MiB over 8 A100: 93 us)."""
 
+    last_host_s: float = 1.8e-4
+    """Seconds that a collective of a cut layer over more than four ranks waits for the host that comes last, where
+    hosts are not ahead of their devices. B200 (SimuMax) and A100 (vTrain) alone say the same; four ranks of neither
+    wait."""
+
     network_hop_s: float = 2e-5
     """Seconds for each doubling of ranks of a collective between nodes."""
 
-    contention: float = 0.45
+    contention: float = 0.47
     """Seconds that overlapped communication and computation cost each other, for each second they share."""
 
-    micro_batch_s: float = 1e-3
+    micro_batch_s: float = 9e-4
     """Seconds of a micro-batch that belong to no block: data, embedding, loss, the schedule's own Python."""
 
-    step_s: float = 5.2e-3
+    step_s: float = 5.0e-3
     """Seconds of a step that belong to no micro-batch: loss scaling, norms, the loop itself."""
 
     optimizer_bytes: float = 30.0
@@ -113,6 +118,7 @@ def constants_of(device: Device, known: Constants = DEFAULT) -> Constants:
         link=1.0,
         link_start_s=rates.launch_s,
         link_hop_s=0.0,
+        last_host_s=0.0,
         contention=min(1.0, rates.contention()),
         micro_batch_s=0.0,
         step_s=0.0,

@@ -217,6 +217,13 @@ class Run(_Part):
         return self.batch.whole / self.parallel.dp / self.micro
 
     @property
+    def block_parameters(self) -> float:
+        """Parameters of one block on one rank."""
+        model, par = self.model, self.parallel
+        experts = max(1, model.experts) / (par.ep if model.experts else 1)
+        return (model.attention_parameters + experts * model.expert_parameters) / par.tp
+
+    @property
     def attention_kernels(self) -> Literal["first", "common", "native"]:
         """Which kernels of fused attention its software has; those common since 2023 if it does not say."""
         said = self.software.lower()
@@ -242,13 +249,24 @@ class Run(_Part):
         return self.attention_kernels == "native" or "mosaicml" in said or "llm-foundry" in said
 
     @property
-    def hides_cut_gradients(self) -> bool:
-        """Whether the collectives of a cut layer's gradients run beside the gradients of its weights.
+    def later_megatron(self) -> bool:
+        """Whether it is Megatron since the end of 2021.
 
-        Megatron does since the end of 2021.
+        The collectives of a cut layer's gradients run beside the gradients of its weights, and these are added to those
+        of earlier micro-batches by the products that compute them.
         """
         said = self.software.lower()
         return self.attention_kernels == "native" or ("megatron-lm" in said and "2021" not in said)
+
+    @property
+    def splits_softmax(self) -> bool:
+        """Whether the softmax of Megatron and its kin is five operators, for their one kernel does not take the scores.
+
+        It takes those of four heads at once, of 17 to 4,096 keys.
+        """
+        own = self.micro * self.model.heads / self.parallel.tp
+        fits = own % 4 == 0 and self.model.seq % 4 == 0 and 16 < self.model.seq <= 4096
+        return self.parallel.zero < 2 and not self.compile and self.precision != "fp32" and not fits
 
     @property
     def gradient_bytes(self) -> int:

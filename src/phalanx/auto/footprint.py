@@ -71,7 +71,7 @@ def stage_footprint(run: Run, *, last: bool = False) -> Footprint:
         parameters, gradients, gathered = held * (HALF if mixed else FLOAT), held * FLOAT, 0.0
         optimizer = held * (3 if mixed else 2) * FLOAT / (shards if par.zero == 1 else 1)
     if run.attention_kernels == "native":  # products that add to gradients in place leave autograd an empty one a shape
-        gathered += HALF * _block_parameters(run)
+        gathered += HALF * run.block_parameters
     if par.sequence_parallel and par.tp > 1:
         gathered += 2 * HALF * tokens(run) * run.model.hidden
     is_end = last or par.pp == 1
@@ -92,18 +92,12 @@ def _beside(run: Run, moving: float) -> float:
     return lost + (0.0 if run.memory_kind in ("allocated", "reserved") else WORKSPACE)
 
 
-def _block_parameters(run: Run) -> float:
-    model, par = run.model, run.parallel
-    experts = max(1, model.experts) / (par.ep if model.experts else 1)
-    return (model.attention_parameters + experts * model.expert_parameters) / par.tp
-
-
 def parameters_held(run: Run, *, last: bool = False) -> float:
     """Return the parameters of a rank of the first stage, or of the last."""
     model, par = run.model, run.parallel
     layers = model.layers // par.pp if last else math.ceil(model.layers / par.pp)
     edges = 2 if par.pp == 1 and not model.tied else 1
-    return layers * _block_parameters(run) + edges * model.vocab * model.hidden / par.tp
+    return layers * run.block_parameters + edges * model.vocab * model.hidden / par.tp
 
 
 def block_bytes(run: Run) -> float:

@@ -19,6 +19,9 @@ from phalanx.cluster.devices import GIB
 USABLE = 0.94
 """Share of a device's memory that training can allocate; the rest is the driver's and the links'."""
 
+_HOSTS_ABREAST = 4
+"""Ranks of a node whose hosts reach a collective together: those of one socket."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -116,41 +119,63 @@ class StepSeconds:
         return Work(forward=0.0, backward=0.0)
 
     @cached_property
+    def _issue_forward(self) -> float:
+        return self.block.forward_launches * self._launch
+
+    @cached_property
+    def _issue_backward(self) -> float:
+        return (self.block.backward_launches + self.again.forward_launches) * self._launch
+
+    @cached_property
     def compute_forward(self) -> float:
         """Seconds of a block's forward pass without communication."""
-        return max(self.block.forward, self.block.forward_launches * self._launch)
+        return max(self.block.forward, self._issue_forward)
 
     @cached_property
     def compute_backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included, without communication."""
-        issued = (self.block.backward_launches + self.again.forward_launches) * self._launch
-        return max(self.block.backward + self.again.forward, issued)
+        return max(self.block.backward + self.again.forward, self._issue_backward)
 
     @cached_property
     def forward(self) -> float:
         """Seconds of a block's forward pass."""
-        return self._beside(self.block.forward + self.cut_layers, self._gathers, self.compute_forward)
+        device = self._beside(self.block.forward + self.cut_layers, self._gathers)
+        return self._issued(device, self._issue_forward, self._cut_calls)
 
     @cached_property
     def backward(self) -> float:
         """Seconds of a block's backward pass, recomputation included."""
-        return self._beside(
-            self.block.backward + self.again.forward + self.cut_backward,
-            self._gathers + self._scatters,
-            self.compute_backward,
-        )
+        compute = self.block.backward + self.again.forward + self.cut_backward
+        device = self._beside(compute, self._gathers + self._scatters)
+        again = 1 if self.run.recompute == "full" else 0
+        return self._issued(device, self._issue_backward, (1 + again) * self._cut_calls)
 
     @cached_property
     def collectives(self) -> tuple[float, float]:
         """Seconds of a block's collectives in its forward and its backward pass, hidden ones included."""
         return self.cut_layers + self._gathers, self.cut_backward + self._gathers + self._scatters
 
-    def _beside(self, device: float, communication: float, least: float) -> float:
-        """Return the seconds of work with communication beside it, at least what the host needs to issue it."""
+    def _beside(self, device: float, communication: float) -> float:
+        """Return the seconds of work with communication beside it."""
         if not self.run.overlap.dp:
-            return max(device + communication, least)
+            return device + communication
         shared = min(device, communication)
-        return max(max(device, communication) + self.known.contention * shared, least)
+        return max(device, communication) + self.known.contention * shared
+
+    def _issued(self, device: float, host: float, calls: float) -> float:
+        """Return the seconds of a pass of a block: of its device, or of the host that issues its kernels.
+
+        The nearer a host is to its device, the more of the pass' collectives wait for the last of many hosts. It is not
+        later by more than all that it has to issue.
+        """
+        waits = min(host, calls * self.known.last_host_s) if self.run.parallel.tp > _HOSTS_ABREAST else 0.0
+        return max(device, host) + waits * min(1.0, host / device)
+
+    @cached_property
+    def _cut_calls(self) -> int:
+        """Collectives of one pass through a block whose layers are cut over ranks."""
+        par = self.run.parallel
+        return 0 if par.tp == 1 else 4 if par.sequence_parallel else 2
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -178,7 +203,7 @@ class StepSeconds:
     @cached_property
     def cut_backward(self) -> float:
         """Seconds of the same collectives in a backward pass, those of recomputation included."""
-        hidden = min(self.cut_layers / 2, self.block.weights) if self.run.hides_cut_gradients else 0.0
+        hidden = min(self.cut_layers / 2, self.block.weights) if self.run.later_megatron else 0.0
         return self.cut_layers * (2 if self.run.recompute == "full" else 1) - hidden
 
     @cached_property
@@ -191,9 +216,7 @@ class StepSeconds:
     @cached_property
     def held(self) -> float:
         """Parameters of this rank's layers."""
-        par, model = self.run.parallel, self.run.model
-        experts = max(1, model.experts) / (par.ep if model.experts else 1)
-        return (model.attention_parameters + experts * model.expert_parameters) * self.layers / par.tp
+        return self.run.block_parameters * self.layers
 
     @cached_property
     def shard_step(self) -> float:

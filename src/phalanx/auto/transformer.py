@@ -58,7 +58,7 @@ def block(run: Run, kernels: Kernels) -> Work:
     plain = _element_wise(run, kernels)
     return Work(
         forward=products_f + attention.forward + plain.forward,
-        backward=products_b + attention.backward + plain.backward,
+        backward=products_b + attention.backward + plain.backward + kernels.streamed(_added_up(run)),
         forward_launches=attention.forward_launches + plain.forward_launches + 4,
         backward_launches=attention.backward_launches + plain.backward_launches + 8,
         attention=attention.forward,
@@ -67,6 +67,17 @@ def block(run: Run, kernels: Kernels) -> Work:
         plain=plain.forward,
         last=last,
     )
+
+
+def _added_up(run: Run) -> float:
+    """Return the bytes that one micro-batch moves to add a block's gradients to those of the ones before it.
+
+    Each is read, and read and written, in half precision. Later Megatron adds within products; gradients that are
+    scattered to shards each time are not added up whole.
+    """
+    if run.later_megatron or run.parallel.zero >= 2:
+        return 0.0
+    return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
 
 
 def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
@@ -115,12 +126,15 @@ def _attention(run: Run, kernels: Kernels) -> Work:
     )
     # Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
     scores = HALF * heads * own * seq * kernels.constants.score_passes
+    passes, passes_back, launches = 4.5, 5.5, 0
+    if run.splits_softmax:  # casts to float32, scales, masks, softmax and a cast back, an operator each
+        passes, passes_back, launches = 20.5, 22.5, 4
     gap = kernels.constants.kernel_gap_s
     return Work(
-        forward=forward + kernels.streamed(4.5 * scores) + 3 * gap,
-        backward=backward + kernels.streamed(5.5 * scores) + 3 * gap,
-        forward_launches=5,
-        backward_launches=8,
+        forward=forward + kernels.streamed(passes * scores) + (3 + launches) * gap,
+        backward=backward + kernels.streamed(passes_back * scores) + (3 + launches) * gap,
+        forward_launches=5 + launches,
+        backward_launches=8 + launches,
     )
 
 
