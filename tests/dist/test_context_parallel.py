@@ -164,6 +164,7 @@ def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
             strategy=px.DistributedStrategy(**configs, **case.strategy),
         )
         assert applied_to(model).plan.axis_size("context") == degree
+        assert f"each rank along context={degree} computes 1/{degree} of the tokens" in str(px.explain(model))
         found[name] = steps(model, optimizer, loader, partial(whole, model))
         del model, optimizer, loader
         forget()

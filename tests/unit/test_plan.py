@@ -178,6 +178,18 @@ def test_explain_counts_what_each_rule_covers():
     assert told["collectives_per_step"] == 1
 
 
+def test_explain_names_the_axis_along_which_tokens_are_apart():
+    styled = (("a", "context", "context"), ("b", "sequence", "model"), ("c", "column", "model"))
+    plan = Plan(
+        mesh=(Axis(name="context", size=2), Axis(name="model", size=4)),
+        modules=tuple(ModuleRule(match=m, style=style, inputs={axis: Shard(dim=-2)}) for m, style, axis in styled),
+    )
+    shown = explain(plan, ModelShape(params=()))
+    assert "a: each rank along context=2 computes 1/2 of the tokens; attention sees all\n" in str(shown)
+    assert "b: each rank along model=4 computes 1/4 of the tokens" in str(shown)
+    assert [one["match"] for one in json.loads(shown.to_json())["tokens"]] == ["a", "b"]
+
+
 def test_explain_with_one_rank_reduces_nothing():
     explanation = explain(plan_from_strategy(DistributedStrategy(), SMALL, 1), SMALL)
     assert explanation.collectives == 0

@@ -18,7 +18,8 @@ from phalanx.plan.memory import Memory, StateOf, memory_of, memory_table
 from phalanx.plan.mesh import reduced_along, sharded_along, slice_shape
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of, stage_of
-from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Table
+from phalanx.plan.tensor_rules import ON_TOKENS
+from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 from phalanx.strategy.shown import as_text
 
 
@@ -65,6 +66,16 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensRow:
+    """Modules in which ranks hold different tokens of the same rows."""
+
+    match: str
+    style: str
+    axis: str
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What a Plan does to one model; prints as a table and dumps as JSON."""
 
@@ -84,6 +95,7 @@ class Explanation:
     """Kinds of layers, when they were measured."""
 
     stages: tuple[StageRow, ...] = ()
+    tokens: tuple[TokensRow, ...] = ()
     rank: int = 0
     """The rank whose memory is told."""
 
@@ -103,6 +115,8 @@ class Explanation:
                 "tables": [{name: getattr(row, name) for name in TableRow.__slots__} for row in self.tables],
                 "fractions": fractions(self.kinds),
                 "stages": [{name: getattr(row, name) for name in StageRow.__slots__} for row in self.stages],
+                "tokens": [{name: getattr(row, name) for name in TokensRow.__slots__} for row in self.tokens],
+                "operators": len(self.plan.ops),
                 "memory": None if self.memory is None else dataclasses.asdict(self.memory) | {"rank": self.rank},
                 "activation_bytes": self.activation_bytes,
                 "because": [reason.model_dump() for reason in self.plan.because],
@@ -128,7 +142,7 @@ class Explanation:
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
         if self.activation_bytes is not None:
             lines.append(Text(f"one forward pass keeps {self.activation_bytes:,} bytes of activations"))
-        lines += [Text(line) for line in self._stages()]
+        lines += [Text(line) for line in (*self._stages(), *self._cut())]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
 
@@ -142,6 +156,13 @@ class Explanation:
             f"stage {row.stage} on rank {row.holder} of its axis: {', '.join(row.units)} ({row.bytes / 1e6:.1f} MB)"
             for row in self.stages
         ]
+
+    def _cut(self) -> Iterator[str]:
+        for row in self.tokens:
+            sees = "; attention sees all" if row.style == "context" else ""
+            yield f"{row.match}: each rank along {row.axis}={row.ranks} computes 1/{row.ranks} of the tokens{sees}"
+        if self.plan.ops:
+            yield f"{len(self.plan.ops)} operators of the forward pass are placed one by one"
 
     def _tables(self) -> list[RenderableType]:
         if not self.tables:
@@ -202,6 +223,7 @@ def explain(
         tables=tuple(_table(table, plan) for table in plan.tables),
         kinds=tuple(kinds),
         stages=tuple(_stages(plan, shape, len(shares))),
+        tokens=tuple(_tokens(plan)),
         rank=rank,
         memory=memory_of(plan, shape, rank, state, averaged=averaged),
     )
@@ -213,6 +235,14 @@ def _stages(plan: Plan, shape: ModelShape, ranks: int) -> Iterator[StageRow]:
         bytes_held = sum(param.bytes for param in shape.params if stage_of(plan, param.name) == stage)
         names = tuple(name for name, found in units.items() if found == stage)
         yield StageRow(stage, plan.schedule.holder(stage, ranks), names, bytes_held)
+
+
+def _tokens(plan: Plan) -> Iterator[TokensRow]:
+    for rule in plan.modules:
+        if rule.style in ON_TOKENS:
+            for axis, placed in (rule.inputs or {}).items():
+                if isinstance(placed, Shard) and plan.axis_size(axis) > 1:
+                    yield TokensRow(rule.match, rule.style, axis, plan.axis_size(axis))
 
 
 def _rank_bytes(param: ParamShape, plan: Plan) -> int:
