@@ -47,8 +47,9 @@ def test_a_cut_layer_costs_what_its_exchanges_take(answer: Planned) -> None:
 
     choices = choices_of(answer, Host(layer_s=layer_s))
     assert first_layer(choices, "whole") == 0
-    # Rows are told, gathered, and outputs go home; nobody needs the gradient of the sample.
-    assert first_layer(choices, "column") == 4
+    # Rows are gathered, and outputs go home; nobody needs the gradient of the sample. Telling of rows waits for nobody
+    # who would not be waited for anyway.
+    assert first_layer(choices, "column") == pytest.approx(3, abs=0.01)
     assert set(met) == {"all_gather", "all_to_all"}
 
 

@@ -106,7 +106,8 @@ class WayCost:
         """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
         ranks, where, said = self._at.data, self._at.over_data, self._called
         taken, given = work.taken, work.given
-        told = said("all_gather", _TOLD_BYTES * ranks, where)
+        # What follows at once includes waiting for the slowest rank, which is waited for but once.
+        told = self._speed.collective_s("all_gather", _TOLD_BYTES * ranks, where) + self._speed.host.collective_call_s
         if way.style == "column":
             exchanged = said("all_to_all", given / ranks, where)
             forward = told + said("all_gather", taken, where) + exchanged
