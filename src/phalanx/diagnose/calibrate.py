@@ -44,7 +44,7 @@ MIB = 2**20
 def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
     """Measure this machine's processors and the links between ranks, for `--cluster here`.
 
-    Takes one to two minutes for 2 ranks. Each number of ranks is measured as `phalanx run -n` starts it, with the
+    Takes one minute for 2 ranks, two for 4. Each number of ranks is measured as `phalanx run -n` starts it, with the
     threads that ranks get there. Leave the machine alone meanwhile.
     """
     path = out or measured_file()
