@@ -59,8 +59,10 @@ def without_views(outputs: Any) -> Any:
     """Return outputs of a module of which no tensor with a gradient is a view, over the same memory.
 
     A linear layer over sequences makes views. Torch drops the hooks of a view that is changed in place, such as by
-    `nn.ReLU(inplace=True)`; those of any other tensor stay.
+    `nn.ReLU(inplace=True)`; those of any other tensor stay. Code that is being compiled would break in two here.
     """
+    if torch.compiler.is_compiling():
+        return outputs
 
     def owned(x: Tensor) -> Tensor:
         return apply_function(_Owned, x) if x.requires_grad and x._is_view() else x
