@@ -5,6 +5,7 @@ Plans that use them train like one process, and send what was priced.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,25 +13,44 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import phalanx as px
 from dist.test_auto_parallel import MODELS, ROWS, TALK_BYTES, bytes_by_kind, of_plans, of_traffic
 from phalanx.auto.capture import capture
 from phalanx.auto.planned import Planned
 from phalanx.auto.traffic import traffic
-from phalanx.plan.value import Plan
+from phalanx.errors import PlanError
+from phalanx.parallel.watch import assembly
+from phalanx.plan.value import OpRule, Plan, Shard
 from ranks import run_ranks
-from tensor_models import whole_loss
+from tensor_models import Transformer, tokens, whole_loss
 
 pytestmark = pytest.mark.dist
 
 TOKENS = ("tp=2", "pp=1", "recompute=none", "blocks.0.norm1=sequence", "blocks.0.o=row", "blocks.0.mlp.3=row")
+STEPS = 4
 PARTS = ("tp=2", "pp=1", "features.*=parts")
 
 
+class Ordered(nn.Module):
+    """Two blocks of a transformer with their units in the order in which they run, so that stages can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = Transformer(), Transformer()
+        self.tokens, self.blocks, self.head = first.tokens, nn.Sequential(first.block, second.block), first.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(ids)))
+
+
+IN_STAGES: dict[str, tuple[Any, Any]] = {"hybrid": MODELS["hybrid"], "ordered": (Ordered, tokens)}
+
+
 def found(name: str, ranks: int, *limits: str) -> Planned:
-    build, make = MODELS[name]
+    build, make = {**MODELS, **IN_STAGES}[name]
     torch.manual_seed(0)
     net = build()
     net.double()
@@ -45,6 +65,66 @@ def seen(build: Callable[[], nn.Module], make: Callable[[int], Any]) -> nn.Modul
     net.double()
     capture(net, make(ROWS), whole_loss)
     return net
+
+
+def losses_alone(name: str) -> list[float]:
+    """Return the losses of steps over one batch in one process."""
+    torch.manual_seed(0)
+    model, batch = IN_STAGES[name][0]().double(), IN_STAGES[name][1](ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = whole_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_in_stages(name: str, plan: Plan) -> list[float]:
+    """Return the same losses of this job's ranks; all but the first follow from the gradients of all parameters."""
+    build, make = IN_STAGES[name]
+    torch.manual_seed(0)
+    model = seen(build, make)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = TensorDataset(*(torch.cat([one] * STEPS) for one in make(ROWS)))
+    model, optimizer, loader = px.distribute(model, optimizer, rows, global_batch=ROWS, shuffle=False, plan=plan)
+    step = px.train_step(model, whole_loss, optimizer)
+    losses = [px.global_mean(step(inputs, target).loss).item() for inputs, target in loader]
+    del model, optimizer, loader, step
+    assembly.__init__()
+    gc.collect()
+    return losses
+
+
+def all_in_stages(several: list[tuple[str, Plan]]) -> list[float]:
+    px.init()
+    name, plan = several[-1]
+    above = OpRule(site="features:0:aten.relu.default", outputs=({"model": Shard(dim=0)},))
+    with pytest.raises(PlanError, match=r"plan.ops of a module that holds several units of a pipeline"):
+        losses_in_stages(name, plan.model_copy(update={"ops": (above,)}))
+    assembly.__init__()
+    return [
+        max(abs(a - b) for a, b in zip(losses_in_stages(name, plan), losses_alone(name), strict=True))
+        for name, plan in several
+    ]
+
+
+def test_both_train_like_one_process_through_stages() -> None:
+    apart = ("tp=2", "pp=2", "blocks.0.norm1=sequence", "blocks.0.o=row", "blocks.0.mlp.3=row")
+    asked = [
+        ("ordered", (*apart, "micro=2", "vpp=2", "recompute=none")),
+        ("ordered", (*apart, "micro=4", "vpp=1", "recompute=full")),
+        ("hybrid", ("tp=2", "pp=2", "micro=2", "features.0=parts")),
+    ]
+    answers = [(name, found(name, 4, *limits)) for name, limits in asked]
+    ways = [{path: str(way) for path, way in one.searched.best.ways.items()} for _, one in answers]
+    assert ways[0]["blocks.0.norm1"] == ways[1]["blocks.1.norm2"] == "on its tokens"
+    assert ways[2]["features.0"] == "parts"
+    assert answers[0][1].searched.best.arrangement.virtual == 2
+    for losses in run_ranks(all_in_stages, 4, [(name, one.plan) for name, one in answers], timeout_s=120):
+        assert max(losses) < 1e-10
 
 
 def all_of(named: dict[str, dict[str, Plan]], several: list[tuple[str, Plan]]) -> tuple[dict[str, float], list[Any]]:

@@ -106,7 +106,7 @@ def every_plan(answer: Planned) -> list[tuple[float, float]]:
     ("name", "cluster", "limits"),
     [
         ("hybrid", SLOW, ()),
-        ("hybrid", "a100x1,nodes=4,gbps=1", ("micro<=4",)),
+        ("hybrid", "a100x1,nodes=4,gbps=1", ("micro=2", "zero<=1")),
         ("hybrid", "slow", ("pp=2",)),
         ("heads", "a100x2", ()),
     ],

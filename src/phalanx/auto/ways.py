@@ -92,7 +92,7 @@ class _Listed:
         if self._at.model > 1:
             if self._passes_cut(alike):
                 found.append(Way(None, "features", "features"))
-            if self._at.stages == 1 and self._layers.on_tokens:
+            if self._layers.on_tokens:
                 found += self._ways_on_tokens(alike)
             found += self._layer_ways(alike, self._at.model, same_rows=True)
             if self._is_placeable(alike):
@@ -147,7 +147,7 @@ class _Listed:
     def _is_placeable(self, alike: list[Segment]) -> bool:
         """Return whether ranks can compute parts of the operators of these modules, each with as many rows."""
         at, first = self._at, alike[0]
-        if at.stages > 1 or at.recompute == "selective" or at.rows % (at.data * at.model):
+        if at.recompute == "selective" or at.rows % (at.data * at.model * at.micro_batches):
             return False
         if not all(one.path in self._calls.once and not one.is_glue and one.outputs for one in alike):
             return False

@@ -134,10 +134,18 @@ def _beyond_operators(plan: Plan, model: nn.Module) -> str | None:
     beside = {
         f"along {axis!r}, which the mesh has not": axis is not None and axis not in {a.name for a in plan.mesh},
         "together with step.compiled": plan.step.compiled,
-        "together with stages of a pipeline": Position(plan.mesh, rank=0).count((STAGE_AXIS,)) > 1,
+        "of a module that holds several units of a pipeline": _holds_units(plan),
     }
     found = next((name for name, is_there in beside.items() if plan.ops and is_there), None)
     return None if found is None else f"plan.ops {found}"
+
+
+def _holds_units(plan: Plan) -> bool:
+    """Return whether operators are placed in a module that stages may cut apart."""
+    if Position(plan.mesh, rank=0).count((STAGE_AXIS,)) == 1:
+        return False
+    placed = [rule.match for rule in plan.modules if rule.stage is not None]
+    return any(not path or unit.startswith(f"{path}.") for path in regions(plan) for unit in placed)
 
 
 def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | None:
