@@ -79,10 +79,10 @@ class Constants:
     link_hop_s: float = 7.0e-6
     """Seconds more for each further rank of a node (1 MiB over 8 A100: 93 us)."""
 
-    last_host_s: float = 1.8e-4
+    last_host_s: float = 1.5e-4
     """Seconds that a collective of a cut layer over more than four ranks waits for the host that comes last, where
-    hosts are not ahead of their devices. B200 (SimuMax) and A100 (vTrain) alone say the same; four ranks of neither
-    wait."""
+    hosts are not ahead of their devices: fitted without vTrain's A100 0.18 ms, without SimuMax's B200 0.12; four ranks
+    of neither wait."""
 
     network_hop_s: float = 2e-5
     """Seconds for each doubling of ranks of a collective between nodes."""
