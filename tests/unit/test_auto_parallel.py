@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto import planner
 from phalanx.auto.choices import Choices
-from phalanx.auto.layers import Way
+from phalanx.auto.layers import EVERY_WAY, Way
 from phalanx.auto.operator_cost import Share
 from phalanx.auto.planned import Planned
-from phalanx.auto.planned_picture import picture_of_plan
+from phalanx.auto.planned_picture import COLOURS, picture_of_plan
 from phalanx.auto.trial import may_be_cut
 from phalanx.auto.ways import ways_of
 from phalanx.cluster.description import read_cluster
@@ -263,8 +263,25 @@ def test_an_answer_says_what_was_searched_and_why():
     assert "Fastest of each arrangement" in str(answer)
     assert "> " in answer.explain("classifier.3")
     assert "ms a step, +" in answer.why_not("*=whole")
-    with pytest.raises(ConfigError, match=r"does not call.*classifier.3"):
+    with pytest.raises(ConfigError, match=r"does not call.*classifier.3.*It calls features.0, .* more\."):
         answer.explain("classifier.33")
+    assert "keeps to zero<=3 already" in answer.why_not("zero<=3")
+    with pytest.raises(ConfigError, match="why_not was asked for nothing"):
+        answer.why_not()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"model": "net"}, "plans a torch.nn.Module, found str"),
+        ({"limits": "tp=2"}, r"Write limits=\['tp=2'\]"),
+        ({"memory": 0}, "memory=0. Give a number above 0"),
+        ({"top_k": 0}, "top_k=0. Give a number above 0"),
+    ],
+)
+def test_what_could_never_be_planned_is_named(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        px.auto_parallel(asked.pop("model", Hybrid()), IMAGES, F.cross_entropy, cluster="a100x2", **asked)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +306,13 @@ def test_a_plan_is_drawn_with_every_layer_and_its_place():
     assert {"tokens", "block.q", "head", "loss"} <= set(said)
     assert "whole, stage 0" in said
     assert "whole, stage 1" in said
+
+
+def test_every_style_has_a_colour():
+    assert {way.style for way in EVERY_WAY if way.style} < COLOURS.keys()
+    picture = picture_of_plan(planned("hybrid", "a100x2", "tp=2", "features.1=parts"))
+    assert f'fill="{COLOURS["parts"]}"/>' in picture
+    assert ">parts</text>" in picture
 
 
 def test_settings_that_the_planner_decides_are_refused():

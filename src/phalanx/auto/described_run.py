@@ -302,7 +302,7 @@ def read_run(described: Any, where: str = "the run") -> Run:
     except ValidationError as error:
         raise ConfigError(_first(error, where)) from None
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(text("wrong values", place=where, why=_unended(str(error)))) from None
     return run
 
 
@@ -350,5 +350,9 @@ def _first(error: ValidationError, where: str) -> str:
         known = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
         hint = meant(str(found["loc"][-1]), known)
         return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(known))
-    why = why_wrong(found).removesuffix(".")
+    why = _unended(why_wrong(found))
     return text("wrong value", place=where, path=path, why=why) if path else text("wrong values", place=where, why=why)
+
+
+def _unended(sentence: str) -> str:
+    return sentence.removesuffix(".").removesuffix("。")

@@ -192,10 +192,10 @@ class Planned:
         tried = self.searched.arrangements
         found = {name: tuple(dict.fromkeys(getattr(at, name) for at in tried)) for name in names}
         inside = {at.model_inside for at in tried if at.data > 1 and at.model > 1}
-        orders = tuple("data,model" if one else "model,data" for one in sorted(inside, reverse=True))
+        outermost = tuple("data" if one else "model" for one in sorted(inside, reverse=True))
         return {
             **found,
-            "order": orders or ("data,model",),
+            "outermost": outermost or ("data",),
             "layers": (f"{len({one.like for one in self.layers.segments})} decisions",),
         }
 

@@ -16,6 +16,8 @@ COLOURS = {
     "column": "#4e79a7",
     "row": "#f28e2b",
     "vocab": "#59a14f",
+    "sequence": "#b07aa1",
+    "parts": "#edc948",
     "cut as it comes": "#a9c4de",
 }
 """By how a layer is placed: a copy on every rank, cut by a style, or on what arrives cut."""
@@ -96,7 +98,7 @@ def _row(line: _Line, top: float, most: float, *, has_stages: bool) -> Iterator[
     yield f'<text x="{_KIND}" y="{middle:g}" fill="#777">{escape(kind)}</text>'
     yield f'<rect x="{_PLACE}" y="{top + 2:g}" width="180" height="{_ROW - 4}" fill="{COLOURS[line.way]}"/>'
     said = f"{line.option.label}{_staged(line)}" if has_stages else line.option.label
-    dark = line.way in ("column", "row", "vocab")
+    dark = line.way in ("column", "row", "vocab", "sequence")
     yield f'<text x="{_PLACE + 6}" y="{middle:g}" fill="{"#fff" if dark else "#222"}">{escape(said)}</text>'
     length = _BAR * _seconds(line) / most
     sent = min(length, _BAR * line.count * line.option.sent_s / most)

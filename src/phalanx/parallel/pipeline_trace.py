@@ -76,7 +76,7 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
     except Exception as error:  # the user's own forward runs on stand-ins, which may raise anything
         raise PlanError(
             f"the forward pass of {type(model).__name__} cannot be cut into stages, because it looks at values while "
-            f"it runs: {type(error).__name__}: {error} Move such code into one of its units ({', '.join(stages)}), or "
+            f"it runs: {type(error).__name__}: {error}. Move such code into one of its units ({', '.join(stages)}), or "
             "write the model as a torch.nn.Sequential of them."
         ) from error
     finally:
