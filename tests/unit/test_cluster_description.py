@@ -80,7 +80,18 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
         ("z9x8", "the device 'z9', which is not known"),
         ("nowhere.toml", "cannot be read"),
         ({"nodes": []}, "nodes: Input should have at least 1 item"),
-        ({"nodes": [{"device": "h100", "devices": 8, "nic": 1}]}, r"nodes\.0\.nic: Extra inputs"),
+        ({"nodes": [{"device": "h100", "devices": 8, "nic": 1}]}, r"nodes\.0\.nic: There is no such key, found 1"),
+        (
+            {
+                "nodes": [{"device": "m", "devices": 1}],
+                "devices": [{"name": "m", "like": "a100", "tflops": {"bf16": -1}}],
+            },
+            r"tflops\.bf16: Input should be greater than 0",
+        ),
+        (
+            {"nodes": [{"device": "m", "devices": 1}], "devices": [{"name": "m", "like": "h100", "tflops": {"b": 1}}]},
+            "Input should be 'fp32', 'fp16', 'bf16' or 'fp8', found 'b'",
+        ),
         (
             {"nodes": [{"device": "h100", "devices": 8}], "devices": [{"name": "H100-80GB-SXM", "like": "h100"}]},
             "preset",

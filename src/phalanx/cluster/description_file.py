@@ -6,9 +6,9 @@ import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from phalanx.cluster import rank_table
 from phalanx.cluster.description import Cluster, Node, device_meant, usual_gbps
@@ -26,7 +26,7 @@ class _DeviceFile(BaseModel):
     name: str
     like: str
     """The preset whose figures hold where none are given."""
-    tflops: dict[str, float] = Field(default_factory=dict)
+    tflops: dict[Literal["fp32", "fp16", "bf16", "fp8"], PositiveFloat] = Field(default_factory=dict)
     sustained: float | None = Field(default=None, gt=0, le=1)
     memory_gib: float | None = Field(default=None, gt=0)
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
@@ -87,7 +87,7 @@ def described(content: Any, where: str) -> Cluster:
         file = _ClusterFile.model_validate(content)
     except ValidationError as error:
         found = error.errors()[0]
-        path = ".".join(str(part) for part in found["loc"])
+        path = ".".join(str(part) for part in found["loc"]) or text("the whole")
         raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(found))) from None
     own = {device.name: _device(device) for device in file.devices}
     return Cluster(nodes=tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count))

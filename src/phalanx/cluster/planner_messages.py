@@ -136,6 +136,8 @@ PLANNER: dict[str, tuple[str, str]] = {
     "wrong value": ("{place}: {path}: {why}.", "{place}：{path}：{why}。"),
     "wrong values": ("{place}: {why}.", "{place}：{why}。"),
     "wrong and found": ("{why}, found {found}", "{why}，实际为 {found}"),
+    "the whole": ("the whole", "整个文件"),
+    "wrong extra_forbidden": ("There is no such key", "没有此项"),
     "wrong missing": ("Field required", "缺少此项"),
     "wrong int_type": ("Input should be a valid integer", "应为整数"),
     "wrong int_parsing": ("Input should be a valid integer", "应为整数"),
