@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.auto.constants import DEFAULT, Constants
-from phalanx.auto.described_run import Run, read_runs
+from phalanx.auto.described_run import Run
 from phalanx.auto.predict import predict
+from phalanx.auto.run_file import read_runs
 from phalanx.cluster import devices
 from phalanx.cluster.devices import Device
 

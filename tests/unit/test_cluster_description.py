@@ -12,8 +12,8 @@ import pytest
 
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT
-from phalanx.auto.described_run import read_run
 from phalanx.auto.job import read_job
+from phalanx.auto.run_file import read_run
 from phalanx.cluster import detect, rank_table
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.devices import DEVICES

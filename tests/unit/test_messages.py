@@ -6,8 +6,8 @@ import string
 
 import pytest
 
-from phalanx.auto.described_run import read_runs
 from phalanx.auto.job import read_limit
+from phalanx.auto.run_file import read_runs
 from phalanx.cluster import messages
 from phalanx.cluster.description import read_cluster
 from phalanx.errors import ConfigError

@@ -17,10 +17,11 @@ import phalanx as px
 from benchmarks.bench_predict import PUBLISHED, errors
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT, constants_of
-from phalanx.auto.described_run import Run, read_run, read_runs
+from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import block_bytes, footprint, stage_footprint
 from phalanx.auto.kernels import Kernels
 from phalanx.auto.predict import StepSeconds, predict
+from phalanx.auto.run_file import described_in, read_run, read_runs
 from phalanx.cli.group import phalanx
 from phalanx.cluster.devices import DEVICES, GIB, Device
 from phalanx.cluster.measured import Rates
@@ -267,6 +268,22 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
 def test_lines_that_are_no_json_are_named() -> None:
     with pytest.raises(ConfigError, match=r"runs.jsonl, line 2: not JSON"):
         read_runs([json.dumps(RUN), "{"], "runs.jsonl")
+
+
+def test_an_object_left_open_is_named_by_the_line_it_begins_in() -> None:
+    run, said = (
+        json.dumps(RUN),
+        r"r, line 2: not JSON \(Expecting ',' delimiter in line 3, column 1\). Write each run as",
+    )
+    with pytest.raises(ConfigError, match=said):
+        read_runs([run, run[:-1], run], "r")
+    with pytest.raises(ConfigError, match=r"r, line 3: not JSON \(.* in line 4, column 6\)"):
+        read_runs([run, "", '{"name":', '     x, "model": 1}', run], "r")
+
+
+def test_every_value_of_a_long_file_is_told_by_its_line() -> None:
+    places = [place for place, _ in described_in(["[", "1]", ""] * 5_000, "r")]
+    assert places == [f"r, line {line}" for line in range(1, 15_000, 3)]
 
 
 def test_what_does_not_fit_is_said() -> None:

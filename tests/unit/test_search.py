@@ -136,3 +136,14 @@ def test_the_command_shows_choices_and_prints_json(tmp_path: Path) -> None:
     assert len(found["top"]) == 5
     file.write_text("[")
     assert isinstance(CliRunner().invoke(phalanx, ["plan", str(file)]).exception, ConfigError)
+
+
+def test_the_command_counts_no_collectives_as_runs(tmp_path: Path) -> None:
+    file, words = tmp_path / "gpt3.jsonl", ["--cluster", "h100x8,nodes=16", "--top", "1", "--json"]
+    collective = json.dumps({"name": "a", "collective": "all_reduce", "bytes": 1})
+    file.write_text(collective + "\n" + json.dumps(GPT3))
+    assert CliRunner().invoke(phalanx, ["plan", str(file), *words]).exit_code == 0
+    file.write_text(collective)
+    assert "has no run. Write each as a JSON object" in CliRunner().invoke(phalanx, ["plan", str(file), *words]).output
+    file.write_text(json.dumps(GPT3) * 2)
+    assert "has 2. Give one of them." in CliRunner().invoke(phalanx, ["plan", str(file), *words]).output

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_predict import PUBLISHED
 from phalanx.auto import simulate as simulator
-from phalanx.auto.described_run import read_run, read_runs
 from phalanx.auto.footprint import stage_footprint
 from phalanx.auto.predict import predict
+from phalanx.auto.run_file import read_run, read_runs
 from phalanx.auto.simulate import simulate
 from phalanx.auto.simulate_gradients import Reduction
 from phalanx.auto.simulate_run import simulate_run

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.auto.described_run import Run, described_in, read_runs
+from phalanx.auto.described_run import Run
 from phalanx.auto.predict import Prediction, predict
+from phalanx.auto.run_file import described_in, read_runs
 from phalanx.auto.search import Found, search
 from phalanx.auto.simulate_files import draw, drawn_options
 from phalanx.cluster.messages import text
@@ -27,7 +28,7 @@ from phalanx.errors import ConfigError
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
 @drawn_options
 def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | None) -> None:
-    """Predict step time and memory of described runs, one JSON object a line; - reads them from standard input.
+    """Predict step time and memory of described runs, a JSON object each; - reads them from standard input.
 
     Needs no model and no devices. The format is that of docs/predict.md.
     """

@@ -1,19 +1,15 @@
-"""A training run in words and numbers: what `phalanx predict` reads, one JSON object a line."""
+"""A training run in words and numbers: what `phalanx predict` and `phalanx plan` read."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.devices import Device, device_named
-from phalanx.cluster.messages import meant, text
-from phalanx.cluster.wrong_values import why_wrong
-from phalanx.errors import ConfigError
+from phalanx.cluster.messages import text
 
 logger = logging.getLogger("phalanx.auto")
 
@@ -282,77 +278,3 @@ class Run(_Part):
             tokens = self.batch.whole * self.model.seq / self.parallel.ranks
             return tokens / float(self.measured["tokens_per_s_per_device"])
         return None
-
-
-def read_run(described: Any, where: str = "the run") -> Run:
-    """Return a run, checked.
-
-    Args:
-        described: A mapping, as a line of a file of runs has it.
-        where: Where it comes from, for messages.
-
-    Raises:
-        ConfigError: If a key is unknown or missing, or a value cannot be; names the place and what was found.
-    """
-    if not isinstance(described, dict):
-        raise ConfigError(text("not an object", place=where, found=type(described).__name__))
-    try:
-        run = Run.model_validate(described)
-        run.device.rate(run.precision)
-    except ValidationError as error:
-        raise ConfigError(_first(error, where)) from None
-    except ConfigError as error:
-        raise ConfigError(text("wrong values", place=where, why=_unended(str(error)))) from None
-    return run
-
-
-def read_runs(lines: Iterable[str], where: str) -> list[Run]:
-    """Return the runs of a file, checked; objects about collectives alone are left out.
-
-    Raises:
-        ConfigError: If it is not JSON, or holds a run that cannot be; names the line.
-    """
-    described = described_in(lines, where)
-    return [read_run(one, place) for place, one in described if not (isinstance(one, dict) and "collective" in one)]
-
-
-def described_in(lines: Iterable[str], where: str) -> list[tuple[str, Any]]:
-    """Return the values of a file of JSON and the line that each begins in; one may take several lines.
-
-    Raises:
-        ConfigError: If it is no text, or not JSON.
-    """
-    try:
-        content = "\n".join(line.removesuffix("\n") for line in lines).removeprefix("\ufeff")
-    except UnicodeDecodeError:
-        raise ConfigError(text("not text", path=where)) from None
-    found, decoder, at = [], json.JSONDecoder(), 0
-    while rest := content[at:].lstrip():
-        at = len(content) - len(rest)
-        place = text("line of", path=where, number=content.count("\n", 0, at) + 1)
-        try:
-            value, at = decoder.raw_decode(content, at)
-        except json.JSONDecodeError as error:
-            wrong = text("line of", path=where, number=error.lineno)
-            raise ConfigError(text("not JSON", place=wrong, why=error.msg, column=error.colno)) from None
-        found.append((place, value))
-    return found
-
-
-def _first(error: ValidationError, where: str) -> str:
-    # A key that is not known explains one that is missing.
-    found = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    path = ".".join(str(part) for part in found["loc"])
-    if found["type"] == "extra_forbidden":
-        part: Any = Run
-        for name in found["loc"][:-1]:
-            part = part.model_fields[str(name)].annotation
-        known = [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
-        hint = meant(str(found["loc"][-1]), known)
-        return text("unknown key", place=where, path=path, nearest=hint, known=", ".join(known))
-    why = _unended(why_wrong(found))
-    return text("wrong value", place=where, path=path, why=why) if path else text("wrong values", place=where, why=why)
-
-
-def _unended(sentence: str) -> str:
-    return sentence.removesuffix(".").removesuffix("。")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.auto.arrangement import RECOMPUTE
-from phalanx.auto.described_run import Run, read_run
+from phalanx.auto.described_run import Run
+from phalanx.auto.run_file import read_run
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import meant, text
 from phalanx.errors import ConfigError

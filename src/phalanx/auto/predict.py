@@ -10,9 +10,10 @@ from typing import Any
 
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT, Constants, constants_of
-from phalanx.auto.described_run import Run, read_run
+from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import FLOAT, footprint
 from phalanx.auto.kernels import Kernels
+from phalanx.auto.run_file import read_run
 from phalanx.auto.transformer import HALF, Work, block, boundary_bytes, head, keeps_every_second_product
 from phalanx.cluster.devices import GIB
 

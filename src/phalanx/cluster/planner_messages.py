@@ -111,18 +111,18 @@ PLANNER: dict[str, tuple[str, str]] = {
         "{path} 不是 UTF-8 文本。请给出 JSON 文件。",
     ),
     "no run": (
-        "{path} has no run. Write one JSON object a line; docs/predict.md has the format.",
-        "{path} 中没有任务描述。请每行写一个 JSON 对象；格式见 docs/predict.md。",
+        "{path} has no run. Write each as a JSON object; docs/predict.md has the format.",
+        "{path} 中没有任务描述。请把每个任务写成一个 JSON 对象；格式见 docs/predict.md。",
     ),
     "one run": (
-        "{options} one run, {path} has {count}. Give one line of it.",
-        "{options} 只接受一个任务描述，{path} 中有 {count} 个。请只给出其中一行。",
+        "{options} one run, {path} has {count}. Give one of them.",
+        "{options} 只接受一个任务描述，{path} 中有 {count} 个。请只给出其中一个。",
     ),
     "show": ("--trace and --timeline show", "--trace 和 --timeline"),
     "plan takes": ("phalanx plan takes", "phalanx plan"),
     "not JSON": (
-        "{place}: not JSON ({why}, column {column}). Write one JSON object a line.",
-        "{place}：不是 JSON（{why}，第 {column} 列）。请每行写一个 JSON 对象。",
+        "{place}: not JSON ({why} in line {line}, column {column}). Write each run as a JSON object.",
+        "{place}：不是 JSON（{why}，第 {line} 行第 {column} 列）。请把每个任务写成一个 JSON 对象。",
     ),
     "line of": ("{path}, line {number}", "{path} 第 {number} 行"),
     "not an object": (
