@@ -52,3 +52,9 @@ def test_a_step_reuses_the_pages_of_the_step_before():
 
 def test_a_users_own_malloc_setting_stays():
     assert page_faults("init", MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") >= 24576
+    tunables = "glibc.malloc.trim_threshold=131072:glibc.malloc.mmap_threshold=131072"
+    assert page_faults("init", GLIBC_TUNABLES=tunables) >= 24576
+
+
+def test_a_users_setting_of_something_else_in_glibc_does_not_switch_it_off():
+    assert page_faults("init", GLIBC_TUNABLES="glibc.pthread.rseq=1") < 100

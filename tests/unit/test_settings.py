@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {s.name for s in TABLE}
 FAMILY_NAME = re.compile(
     r"\b(?:PHALANX|PADDLE|TORCHELASTIC|SLURM|TORCHINDUCTOR|OMPI|PMI|PMIX|PET|FLAGS|OMP|GLOO|NCCL)_[A-Za-z_]*[A-Za-z]\b"
+    r"|\b(?:MALLOC|GLIBC)_[A-Z]\w*"
 )
 READ = re.compile(r"""(?:environ(?:\.get|\.pop|\.setdefault)?|getenv)\s*[\[(]\s*f?["']([A-Za-z_]+)["']""")
 

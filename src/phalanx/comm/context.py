@@ -21,10 +21,8 @@ logger = logging.getLogger("phalanx.comm")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc (man mallopt)."""
 
-_ALLOCATOR = {"GLIBC_TUNABLES"} | {
-    f"MALLOC_{it}_" for it in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX")
-}
-"""Variables with which users say how glibc keeps memory."""
+_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+"""Variables with which users say how glibc keeps memory; GLIBC_TUNABLES may say it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,8 @@ def _keep_freed_memory() -> None:
     and C libraries without `mallopt` stay as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not _ALLOCATOR.isdisjoint(os.environ):
+    is_set = any(name in os.environ for name in _ALLOCATOR) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or is_set:
         return
     mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes: larger blocks are mapped, and freed at once
     mallopt(_TRIM_THRESHOLD, 512 << 20)  # else twice as much: a unit that sharding gathers, and its gradients
