@@ -255,6 +255,7 @@ def test_groups_that_share_ports_take_as_much_longer() -> None:
         ({"precision": "fp8"}, "Asked for fp8 on A100-80GB-SXM, which computes in bf16"),
         ({"cluster": {"device": "A100"}}, "which could be A100-80GB-SXM, A100-40GB-SXM"),
         ({"cluster": {"device": "H1000"}}, "which is not known"),
+        ({"name": list(range(5_000))}, r"name: .*, found \[0, 1, 2, [^a-z]{60,70}\.\.\.$"),
         ({"batch": {"micro": 0}}, r"batch\.micro: Input should be greater than 0"),
         ({"model": {"heads": 64, "kv_heads": 7}}, "must be a multiple of kv_heads"),
         ({"model": {"layers": 1}, "parallel": {"tp": 1, "pp": 2}}, "1 layers do not make 2 x 1 stages"),

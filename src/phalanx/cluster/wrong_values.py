@@ -6,11 +6,15 @@ from pydantic_core import ErrorDetails
 
 from phalanx.cluster.messages import TABLE, text
 
+_LONGEST = 80
+"""Characters of a value that are shown."""
+
 
 def why_wrong(error: ErrorDetails) -> str:
-    """Return what pydantic says of a value, and the value itself if it is a plain one."""
+    """Return what pydantic says of a value, and the value itself, or how it begins, if it is a plain one."""
     key, found = f"wrong {error['type']}", error["input"]
     why = text(key, **error.get("ctx", {})) if key in TABLE else error["msg"].removeprefix("Value error, ")
     if error["type"] in ("missing", "value_error") or not isinstance(found, str | int | float | bool | None | list):
         return why
-    return text("wrong and found", why=why, found=repr(found))
+    shown = repr(found)
+    return text("wrong and found", why=why, found=shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "...")
