@@ -95,6 +95,8 @@ def test_limits_are_kept_and_their_price_is_said() -> None:
     assert all(c.values["tp"] <= 2 and c.values["recompute"] == "full" for c in found.top_k)  # type: ignore[operator]
     assert "With tp=1 the best is" in found.why_not("tp=1")
     assert "s a step, +" in search(GPT3, "h100x8,nodes=16").why_not("tp=1", "pp=1")
+    with pytest.raises(ConfigError, match=r"why_not was asked for nothing\. Name a limit"):
+        found.why_not()
 
 
 def test_what_cannot_fit_says_the_least_memory_and_what_fills_it() -> None:

@@ -25,7 +25,7 @@ from phalanx.auto.predict import USABLE, Prediction, predict
 from phalanx.cluster.description import Cluster
 from phalanx.cluster.devices import GIB
 from phalanx.cluster.messages import text
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
 
 _MAX_VIRTUAL = 12
 
@@ -77,7 +77,16 @@ class Found:
         return (self.best.prediction.step_time_s / self.bound - 1) * 100
 
     def why_not(self, *limits: str) -> str:
-        """Return what it would cost to keep to further limits, such as `tp=1`."""
+        """Return what it would cost to keep to further limits, such as `tp=1`.
+
+        Args:
+            *limits: As `search` takes them.
+
+        Raises:
+            ConfigError: If none is given, or one cannot be.
+        """
+        if not limits:
+            raise ConfigError(text("why not nothing"))
         said = ", ".join(limits)
         try:
             other = search_job(Job(base=self.job.base, limits=(*self.job.limits, *map(read_limit, limits))))
