@@ -14,6 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+ROUNDING = 1e-9
+"""Part of the room by which sums of bytes may be over it: sums in another order are not the same to the last digit."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
@@ -117,7 +120,7 @@ class Choices:
 
     def fits(self, pick: Mapping[str, int]) -> bool:
         """Return whether a pick keeps to the room; a part in 10^9 more is rounding."""
-        return self.peak(pick) <= self.room * (1 + 1e-9)
+        return self.peak(pick) <= self.room * (1 + ROUNDING)
 
 
 def ends(options: Sequence[Option]) -> list[float]:

@@ -2,7 +2,8 @@
 
 Picks are taken in the order of what they take at least. Of one pick, the cuts are tried in which no rank works more
 than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes
-at least.
+at least. Where there are few cuts all are tried, and where many equal pieces follow each other `auto/repeated` finds
+the best.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.choices import Option
+from phalanx.auto.choices import ROUNDING, Option
 from phalanx.auto.repeated import Costs, Repeated, equal_pieces
 from phalanx.auto.solve import Solved
 from phalanx.auto.staged import StagedChoices
@@ -102,7 +103,7 @@ class _Tried:
         self._passes = choices.micro_batches - 1 / choices.virtual
         equal = equal_pieces(list(self._costs.values()), choices.sends)
         self._repeated = Repeated(choices, equal) if Repeated.is_for(choices, equal) else None
-        if math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
+        if self._repeated is None and math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
             cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
             self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
 
@@ -148,7 +149,7 @@ class _Tried:
         sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
         working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
         if self._repeated is not None:
-            _, stages = self._repeated.best_of(Costs(sums, working), below - self._linked(pick))
+            stages = self._repeated.best_of(Costs(sums, working), below - self._linked(pick))
             seconds = self._checked(pick, stages)
             return seconds, stages, min(seconds, below)
         if self._all is not None:
@@ -222,7 +223,7 @@ class _Tried:
             flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
             working = self._most_by_rank(np.maximum.reduce([self._costs[one].working for one in pick.items()]))
             peaks = (self._by_rank(held + flying * kept) + working).max(axis=1)
-            seconds[peaks > choices.room * (1 + 1e-9)] = math.inf
+            seconds[peaks > choices.room * (1 + ROUNDING)] = math.inf
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
             return math.inf, ()

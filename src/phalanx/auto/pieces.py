@@ -43,8 +43,6 @@ def pieces_of(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) 
     names = units(ModelShape(captured.parameters))
     if not names:
         raise PlanError("the model holds no modules with parameters")
-    if not names:
-        raise PlanError("the model has no modules to begin a stage with")
     visits = [unit_of(segment.path, names) for segment in found]
     met = [place for place in dict.fromkeys(visits) if place is not None]
     if met != list(range(len(names))):

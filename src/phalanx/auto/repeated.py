@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.auto.choices import ROUNDING
 from phalanx.auto.staged import StagedChoices
 
 _MOST_OTHERS = 10
@@ -89,10 +90,12 @@ class Repeated:
         """Return whether so many pieces are equal that few ways are left to cut the others."""
         return len(equal) > 1 and choices.pieces[-1] + 1 - len(equal) <= _MOST_OTHERS
 
-    def best_of(self, costs: Costs, below: float) -> tuple[float, tuple[int, ...]]:
-        """Return the least seconds of a pick but for its links, and the stage of every piece.
+    def best_of(self, costs: Costs, below: float) -> tuple[int, ...]:
+        """Return the stage of every piece in the fastest cut of a pick; none if none fits and is faster than `below`.
 
-        Infinity and none if no cut fits, or none is faster than `below`.
+        Args:
+            costs: What the pieces cost under the pick.
+            below: Seconds of a step, without those of links.
         """
         work, after, most = self._tables(costs)
         even, late = _least_most(work, self._least, most), _least_most(after, self._least, most)
@@ -106,7 +109,7 @@ class Repeated:
             rest = float(always[way]), float(late[way])
             for seconds, numbers in self._of_way(work[way], after[way], self._least[way], most[way], *rest, best):
                 best, found = seconds, (way, numbers)
-        return (math.inf, ()) if found is None else (best, self._stages(*found))
+        return () if found is None else self._stages(*found)
 
     def _of_way(
         self, work: Floats, after: Floats, least: Ints, most: Ints, always: float, late: float, below: float
@@ -138,7 +141,7 @@ class Repeated:
             working = np.maximum(working, np.where(self._least > 0, costs.working[equal.start], 0.0))
             held = outside[2] + self._flying * outside[3] + working
             each = one[2] + self._flying * one[3]
-            room = self._choices.room * (1 + 0.9e-9)  # sums in another order are not the same to the last digit
+            room = self._choices.room * (1 + 0.9 * ROUNDING)  # what is found here fits in any order
             most = np.minimum(most, _fitting(held[..., None] + each[:, None] * numbers, room))
         return work, after, most
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.auto.choices import Link, Node
+from phalanx.auto.choices import ROUNDING, Link, Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,4 +95,4 @@ class StagedChoices:
 
     def fits(self, pick: Mapping[str, int], stages: Sequence[int]) -> bool:
         """Return whether all ranks keep to the room."""
-        return max(self.peaks(pick, stages)) <= self.room * (1 + 1e-9)
+        return max(self.peaks(pick, stages)) <= self.room * (1 + ROUNDING)
