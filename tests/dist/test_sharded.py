@@ -221,6 +221,36 @@ def test_outputs_over_sequences_may_be_changed_in_place() -> None:
             torch.testing.assert_close(found[zero][name], param.grad, rtol=1e-12, atol=1e-14)
 
 
+class Twice(nn.Sequential):
+    """Changes one of two outputs of its first layer, which lie in the same memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, flat = self[0](x)
+        flat.mul_(2)
+        return self[1](output)
+
+
+class Twofold(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = super().forward(x) * 1.0
+        return output, output.flatten(1)
+
+
+def change_what_another_output_sees() -> str:
+    px.init()
+    net = Twice(Twofold(6, 4), nn.Linear(4, 3))
+    model, _, loader = px.distribute(net.double(), None, SEQUENCES, global_batch=5, plan=plan_for(3, 2, 2, "mean"))
+    with pytest.warns(UserWarning) as told:
+        for rows in loader:
+            gradients_of(model, rows).backward()
+    return str(told[0].message)
+
+
+def test_a_view_of_another_output_is_not_cut_off_from_it() -> None:
+    """It would have gradients as if the other had not been changed: torch's warning is what tells."""
+    assert all("returned a view tensor" in said for said in run_ranks(change_what_another_output_sees, 2))
+
+
 class Tied(nn.Module):
     """Returns two outputs of which one is made from the other; two units share a weight."""
 

@@ -154,6 +154,7 @@ def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mod
         recorder.watching(),
     ):
         outputs = net(*positional, **keywords)
+        recorder.returned(outputs)
         if loss is not None:
             recorder.phase = "loss"
             outputs = loss(outputs, target)

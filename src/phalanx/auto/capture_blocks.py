@@ -113,6 +113,7 @@ def put_together(
             written_bytes=sum(op.written_bytes for op in ops),
             kept_bytes=sum(op.kept_bytes for op in ops),
             last_use=last_use,
+            returned=any(op.returned for op in ops),
         )
 
     return tuple(one(run, members) for run, members in enumerate(runs))

@@ -111,6 +111,15 @@ class Recorder(TorchDispatchMode):
             Operator(**fields, kept_bytes=kept[at], last_use=last[at]) for at, fields in enumerate(self._operators)
         )
 
+    def returned(self, outputs: Any) -> None:
+        """Take down what the model returns."""
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                read = self._argument(tensor)
+                assert isinstance(read, Read)
+                if isinstance(read.source, int):
+                    self._operators[read.source]["returned"] = True
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow modules and what autograd saves inside the block."""

@@ -82,6 +82,9 @@ class Operator:
     last_use: int
     """Position of the last operator that reads memory it made; its own if none does."""
 
+    returned: bool = False
+    """Whether the model returns a tensor that it made."""
+
     def reads(self) -> Iterator[Read]:
         """Yield the tensors it reads, in the order of its arguments."""
         for argument in (*self.arguments, *(value for _, value in self.keywords)):

@@ -110,11 +110,13 @@ class LayerWork:
         rows = 1.0 if arrangement.cuts_by_rows else 1 / arrangement.row_parts
         whole = Share(rows=1 / arrangement.row_parts)
         shares = {whole, Share(rows=rows, outer=1 / parts), Share(rows=rows, inner=1 / parts)}
-        # A bound has no time to ask of which modules ranks can compute parts.
+        # A bound has no time to ask of which modules ranks can compute parts. A part may take longer than the whole:
+        # products of few rows are cut along their inner dimension too.
         split = Share(rows=1 / arrangement.row_parts / arrangement.model)
         least = 0.0
         for work, count in self._distinct:
-            tried = {split, *shares} if _may_be_cut(work.segment) else {split if not work.segment.is_glue else whole}
+            may_be_parts = set() if work.segment.is_glue else {split}
+            tried = {split, *shares} if _may_be_cut(work.segment) else {whole, *may_be_parts}
             least += count * min(self._passes_s(work, share, arrangement.recompute) for share in tried)
         return least
 

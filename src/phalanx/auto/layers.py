@@ -91,7 +91,6 @@ class Calls:
         """By `Segment.like`."""
 
         users: dict[str, set[str]] = {}
-        read = {source.source for segment in found for source in segment.inputs}
         for segment in found:
             self.alike.setdefault(segment.like, []).append(segment)
             for param in segment.parameters:
@@ -102,7 +101,7 @@ class Calls:
         self.shared = {name for name, paths in users.items() if len(paths) > 1}
         """Parameters of several modules."""
 
-        self.ends = {segment.like for place, segment in enumerate(found) if place not in read}
+        self.ends = {segment.like for segment in found if segment.is_returned}
         """By `Segment.like`, those whose outputs leave the model: who reads them is not known, and takes them whole."""
 
         self._forms: dict[int, tuple[object, ...]] = {}

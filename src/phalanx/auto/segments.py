@@ -70,6 +70,9 @@ class Segment:
     """The same of the dimension before the last, of a sequence. All inputs that segments made are cut so; they have
     three dimensions or more."""
 
+    is_returned: bool
+    """Whether the model returns a tensor that it makes, or nothing in the step reads any."""
+
     keeps_rows: bool
     """Whether each row of the outputs takes no more than the same row of the inputs. Rows are the first dimension of
     the sample, two or more, wherever they went. False for batch norm in training, for the loss, and if not known."""
@@ -133,6 +136,7 @@ class _Reader:
                     kept_bytes=sum(op.kept_bytes for op in ops),
                     last_dim_parts=parts,
                     token_parts=self._token_parts(run),
+                    is_returned=at not in self._read_later or any(op.returned for op in ops),
                     keeps_rows=self._mixing.isdisjoint(run),
                     like=like.get(at, at),
                     operators=tuple(run),

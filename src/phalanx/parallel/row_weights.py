@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,6 @@ def weighted_outputs(outputs: Any, factor: Callable[[], float]) -> Any:
     Each of several outputs has a way in of its own: one may be computed from another, and what comes back through it
     has its weight already. A single one stays the tensor it is, which may be changed in place.
     """
-    outputs = without_views(outputs)
     tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: _times(gradient, factor()))
@@ -55,19 +55,29 @@ def weighted_outputs(outputs: Any, factor: Callable[[], float]) -> Any:
     return tree_map_only(Tensor, lambda x: with_gradient_times(x, factor) if x.requires_grad else x, outputs)
 
 
-def without_views(outputs: Any) -> Any:
-    """Return outputs of a module of which no tensor with a gradient is a view, over the same memory.
+def without_views(outputs: Any, inputs: Any) -> Any:
+    """Return outputs of a module of which no tensor is a view that nobody else sees the memory of.
 
     A linear layer over sequences makes views. Torch drops the hooks of a view that is changed in place, such as by
-    `nn.ReLU(inplace=True)`; those of any other tensor stay. Code that is being compiled would break in two here.
+    `nn.ReLU(inplace=True)`; those of any other tensor stay. Views of what another output or an input lies in stay as
+    they are: autograd has to see that a change of one is a change of both. Code that is being compiled would break in
+    two here.
     """
     if torch.compiler.is_compiling():
         return outputs
+    seen = Counter(_memory(x) for x in tree_leaves((outputs, inputs)) if isinstance(x, Tensor))
 
     def owned(x: Tensor) -> Tensor:
-        return apply_function(_Owned, x) if x.requires_grad and x._is_view() else x
+        if not x.requires_grad or x._base is None or x._base.is_leaf or seen[_memory(x)] > 1:
+            return x
+        return apply_function(_Owned, x)
 
     return tree_map_only(Tensor, owned, outputs)
+
+
+def _memory(tensor: Tensor) -> int:
+    # Sparse tensors have no one storage, and no views.
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 class _Owned(torch.autograd.Function):

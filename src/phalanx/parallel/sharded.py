@@ -123,7 +123,7 @@ def _cut(
     }
     for unit in units:
         # Before torch's own, which puts hooks on the outputs.
-        unit.register_forward_hook(torch.compiler.disable(_leave_no_view))
+        unit.register_forward_hook(torch.compiler.disable(_leave_no_view), with_kwargs=True)
         fully_shard(unit, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -138,8 +138,8 @@ def _cut(
     _add_terms(plan, model, mesh)
 
 
-def _leave_no_view(_unit: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    return without_views(outputs)
+def _leave_no_view(_unit: nn.Module, inputs: Any, named: dict[str, Any], outputs: Any) -> Any:
+    return without_views(outputs, (inputs, named))
 
 
 def _add_terms(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
