@@ -2,9 +2,9 @@
 
 Says how well the prediction orders the Plans (Spearman), how much slower the picked one is than the fastest of those
 measured (regret), and how far predictions are off; beside it, how well every other round orders the Plans as the rest
-of the rounds do: what is missing to 1 is noise of the measurement. A shared host changes its speed in seconds, so steps are related
-to a yardstick timed beside each. What was measured can be kept, measured further, and predicted again after another
-calibration.
+of the rounds do: what is missing to 1 is noise of the measurement. A shared host changes its speed in seconds, so steps
+are related to a yardstick timed beside each. What was measured can be kept, measured further, and predicted again after
+another calibration.
 """
 
 from __future__ import annotations
