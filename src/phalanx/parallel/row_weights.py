@@ -68,9 +68,9 @@ def without_views(outputs: Any, inputs: Any) -> Any:
     seen = Counter(_memory(x) for x in tree_leaves((outputs, inputs)) if isinstance(x, Tensor))
 
     def owned(x: Tensor) -> Tensor:
-        if not x.requires_grad or x._base is None or x._base.is_leaf or seen[_memory(x)] > 1:
-            return x
-        return apply_function(_Owned, x)
+        base = x._base if x.requires_grad else None
+        is_trained = base is not None and base.is_leaf and base.requires_grad  # torch refuses to change those
+        return x if base is None or is_trained or seen[_memory(x)] > 1 else apply_function(_Owned, x)
 
     return tree_map_only(Tensor, owned, outputs)
 
