@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -111,3 +113,10 @@ def test_a_script_that_trains_nothing_says_so(tmp_path, script, message):
     with pytest.raises(ConfigError, match=message) as raised:
         plan_script(tmp_path / "s.py", (), cluster="a100x2")
     assert "runpy" not in str(raised.value)
+
+
+def test_a_script_finds_its_neighbours_by_its_own_path(tmp_path, monkeypatch):
+    (tmp_path / "s.py").write_text("raise SystemExit(__file__)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "s.py"))):
+        plan_script(Path("s.py"), (), cluster="a100x2")

@@ -147,6 +147,10 @@ class _Listed:
     def _is_placeable(self, alike: list[Segment]) -> bool:
         """Return whether ranks can compute parts of the operators of these modules, each with as many rows."""
         at, first = self._at, alike[0]
+        # With stages they double the decisions of a program that is large already (a ResNet-50 on small images: 4 s to
+        # 33 s), so there they are tried where the user wants them.
+        if at.stages > 1 and (first.like, WHOLE) not in self._layers.unwanted:
+            return False
         if at.recompute == "selective" or at.rows % (at.data * at.model * at.micro_batches):
             return False
         if not all(one.path in self._calls.once and not one.is_glue and one.outputs for one in alike):

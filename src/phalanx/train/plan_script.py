@@ -47,7 +47,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
     assembly.planner = _stop
     try:
         with redirect_stdout(sys.stderr):
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
     except _Reached as reached:
         return _planned(reached.model, reached.loss_fn, options)
     except SystemExit as ended:
@@ -68,7 +68,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
 def _failed(script: Path, error: Exception) -> str:
     """Return the script's own traceback, without what ran it, and what that means."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script.resolve()):
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace))
     return f"{text('script failed', script=script)}\n{lines.rstrip()}"
