@@ -24,6 +24,7 @@ from phalanx.ps.wire.frame import Kind
 from phalanx.ps.wire.receive import Budget
 from phalanx.ps.wire.segments import Segment
 from phalanx.ps.wire.session import Session, Terms
+from open_files import no_descriptor_left
 from wiring import SECRET, connected, serving
 
 pytestmark = pytest.mark.dist
@@ -122,33 +123,29 @@ def broken(count: int, seed: int) -> Iterator[bytes]:
         yield makers[number % 4](chance)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("kind", [Session, Admitted], ids=["before the handshake", "after it"])
 def test_5000_broken_frames_hold_no_memory_thread_or_descriptor(kind):
     victim = Victim(kind)
     victim.feed(SOUND[2])
-    threads, files = threading.active_count(), descriptors()
-    tracemalloc.start()
-    for data in broken(5000, seed=5):
-        victim.feed(data)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    threads = set(threading.enumerate())
+    with no_descriptor_left():
+        tracemalloc.start()
+        for data in broken(5000, seed=5):
+            victim.feed(data)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
     assert peak < BOUND_BYTES
-    assert (threading.active_count(), descriptors()) == (threads, files)
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_a_descriptor_that_comes_with_a_lie_is_closed(segment, caplog):
     victim, shared = Victim(Admitted), Segment(1, 1 << 16)
     assert shared.descriptor is not None
-    before = descriptors()
-    for flags in (0, frame.SHARED, frame.NEW_SEGMENT, frame.SHARED | frame.NEW_SEGMENT):
-        content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
-        victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
-    assert descriptors() == before
+    with no_descriptor_left():
+        for flags in (0, frame.SHARED, frame.NEW_SEGMENT, frame.SHARED | frame.NEW_SEGMENT):
+            content = {"op": "pull", "meta": {}, "arrays": [["uint8", [100]]], "segment": segment}
+            victim.feed(request(content, b"", flags, 100) + SOUND[1], shared.descriptor)
     shared.forget_descriptor()
 
 

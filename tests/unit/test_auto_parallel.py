@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto import planner
 from phalanx.auto.choices import Choices
-from phalanx.auto.layers import EVERY_WAY, Way
+from phalanx.auto.layers import EVERY_WAY, PARTS, Way
 from phalanx.auto.operator_cost import Share
 from phalanx.auto.planned import Planned
 from phalanx.auto.planned_picture import COLOURS, picture_of_plan
@@ -225,6 +225,15 @@ def test_a_chain_is_cut_into_stages_of_even_work():
     assert stages["head"] == 1
 
 
+def test_parts_are_tried_with_stages_where_a_limit_asks_for_them():
+    unasked = planned("hybrid", "a100x4", "pp=2", "tp=2")
+    asked = planned("hybrid", "a100x4", "pp=2", "tp=2", "features.0=parts")
+    assert "modules in parts together with stages, but for those that a limit asks for" in unasked.left_out
+    assert not any(PARTS in one.picked for one in unasked.searched.candidates)
+    assert all(PARTS in one.picked for one in asked.searched.candidates)
+    assert asked.searched.candidates
+
+
 def test_a_model_that_cannot_be_cut_into_stages_says_why():
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -395,7 +404,7 @@ def test_what_sharding_cannot_cut_is_not_sharded():
     sample = torch.zeros(4, 64), torch.zeros(4).long()
     flat = px.auto_parallel(Scaled(), sample, F.cross_entropy, cluster="a100x4")
     assert flat.space["zero"] == (0,)
-    assert flat.left_out == ("sharding, as parameter 'scale' has no dim to cut: give it shape (1,)",)
+    assert "sharding, as parameter 'scale' has no dim to cut: give it shape (1,)" in flat.left_out
     outside = px.auto_parallel(Scaled(1), sample, F.cross_entropy, cluster="a100x4")
     assert {at.zero for at in outside.searched.arrangements if at.stages == 1} == {0, 1, 2, 3}
     assert {at.zero for at in outside.searched.arrangements if at.stages > 1} == {0}

@@ -91,23 +91,28 @@ def auto_parallel(
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
     search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded)
     said = tuple(limits)
+    searched = search(said)
+    not_tried = (unstaged, *unsharded.values(), *_apart(search), *_in_stages(searched))
     return Planned(
-        searched=search(said),
+        searched=searched,
         layers=search.layers,
         work=work,
         speed=speed,
         room=room,
         where=str(found),
         base=base,
-        left_out=tuple(
-            dict.fromkeys(why for why in (unstaged, *unsharded.values(), *_apart(search)) if why is not None)
-        ),
+        left_out=tuple(dict.fromkeys(why for why in not_tried if why is not None)),
         search_again=lambda more: search((*said, *more)),
     )
 
 
 def _apart(search: _Search) -> tuple[str, ...]:
     return () if search.layers.on_tokens else ("tokens apart between layers, as the model's code does not run on some",)
+
+
+def _in_stages(searched: Searched) -> tuple[str, ...]:
+    is_tried = any(at.stages > 1 and at.model > 1 for at in searched.arrangements)
+    return ("modules in parts together with stages, but for those that a limit asks for",) if is_tried else ()
 
 
 def _check_sparse(model: nn.Module) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from phalanx.auto.figures import in_words
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
 from phalanx.auto.planned_table import planned_table
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.auto.rates import Speed
-from phalanx.auto.simulate_picture import in_words
 from phalanx.auto.simulate_plan import simulate_plan
 from phalanx.auto.simulate_values import Simulated
 from phalanx.auto.traffic import traffic

@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.auto.figures import in_words, size_in_words
 from phalanx.auto.planner import Candidate, Searched
-from phalanx.auto.simulate_picture import in_words, size_in_words
 from phalanx.cluster.messages import text
 
 

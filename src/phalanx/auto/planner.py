@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement, divisors
 from phalanx.auto.choices import Choices, Option
+from phalanx.auto.figures import size_in_words
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
-from phalanx.auto.simulate_picture import size_in_words
 from phalanx.auto.solve import Solved, solve
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices

@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from phalanx.auto.described_run import Run
+from phalanx.auto.figures import in_words, size_in_words
 from phalanx.auto.predict import predict
-from phalanx.auto.simulate_picture import in_words, picture_of, rate_in_words, size_in_words
+from phalanx.auto.simulate_picture import picture_of, rate_in_words
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.auto.simulate_trace import trace_of
 from phalanx.auto.simulate_values import Simulated

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from phalanx.auto.figures import in_words, size_in_words
 from phalanx.auto.simulate_values import Simulated, Slice
-from phalanx.cluster.devices import GIB
 from phalanx.cluster.messages import text
 
 COLOURS = {
@@ -162,21 +162,6 @@ def _layers(slices: list[Slice]) -> Iterator[tuple[Slice, _Layer]]:
         turn = stages.index(one.stage) / max(1, len(stages) - 1) if one.stage >= 0 else 0.0
         opacity = 1 - _PALER * turn if one.stream == "compute" else 1.0
         yield one, _Layer(_KINDS[one.kind] if one.stream == "compute" else one.stream, beside, opacity)
-
-
-def in_words(seconds: float) -> str:
-    """Return seconds with the unit that suits them."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size or not seconds:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} µs"
-
-
-def size_in_words(size: float) -> str:
-    """Return bytes with the unit that suits them."""
-    if size >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def rate_in_words(simulated: Simulated) -> str:

@@ -1,0 +1,20 @@
+"""Seconds and bytes as people read them (pure)."""
+
+from __future__ import annotations
+
+from phalanx.cluster.devices import GIB
+
+
+def in_words(seconds: float) -> str:
+    """Return seconds with the unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size or not seconds:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} µs"
+
+
+def size_in_words(size: float) -> str:
+    """Return bytes with the unit that suits them."""
+    if size >= GIB:
+        return f"{size / GIB:.4g} GiB"  # digits enough to tell what is needed from what there is
+    return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
