@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
+from phalanx.cluster.description_messages import DESCRIPTIONS
+from phalanx.cluster.planner_errors import PLANNER_ERRORS
 from phalanx.cluster.planner_messages import PLANNER
 from phalanx.errors import nearest
 
@@ -15,6 +17,8 @@ LOG_LINE = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 
 TABLE: dict[str, tuple[str, str]] = {
     **PLANNER,
+    **PLANNER_ERRORS,
+    **DESCRIPTIONS,
     "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
     "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),
     "waiting because": ("not ready endpoints:{names} ({why})", "尚未就绪的端点：{names}（{why}）"),
