@@ -111,8 +111,9 @@ def test_more_of_a_network_is_never_slower(more: float, zero: int, pp: int, over
 def test_sharding_never_holds_more(zero: int, nodes: int) -> None:
     parallel = {"tp": 1, "dp": 8 * nodes}
     cluster = {"nodes": nodes}
-    plain = footprint(read_run(described(parallel=parallel, cluster=cluster, batch={"global": 512})))
-    cut = footprint(read_run(described(parallel={**parallel, "zero": zero}, cluster=cluster, batch={"global": 512})))
+    batch = {"global": 64 * nodes}
+    plain = footprint(read_run(described(parallel=parallel, cluster=cluster, batch=batch)))
+    cut = footprint(read_run(described(parallel={**parallel, "zero": zero}, cluster=cluster, batch=batch)))
     assert cut.optimizer + cut.parameters + cut.gradients <= plain.optimizer + plain.parameters + plain.gradients
 
 
@@ -247,6 +248,17 @@ def test_groups_that_share_ports_take_as_much_longer() -> None:
     assert links.all_reduce(1e9, Layout(1, 1)) == links.all_gather(1e9, Layout(1, 1)) == 0
 
 
+def test_ranks_hold_copies_of_keys_and_values_where_heads_are_fewer() -> None:
+    """As many heads of keys and values as ranks, and fewer, take the same; one rank alone holds each head once."""
+
+    def of_rank(heads: int, ranks: int) -> tuple[float, float]:
+        run = read_run(described(model={"kv_heads": heads}, parallel={"tp": ranks}))
+        return run.block_parameters, predict(run).step_time_s
+
+    assert of_rank(2, 8) == of_rank(8, 8)
+    assert of_rank(2, 1) < of_rank(8, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -259,6 +271,18 @@ def test_groups_that_share_ports_take_as_much_longer() -> None:
         ({"batch": {"micro": 0}}, r"batch\.micro: Input should be greater than 0"),
         ({"model": {"heads": 64, "kv_heads": 7}}, "must be a multiple of kv_heads"),
         ({"model": {"layers": 1}, "parallel": {"tp": 1, "pp": 2}}, "1 layers do not make 2 x 1 stages"),
+        (
+            {"model": {"heads": 48}, "parallel": {"tp": 5}},
+            r"the run: model\.heads \(48\) must be a multiple of parallel\.tp",
+        ),
+        ({"model": {"heads": 5}}, r"model: hidden \(6144\) must be a multiple of heads \(5\)"),
+        (
+            {"model": {"heads": 24, "kv_heads": 6}, "parallel": {"tp": 4}},
+            "one of model.kv_heads .6. and parallel.tp .4.",
+        ),
+        ({"parallel": {"tp": 1, "cp": 3}}, r"model\.seq \(2048\) must be a multiple of parallel\.cp \(3\)"),
+        ({"parallel": {"tp": 1, "ep": 2}}, r"model\.experts \(0\) must be a multiple of parallel\.ep \(2\)"),
+        ({"parallel": {"tp": 1, "dp": 3}}, r"batch\.global \(4\) must be a multiple of dp \(3\)"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:

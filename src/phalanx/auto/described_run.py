@@ -38,6 +38,8 @@ class ModelOf(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> ModelOf:
+        if self.hidden % self.heads:
+            raise ValueError(text("run hidden", hidden=self.hidden, heads=self.heads))
         if self.heads % self.keys_heads:
             raise ValueError(text("run heads", heads=self.heads, groups=self.keys_heads))
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
@@ -103,15 +105,12 @@ class ClusterOf(_Part):
             return said
         cluster = read_cluster(said)
         if cluster.assumed:
-            logger.warning("assumed of the cluster: %s", "; ".join(cluster.assumed))
+            logger.warning("%s", text("cluster assumed", what="; ".join(cluster.assumed)))
         equal = cluster.weakest()
         node = equal.nodes[0]
         if not cluster.is_uniform:
-            logger.warning(
-                "The nodes differ (%s), and every rank waits for the slowest: reckoned as %d x (%d %s). Describe some "
-                "of the nodes alone to see what they would do without the others.",
-                cluster, len(equal.nodes), node.devices, node.device.name,
-            )  # fmt: skip
+            reckoned = f"{len(equal.nodes)} x ({node.devices} {node.device.name})"
+            logger.warning("%s", text("cluster differs", cluster=cluster, reckoned=reckoned))
         return {
             "device": node.device.name,
             "per_node": node.devices,
@@ -185,16 +184,29 @@ class Run(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Run:
-        devices, ranks = self.cluster.per_node * self.cluster.nodes, self.parallel.ranks
-        if ranks > devices:
-            raise ValueError(text("run ranks", ranks=ranks, devices=devices))
-        if self.batch.whole < self.parallel.dp:
-            raise ValueError(text("run batch", rows=self.batch.whole, copies=self.parallel.dp))
-        if self.model.layers < self.parallel.pp * self.parallel.vpp:
-            stages, virtual = self.parallel.pp, self.parallel.vpp
-            raise ValueError(text("run stages", layers=self.model.layers, stages=stages, virtual=virtual))
-        if self.parallel.dp % self.parallel.hsdp:
-            raise ValueError(text("run hsdp", copies=self.parallel.hsdp, data=self.parallel.dp))
+        model, par = self.model, self.parallel
+        devices = self.cluster.per_node * self.cluster.nodes
+        if par.ranks > devices:
+            raise ValueError(text("run ranks", ranks=par.ranks, devices=devices))
+        if self.batch.whole % par.dp:
+            raise ValueError(text("run batch", rows=self.batch.whole, copies=par.dp))
+        if model.layers < par.pp * par.vpp:
+            raise ValueError(text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp))
+        if par.dp % par.hsdp:
+            raise ValueError(text("run hsdp", copies=par.hsdp, data=par.dp))
+        return self
+
+    @model_validator(mode="after")
+    def _cuts_evenly(self) -> Run:
+        model, par = self.model, self.parallel
+        if model.heads % par.tp:
+            raise ValueError(text("run cut heads", heads=model.heads, ranks=par.tp))
+        if model.keys_heads % par.tp and par.tp % model.keys_heads:
+            raise ValueError(text("run cut groups", groups=model.keys_heads, ranks=par.tp))
+        if model.seq % par.cp:
+            raise ValueError(text("run cut sequence", tokens=model.seq, ranks=par.cp))
+        if par.ep > 1 and (not model.experts or model.experts % par.ep):
+            raise ValueError(text("run cut experts", experts=model.experts, ranks=par.ep))
         return self
 
     @property
@@ -213,9 +225,15 @@ class Run(_Part):
         return self.batch.whole / self.parallel.dp / self.micro
 
     @property
+    def model_as_cut(self) -> ModelOf:
+        """The model with a head of keys and values for every tensor parallel rank: of fewer they hold copies."""
+        ranks = self.parallel.tp
+        return self.model if self.model.keys_heads >= ranks else self.model.model_copy(update={"kv_heads": ranks})
+
+    @property
     def block_parameters(self) -> float:
         """Parameters of one block on one rank."""
-        model, par = self.model, self.parallel
+        model, par = self.model_as_cut, self.parallel
         experts = max(1, model.experts) / (par.ep if model.experts else 1)
         return (model.attention_parameters + experts * model.expert_parameters) / par.tp
 

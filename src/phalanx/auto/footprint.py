@@ -102,7 +102,7 @@ def parameters_held(run: Run, *, last: bool = False) -> float:
 
 def block_bytes(run: Run) -> float:
     """Return what one block keeps of one micro-batch for its backward pass."""
-    model, cut, rows = run.model, run.parallel.tp, tokens(run)
+    model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
     rest = rows * model.hidden / (cut if run.parallel.sequence_parallel else 1)
     if run.recompute == "full":
         return HALF * rest

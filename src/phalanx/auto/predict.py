@@ -195,7 +195,7 @@ class StepSeconds:
             experts = Layout(par.ep, min(par.ep, run.cluster.per_node), min(par.tp, run.cluster.per_node))
             seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
         if par.cp > 1:
-            kv = 2 * boundary_bytes(run) * run.model.keys_heads / run.model.heads / par.tp
+            kv = 2 * boundary_bytes(run) * run.model_as_cut.keys_heads / run.model.heads / par.tp
             ring = Layout(par.cp, min(par.cp, max(1, run.cluster.per_node // par.tp)), par.tp)
             # The ring runs beside attention, and shows where it is the longer.
             seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)

@@ -82,7 +82,7 @@ def _added_up(run: Run) -> float:
 
 def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
     """Return the seconds of the matrix products of one block's layers, forward and backward, and of the last alone."""
-    model, cut, rows = run.model, run.parallel.tp, tokens(run)
+    model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
     h = model.hidden
     layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
     wide = (2 if model.gated else 1) * model.inner
@@ -140,7 +140,7 @@ def _attention(run: Run, kernels: Kernels) -> Work:
 
 def _element_wise(run: Run, kernels: Kernels) -> Work:
     """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
-    model, cut = run.model, run.parallel.tp
+    model, cut = run.model_as_cut, run.parallel.tp
     rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
     inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / cut
     qkv = HALF * tokens(run) * model.qkv / cut

@@ -55,6 +55,10 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
     "wrong less_than_equal": ("Input should be less than or equal to {le:g}", "应不大于 {le:g}"),
     "wrong literal_error": ("Input should be {expected}", "应为 {expected}"),
     "wrong too_short": ("Input should have at least {min_length} item(s)", "至少应有 {min_length} 项"),
+    "run hidden": (
+        "hidden ({hidden}) must be a multiple of heads ({heads})",
+        "hidden（{hidden}）应为 heads（{heads}）的整数倍",
+    ),
     "run heads": (
         "heads ({heads}) must be a multiple of kv_heads ({groups})",
         "heads（{heads}）应为 kv_heads（{groups}）的整数倍",
@@ -68,12 +72,34 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "tp x pp x dp x cp 为 {ranks}，而集群有 {devices} 个设备",
     ),
     "run batch": (
-        "batch.global ({rows}) is less than dp ({copies})",
-        "batch.global（{rows}）小于 dp（{copies}）",
+        "batch.global ({rows}) must be a multiple of dp ({copies}): all replicas read as many sequences",
+        "batch.global（{rows}）应为 dp（{copies}）的整数倍：各副本读取同样多的序列",
     ),
     "run stages": (
         "{layers} layers do not make {stages} x {virtual} stages",
         "{layers} 层不足以划分为 {stages} x {virtual} 个阶段",
+    ),
+    "run cut heads": (
+        "model.heads ({heads}) must be a multiple of parallel.tp ({ranks}): each rank computes whole heads",
+        "model.heads（{heads}）应为 parallel.tp（{ranks}）的整数倍：每个进程计算完整的头",
+    ),
+    "run cut groups": (
+        (
+            "one of model.kv_heads ({groups}) and parallel.tp ({ranks}) must divide the other: each rank holds whole "
+            "heads of keys and values, copies where there are fewer than ranks"
+        ),
+        (
+            "model.kv_heads（{groups}）与 parallel.tp（{ranks}）中一个应整除另一个："
+            "每个进程持有完整的键值头，头少于进程时持有副本"
+        ),
+    ),
+    "run cut sequence": (
+        "model.seq ({tokens}) must be a multiple of parallel.cp ({ranks})",
+        "model.seq（{tokens}）应为 parallel.cp（{ranks}）的整数倍",
+    ),
+    "run cut experts": (
+        "model.experts ({experts}) must be a multiple of parallel.ep ({ranks}), and above 0 where ep is above 1",
+        "model.experts（{experts}）应为 parallel.ep（{ranks}）的整数倍；ep 大于 1 时应大于 0",
     ),
     "run hsdp": ("hsdp ({copies}) must divide dp ({data})", "hsdp（{copies}）应整除 dp（{data}）"),
     "no cluster": (
@@ -116,6 +142,37 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
     "cluster says": (
         "Asked for device={device} of {path}, which says itself what it is made of. Leave it out.",
         "为 {path} 指定了 device={device}，而该文件自己写明了设备。请去掉 device=。",
+    ),
+    "cluster assumed": ("assumed of the cluster: {what}", "对集群的假设：{what}"),
+    "assumed cores": (
+        "{count} float32 operations a cycle and core at {hertz} GHz",
+        "每核每周期 {count} 次 float32 运算，频率 {hertz} GHz",
+    ),
+    "assumed memory": (
+        "{rate} GB/s of memory a core; `phalanx calibrate` measures, and `here` uses it",
+        "每核内存带宽 {rate} GB/s；`phalanx calibrate` 可实测，集群名 here 即用实测值",
+    ),
+    "assumed nodes": ("{count} nodes, all as this one", "{count} 个节点，均与本机相同"),
+    "assumed between": ("{rate} Gb/s between them", "节点间 {rate} Gb/s"),
+    "assumed card": ("{card} is {device}, with its usual network", "{card} 即 {device}，网络取其常见配置"),
+    "assumed named": ("{device} on every server of {path}", "{path} 的每台服务器都是 {device}"),
+    "assumed here": (
+        "{device}, as here, on every server of {path}; device= says another",
+        "{path} 的每台服务器都与本机相同（{device}）；可用 device= 另行指定",
+    ),
+    "measured before": (
+        "measured with {name} {then}, which is {now} now: `phalanx calibrate` measures again",
+        "测量时 {name} 为 {then}，现为 {now}：请用 `phalanx calibrate` 重新测量",
+    ),
+    "cluster differs": (
+        (
+            "The nodes differ ({cluster}), and every rank waits for the slowest: reckoned as {reckoned}. Describe some "
+            "of the nodes alone to see what they would do without the others."
+        ),
+        (
+            "各节点不同（{cluster}），每个进程都要等最慢的：按 {reckoned} 计算。"
+            "可只描述其中一部分节点，看没有其他节点时如何。"
+        ),
     ),
     "cluster strided": (
         (
