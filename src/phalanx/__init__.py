@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.checkpoint.saving import save
     from phalanx.comm.context import Context, current, init, shutdown
     from phalanx.parallel.apply import apply
-    from phalanx.parallel.distribute import DataParallel, distribute, no_sync
+    from phalanx.parallel.distribute import DataParallel, no_sync
     from phalanx.parallel.explain import explain
     from phalanx.parallel.recipe.clip import clip_grad_norm_
     from phalanx.parallel.recipe.ema import EMA, ema_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.callbacks.records import CSVLogger, JSONLogger
     from phalanx.train.callbacks.schedule import LearningRateSchedule
     from phalanx.train.callbacks.tensorboard import TensorBoard
+    from phalanx.train.distribute import distribute
     from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
     from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand
@@ -92,7 +93,7 @@ _HOMES = {
     "apply": "phalanx.parallel.apply",
     "clip_grad_norm_": "phalanx.parallel.recipe.clip",
     "current": "phalanx.comm.context",
-    "distribute": "phalanx.parallel.distribute",
+    "distribute": "phalanx.train.distribute",
     "auto_parallel": "phalanx.auto.auto_parallel",
     "correct_at": "phalanx.train.metrics",
     "ema_of": "phalanx.parallel.recipe.ema",

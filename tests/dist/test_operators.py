@@ -81,7 +81,7 @@ SOFTMAX, NORM, GELU, DROP = (
 )
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"capture_digest": "0" * 16}, r"captured as 0{16}, and this model's is [0-9a-f]{16}: code, batch or loss differ"),
+    ({"capture_digest": "0" * 16}, r"captured as 0{16}, and this model's is [0-9a-f]{16}: code or batch differ"),
     ({"site": SOFTMAX[:-2]}, rf"no operator '{SOFTMAX[:-2]}'. Did you mean '{SOFTMAX}'"),
     ({"site": NORM}, "has 1 outputs, the operator 3. Say one of each"),
     ({"site": GELU, "dim": 3}, r"lays out \[4, 6, 8\] as .*. Replicate it, or cut a dim"),
@@ -90,7 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"site": "gelu"}, "names no operator. Write the module, the operator's number in it and its name"),
     ({"axis": "tensor"}, "along 'tensor', which the mesh has not"),
     ({"axis": "data"}, "ranks along 'data' read other rows. Place them along one axis"),
-    ({"captured": False}, "no step of this model was captured. Call phalanx.auto.capture.capture"),
+    ({"captured": False}, "no step of this model was captured. Give the data beside the Plan"),
 ]
 """What is wrong with a Plan, and what is said of it."""
 

@@ -43,6 +43,23 @@ raise SystemExit("it went on to train")
 """
 
 
+VERBS = """
+import torch
+from phalanx import fleet
+strategy = fleet.DistributedStrategy()
+strategy.amp, strategy.tensor_parallel = True, True
+strategy.tensor_parallel_configs = {"tensor_parallel_degree": 2}
+fleet.init(is_collective=True, strategy=strategy)
+net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 8))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+net = fleet.distributed_model(net)
+net.eval()(torch.randn(2, 64))
+for rows in torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16):
+    net.train()(rows)
+    raise SystemExit("it went on to train")
+"""
+
+
 def planned(script: str, *flags: str, language: str = "en") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "phalanx", "plan", script, *flags],
@@ -80,6 +97,16 @@ def test_scripts_are_planned_without_training(tmp_path):
     assert f"{trace}：每步" in done.stderr
 
 
+def test_a_script_of_verbs_is_planned_at_its_first_training_step(tmp_path, caplog):
+    (tmp_path / "verbs.py").write_text(VERBS)
+    with caplog.at_level("INFO", "phalanx.train"):
+        answer = plan_script(tmp_path / "verbs.py", (), cluster="a100x4")
+    assert "for global batches of 64 rows" in caplog.text  # 16 of every device
+    assert "set aside of the script's strategy, as the planner decides it: tensor_parallel" in caplog.text
+    assert answer.layers.optimizer == "sgd"  # as the script has it
+    assert any(rule.dtype == "bfloat16" for rule in answer.plan.modules)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -99,7 +126,7 @@ def test_mistakes_in_the_command_are_said_before_the_script_runs(tmp_path, monke
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("import torch", r"ran to its end and distributed no model with data\. Give a script that calls px"),
+        ("import torch", r"ran to its end and trained no model that it distributed\. Give a script that calls px"),
         ("raise SystemExit(3)", r"ended \(3\) before it trained a model"),
         (
             "def f():\n    raise ValueError('mine')\nf()",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from phalanx.cluster.role import Role
@@ -55,7 +56,7 @@ def test_a_batch_is_looked_at_and_comes_again(kind: str) -> None:
 
 
 def test_columns_are_as_long_as_the_global_batch() -> None:
-    images, labels = global_batch(LOADERS["rows"](), CPU, has_target=True)
+    images, labels = global_batch(LOADERS["rows"](), nn.Linear(6, 2), has_target=True)
     assert images.shape == (6, 6)
     assert images.dtype == torch.float32
     assert labels.shape == (6,)

@@ -128,9 +128,17 @@ class Captured:
         return tuple(op for op in self.operators if not path or op.module == path or op.module.startswith(path + "."))
 
     def digest(self) -> str:
-        """Return 16 hex digits over everything but the reasons: the same in every process, for the same step."""
+        """Return 16 hex digits over the model and its forward pass: the same in every process, whatever the loss is.
+
+        A Plan places operators of the forward pass alone: to it, a step with a loss and one without are the same.
+        """
         # A plain walk over the fields would be JSON of twice the size; the form of a dataclass is as canonical.
-        said = (self.level, self.operators, self.modules, self.parameters, self.buffers, self.tied, self.blocks)
+        forward = [
+            (one.name, one.module, one.call, one.arguments, one.keywords, one.outputs)
+            for one in self.operators
+            if one.phase == "forward"
+        ]
+        said = (forward, self.modules, self.parameters, self.buffers, self.tied)
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 

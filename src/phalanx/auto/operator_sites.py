@@ -40,8 +40,8 @@ def unfit(captured: Captured, plan: Plan) -> str | None:
     """Return why a Plan's rules for operators do not fit a captured step; None if they do."""
     if plan.capture_digest != captured.digest():
         return (
-            f"they are of the step captured as {plan.capture_digest}, and this model's is {captured.digest()}: code, "
-            "batch or loss differ. Make a new Plan for this step"
+            f"they are of the step captured as {plan.capture_digest}, and this model's is {captured.digest()}: code or "
+            "batch differ. Train with the global batch that was planned for, or make a new Plan for this step"
         )
     known = sites(captured)
     for rule in plan.ops:

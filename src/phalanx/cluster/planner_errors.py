@@ -8,12 +8,18 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "{script} 在训练模型之前已结束（{code}）。{advice}",
     ),
     "script trained nothing": (
-        "{script} ran to its end and distributed no model with data. {advice}",
-        "{script} 运行到结尾，没有把模型和数据一起分布。{advice}",
+        "{script} ran to its end and trained no model that it distributed. {advice}",
+        "{script} 运行到结尾，没有训练任何分布的模型。{advice}",
     ),
     "script to plan": (
-        "Give a script that calls px.distribute(model, optimizer, data) or px.Model(...).train(...).",
-        "请给出调用 px.distribute(model, optimizer, data) 或 px.Model(...).train(...) 的脚本。",
+        (
+            "Give a script that calls px.distribute(model, optimizer, data), fleet.distributed_model(model) or "
+            "px.Model(...).train(...)."
+        ),
+        (
+            "请给出调用 px.distribute(model, optimizer, data)、fleet.distributed_model(model) 或 "
+            "px.Model(...).train(...) 的脚本。"
+        ),
     ),
     "script failed": (
         "{script} failed before it trained a model. Make `python {script}` work first:",
@@ -47,6 +53,10 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
             "限制 {said!r} 无法识别。请写旋钮（{knobs}）和值，如 tp<=2；"
             "或写层和 {styles} 之一，如 classifier.*=whole。{nearest}"
         ),
+    ),
+    "limit of no layer": (
+        "Asked for the limit {said!r}, and the model calls no layer {layer!r}.{nearest} It calls {known}.",
+        "限制 {said!r} 中的层 {layer!r} 未被此模型调用。{nearest}被调用的有 {known}。",
     ),
     "limit one of": (
         "Asked for the limit {said!r}. Write {knob}= and one of {known}.",
@@ -117,6 +127,17 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
         "strategy.{name} 规定了如何切分模型，而这正是规划器要找的。请去掉它，或写成限制，如 tp=2。",
     ),
+    "plan of unknown step": (
+        (
+            "This Plan places single operators, and the step that it is of could not be captured from the data: {why} "
+            "Or call phalanx.auto.capture.capture(model, sample) with what a global batch calls the model with before, "
+            "on rank 0 at least."
+        ),
+        (
+            "此方案切分单个算子，而无法从数据中得到它所对应的训练步：{why} 也可以先调用 "
+            "phalanx.auto.capture.capture(model, sample)，sample 为一个全局批中模型的输入，至少在 rank 0 上。"
+        ),
+    ),
     "plan with servers": (
         (
             "AUTO_PARALLEL plans for workers that hold all parameters, and this job has servers. Launch it without, or "
@@ -164,6 +185,42 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     "capture devices": (
         "The model is on {model}, the sample on {sample}: put them on one device.",
         "模型在 {model} 上，样本在 {sample} 上：请放到同一设备。",
+    ),
+    "capture asks": (
+        "{operator} in {module} asks for values, which are known only when it runs",
+        "{module} 中的 {operator} 要读取数值，而数值只有运行时才知道",
+    ),
+    "capture no blocks": ("no block is repeated", "没有重复的块"),
+    "capture endless": (
+        "{module} asks {operator} for values without end",
+        "{module} 不停地用 {operator} 读取数值",
+    ),
+    "the whole model": ("the model", "模型"),
+    "stages of nothing": ("the model holds no modules with parameters", "模型没有带参数的模块"),
+    "stages out of order": (
+        "the forward pass does not call the model's units in the order in which they were made",
+        "前向计算没有按创建顺序调用模型的各单元",
+    ),
+    "stages look at values": (
+        (
+            "the forward pass of {model} cannot be cut into stages, because it looks at values while it runs: {why}. "
+            "Move such code into one of its units ({units}), or write the model as a torch.nn.Sequential of them."
+        ),
+        (
+            "{model} 的前向计算无法划分为阶段，因为它在运行时读取数值：{why}。请把这样的代码移入某个单元（{units}），"
+            "或把模型写成由这些单元组成的 torch.nn.Sequential。"
+        ),
+    ),
+    "stages taken back": (
+        (
+            "the forward pass uses {name!r} of stage {stage} while it is in stage {now} (after {unit!r}): it does not "
+            "run through the units in their order. Let pipeline_configs cuts keep in one stage what is used together, "
+            "or register the modules in the order in which they run."
+        ),
+        (
+            "前向计算在阶段 {now}（{unit!r} 之后）使用了阶段 {stage} 的 {name!r}：没有按顺序经过各单元。"
+            "请用 pipeline_configs 的 cuts 把一起使用的放在同一阶段，或按运行顺序注册模块。"
+        ),
     ),
     "capture advice": ("Hand in what one training step takes.", "请传入一个训练步所用的数据。"),
     "no Plan file": (

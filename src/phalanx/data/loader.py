@@ -132,6 +132,10 @@ class ShardedLoader:
         """Rows of a full global batch for the present number of ranks; batches when a batch sampler cuts them."""
         return self._loading.global_batch_for(self._loading.here().count)
 
+    def global_batch_for(self, ranks: int) -> int:
+        """Return `global_batch` for another number of ranks that read rows of their own."""
+        return self._loading.global_batch_for(ranks)
+
     @property
     def per_rank_batch(self) -> int:
         """Most rows this rank gets of a global batch."""

@@ -1,4 +1,4 @@
-"""Take what the user made, make a Plan, apply it: `px.distribute`, and the two calls behind Fleet's verbs."""
+"""Take what the user made, make a Plan, apply it: the calls behind `px.distribute`, `px.Model` and Fleet's verbs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.pairing import pair
 from phalanx.parallel.step_hooks import hook_steps
 from phalanx.parallel.tensor.mark import is_marked, told, with_marks
-from phalanx.parallel.watch import ACTS_AT_UPDATES, ForwardWatch, StepWatch, assembly
+from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly, reach_at_call
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -66,52 +66,6 @@ def _explain_strategies(model: nn.Module, first: DistributedStrategy | None, sec
     )
 
 
-def distribute(
-    model: ModelT,
-    optimizer: OptimizerT | None = None,
-    data: Any = None,
-    *,
-    global_batch: int | None = None,
-    strategy: DistributedStrategy | None = None,
-    plan: Plan | None = None,
-    **loader_options: Any,
-) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
-    """Make a model, its optimizer and its data train on all ranks.
-
-    Collective: every rank calls it. Works with one process and no launcher too. On a parameter server it serves until
-    all workers have left, and ends the process. Model, optimizer and data may be made before or after `phalanx.init()`,
-    which this calls if nobody did.
-
-    Args:
-        model: A plain module; changed in place, keys and class stay.
-        optimizer: A torch optimizer over the model's parameters.
-        data: A torch `Dataset` or `DataLoader`, a tuple of tensors, an `IterableDataset` or a generator function.
-        global_batch: Rows of one optimizer step over all ranks. A `DataLoader`'s own batch size is per rank.
-        strategy: Settings; the defaults when omitted.
-        plan: A Plan to apply instead of the one the strategy makes.
-        **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
-
-    Returns:
-        The same model, the same optimizer, and the loader to iterate over.
-
-    Raises:
-        ConfigError: If something cannot work; the same error on all ranks, before training starts.
-    """
-    join("distribute")
-    if plan is not None and strategy is not None:
-        raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
-    use_strategy(strategy)
-    loader = agreed_loader(data, global_batch, loader_options)
-    if loader is not None:  # a stream has no length, and so no truth
-        assembly.loader = loader
-    at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
-    add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
-    if optimizer is not None:
-        add_optimizer(optimizer)
-    announce(optimizer, loader)
-    return model, optimizer, loader
-
-
 def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: bool = False) -> ModelT:
     """Distribute a model under the strategy in use, or under a Plan. Collective; returns the same module.
 
@@ -120,9 +74,10 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         plan: A Plan to apply instead of the one the strategy makes.
         expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
     """
-    if assembly.planner is not None and assembly.loader is not None:
-        assembly.planner(model, None)
     context = join("distributed_model")
+    if assembly.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
+        model.register_forward_pre_hook(reach_at_call, with_kwargs=True)
+        return model
     if plan is None:
         check_model(model)
         strategy = use_strategy(None)

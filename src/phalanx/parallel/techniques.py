@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,6 +15,7 @@ from phalanx.parallel.captured import check_of
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, owner_of, shape_of
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.tensor.rows import average
 from phalanx.parallel.wires import wire_for
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import reduced_along
@@ -68,7 +67,7 @@ def reduce_gradients(
         return _shard(plan, model, mesh, update, context)
     if all_reduce_buckets(plan, shape_of(model)):
         return _data_parallel(plan, model, mesh, context)
-    _scale_module_held(plan, model, mesh)
+    _average_module_held(plan, model, mesh)
     return None
 
 
@@ -79,27 +78,28 @@ def _data_parallel(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -
             "needs all workers. Keep dense parameters on the servers, a_sync_configs = "
             '{"dense": "server"}, where workers are to be started again.'
         )
-    _scale_module_held(plan, model, mesh)
+    _average_module_held(plan, model, mesh)
     buckets = all_reduce_buckets(plan, shape_of(model))
     gradients = sum(len(bucket.params) for bucket in buckets)
     logger.info("Find all_reduce operators: %d. After fusion: %d -> %d.", gradients, gradients, len(buckets))
     return Reducer(model, buckets, mesh, context, sync_buffers=plan.step.sync_buffers)
 
 
-def _scale_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+def _average_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     """Divide the gradients to which no other rank adds: their layers' collectives bring those of all rows here."""
+    shares: dict[nn.Parameter, int] = {}
     for name, param in model.named_parameters():
         rule = plan.rule_for(name)
         if param.requires_grad and isinstance(rule.update, AllReduce) and not reduced_along(plan, rule):
-            count = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
-            if count > 1:
-                param.register_hook(partial(torch.mul, other=1.0 / count))
+            shares[param] = mesh.size(plan.step.batch_axes) if rule.update.reduce == "mean" else 1
+    average(model, shares)
 
 
 def check_operators(plan: Plan, model: nn.Module) -> None:
     """Raise unless a Plan's rules for operators are of the step that this model runs. Collective if there are any.
 
-    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.capture`, `px.auto_parallel`).
+    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.capture`, `px.auto_parallel`, or who
+    has its data: `px.distribute` and `px.Model`).
 
     Raises:
         PlanError: On all ranks; says what does not fit.
@@ -111,8 +111,9 @@ def check_operators(plan: Plan, model: nn.Module) -> None:
         why = check(plan)
     elif dist.get_rank() == 0 if dist.is_initialized() else True:
         why = (
-            f"they are of the step captured as {plan.capture_digest}, and no step of this model was captured. Call "
-            "phalanx.auto.capture.capture(model, sample, loss_fn) with a global batch before, on rank 0 at least"
+            f"they are of the step captured as {plan.capture_digest}, and no step of this model was captured. Give the "
+            "data beside the Plan, px.distribute(model, optimizer, data, plan=plan), or call "
+            "phalanx.auto.capture.capture(model, sample) with a global batch before, on rank 0 at least"
         )
     why = share("operators", why)
     if why is not None:
@@ -176,7 +177,7 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter |
     buckets = all_reduce_buckets(plan, shape_of(model))
     for bucket in buckets:
         wire_for(bucket.update, bucket.axes, mesh, context)  # groups are made by all ranks, whatever their stages hold
-    _scale_module_held(plan, model, mesh)
+    _average_module_held(plan, model, mesh)
     held = {name for name, param in model.named_parameters() if not param.is_meta}
     mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
     if update is not None and mesh.size(mesh.batch_axes) > 1:

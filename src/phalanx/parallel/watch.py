@@ -24,6 +24,21 @@ from phalanx.strategy import DistributedStrategy
 logger = logging.getLogger("phalanx.parallel")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a script is about to train."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    strategy: DistributedStrategy | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    has_target: bool | None = None
+    """Whether a column of the data is its target; None where a loop of the script's own decides."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What it called the model with, where nobody handed over the data."""
+
+
 @dataclass(slots=True)
 class Assembly:
     """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
@@ -37,8 +52,8 @@ class Assembly:
     """Models whose optimizer should come by a call of its own."""
 
     loader: ShardedLoader | None = None
-    planner: Callable[[nn.Module, Any], NoReturn] | None = None
-    """In a run that only plans, called with a model and its loss function, if known, in place of training it."""
+    planner: Callable[[Training], NoReturn] | None = None
+    """In a run that only plans, called in place of training."""
 
     has_warned: bool = False
     has_compared: bool = False
@@ -65,6 +80,14 @@ def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
             "the model is distributed but no optimizer is%s. Call fleet.distributed_optimizer(optimizer) too.",
             f", so {', '.join(on)} cannot act" if on else "",
         )
+
+
+def reach_at_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """In a run that only plans, end a script at the first training call of a model whose data nobody handed over."""
+    if assembly.planner is not None and model.training:
+        optimizer = next(iter(assembly.optimizers), None)
+        training = Training(model=model, optimizer=optimizer, strategy=assembly.strategy, inputs=(inputs, named))
+        assembly.planner(training)
 
 
 class StepWatch:

@@ -98,7 +98,7 @@ def distribute_net(
     plan: Plan | None,
     compiled: bool | None,
     search: Callable[[DistributedStrategy, Context], Plan] | None,
-    look: Callable[[Plan, Context], None] | None,
+    look: Callable[[Plan], None] | None,
 ) -> None:
     """Distribute a net, unless it is distributed already. Collective.
 
@@ -133,7 +133,7 @@ def distribute_net(
         if mode is ParallelMode.AUTO_PARALLEL and search is not None and here.world_size > 1:
             plan = search(chosen, here)
     elif look is not None:
-        look(plan, here)
+        look(plan)
     add_model(net, plan)
     made = applied_to(net)
     if auto_context.strategy_ckpt_save_file is not None and here.rank == 0 and made is not None:

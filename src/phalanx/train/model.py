@@ -24,7 +24,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import join
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.watch import Training, assembly
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.assemble import (
@@ -316,7 +316,10 @@ class Model:
     def _distribute(self, loader: ShardedLoader | None = None) -> None:
         loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
         if assembly.planner is not None and loader is not None:
-            assembly.planner(self.net, loss)
+            chosen, has_target = self._strategy or assembly.initial, loss is not None
+            assembly.planner(
+                Training(model=self.net, optimizer=optimizer, strategy=chosen, loss_fn=loss, has_target=has_target)
+            )
         if self._is_distributed:
             return
         here = context.current()
@@ -329,7 +332,7 @@ class Model:
         search = look = None
         if optimizer is not None and loader is not None:
             search = partial(plan_ahead, self.net, loss, optimizer, loader)
-            look = partial(capture_ahead, self.net, loss, loader)
+            look = partial(capture_ahead, self.net, loader, has_target=loss is not None)
         distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
         self._place_loss(here)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import text
-from phalanx.comm.agreement import agree
+from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
@@ -25,7 +25,7 @@ from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
-from phalanx.train.batches import LossFunction, inputs_and_target
+from phalanx.train.batches import LossFunction, inputs_and_target, inputs_of
 
 logger = logging.getLogger("phalanx.train")
 
@@ -63,8 +63,7 @@ def plan_ahead(
 
     def look() -> None:
         nonlocal sample
-        device = next((param.device for param in net.parameters()), torch.device("cpu"))
-        sample = global_batch(loader, device, has_target=loss_fn is not None)
+        sample = global_batch(loader, net, has_target=loss_fn is not None)
         loader.keep_global_batch()  # the Plan is for this many rows, on however many ranks it puts them
 
     def search(_: Any) -> dict[str, Any]:
@@ -75,40 +74,42 @@ def plan_ahead(
     return Plan.model_validate_json(json.dumps(decided), strict=True)
 
 
-def capture_ahead(
-    net: nn.Module, loss_fn: LossFunction | None, loader: ShardedLoader, plan: Plan, here: Context
-) -> None:
+def capture_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target: bool | None = None) -> None:
     """Capture the step that a Plan with rules for single operators is compared with, on rank 0. Collective.
 
-    Other Plans need none, and nothing is done for them.
+    Other Plans need none, and nothing is done for them; nor where rank 0 captured a step of the net already.
 
     Args:
         net: A plain module.
-        loss_fn: Takes the net's output and the target; None for a net that returns its loss.
         loader: The data; one batch of it is looked at, and iterating it starts where it would have.
         plan: What will be applied.
-        here: This process.
+        has_target: As `global_batch` takes it.
 
     Raises:
         ConfigError: If the net cannot be captured; on all ranks.
     """
     if not plan.ops:
         return
+    ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
+    if share("captured step", check_of(net) is not None, timeout_s=PATIENCE_S):
+        return
     sample: tuple[Any, ...] = ()
 
     def look() -> None:
         nonlocal sample
-        device = next((param.device for param in net.parameters()), torch.device("cpu"))
-        sample = global_batch(loader, device, has_target=loss_fn is not None)
+        columns = global_batch(loader, net, has_target=has_target)
+        sample = columns[:-1] if has_target else columns  # the loss makes no difference to a forward pass
+        loader.keep_global_batch()  # the Plan is of a step of this many rows
 
     def see(_: Any) -> None:
         from phalanx.auto.capture import capture  # a job that captures nothing does not wait for this
 
-        if check_of(net) is None:
-            capture(net, sample, loss_fn)
+        capture(net, sample)
 
-    ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
-    ranks.decide("the step that the Plan is of", look, see, timeout_s=PATIENCE_S)
+    try:
+        ranks.decide("the step that the Plan is of", look, see, timeout_s=PATIENCE_S)
+    except ConfigError as error:
+        raise ConfigError(text("plan of unknown step", why=error)) from error
 
 
 def hold_whole(net: nn.Module, here: Context) -> None:
@@ -128,27 +129,43 @@ def hold_whole(net: nn.Module, here: Context) -> None:
     broadcast_from_first_rank(net, level=logging.DEBUG)
 
 
-def global_batch(loader: ShardedLoader, device: torch.device, *, has_target: bool) -> tuple[Any, ...]:
+def global_batch(
+    loader: ShardedLoader, net: nn.Module, *, has_target: bool | None, ranks: int | None = None
+) -> tuple[Any, ...]:
     """Return the columns of one batch of all ranks, the target last, as tensors of its shapes without its values.
 
     Collective as iterating the loader is; does not move it.
 
     Args:
         loader: The data.
-        device: Where the tensors are to be.
-        has_target: Whether a column is the target.
+        net: What is called on them; the tensors are where its parameters are.
+        has_target: Whether a column is the target, the others being inputs. None where a loop of the user's own
+            decides: then the inputs alone are returned, as the net's signature tells them.
+        ranks: How many will read rows of their own, if not those that are here: a size per rank stands for more rows.
     """
-    batch, share = loader.peek()
-    inputs, target = inputs_and_target(batch, has_target=has_target)
-    columns = (*inputs, target) if has_target else inputs
+    batch, share_here = loader.peek()
+    if has_target is None:
+        columns = inputs_of(batch, net)
+    else:
+        inputs, target = inputs_and_target(batch, has_target=has_target)
+        columns = (*inputs, target) if has_target else inputs
+    all_rows = share_here.global_rows
+    if ranks is not None:
+        all_rows = all_rows * loader.global_batch_for(ranks) // loader.global_batch
+    return tuple(with_rows(columns, share_here.rows, all_rows, net))
+
+
+def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
+    """Return values with every tensor of so many rows before as an empty one of other rows, where a net is."""
+    device = next((param.device for param in net.parameters()), torch.device("cpu"))
 
     def widened(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        rows = (share.global_rows,) if value.dim() and len(value) == share.rows else value.shape[:1]
-        return torch.empty((*rows, *value.shape[1:]), dtype=value.dtype, device=device)
+        shape = (rows, *value.shape[1:]) if value.dim() and len(value) == before else value.shape
+        return torch.empty(shape, dtype=value.dtype, device=device)
 
-    return tuple(tree_map(widened, column) for column in columns)
+    return tree_map(widened, values)
 
 
 def cluster_of(here: Context) -> Cluster:

@@ -12,17 +12,19 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import phalanx.comm.context as context_of
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.planned import Planned
+from phalanx.auto.written_plan import PLANNED
+from phalanx.cluster.description import read_cluster
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.parallel.watch import assembly
-from phalanx.train.batches import LossFunction
-from phalanx.train.plan_ahead import global_batch
+from phalanx.parallel.watch import Training, assembly
+from phalanx.strategy import DistributedStrategy
+from phalanx.train.plan_ahead import global_batch, with_rows
 
 logger = logging.getLogger("phalanx.train")
 
@@ -31,15 +33,15 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
     """Run a script as one process until it would train a model, and return the Plan for that model.
 
     What the script prints goes to standard error. The batch is one of the data that it trains on, with the rows of its
-    global batch.
+    global batch; a size per rank, such as that of a DataLoader, stands for as many rows on every device of the cluster.
 
     Args:
         script: A training script.
         arguments: Its own.
-        **options: As `px.auto_parallel` takes them.
+        **options: As `px.auto_parallel` takes them; optimizer and strategy are the script's own unless given.
 
     Raises:
-        ConfigError: If the script fails, or ends without training on data that it distributes.
+        ConfigError: If the script fails, or ends without training a model that it distributes.
     """
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
@@ -49,7 +51,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
     except _Reached as reached:
-        return _planned(reached.model, reached.loss_fn, options)
+        return _planned(reached.training, options)
     except SystemExit as ended:
         advice = text("script to plan")
         raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
@@ -77,25 +79,42 @@ def _failed(script: Path, error: Exception) -> str:
 class _Reached(BaseException):
     """The script is about to train a model; no handler of its own is to catch it."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    def __init__(self, training: Training) -> None:
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.training = training
 
 
-def _stop(model: nn.Module, loss_fn: LossFunction | None) -> NoReturn:
-    raise _Reached(model, loss_fn)
+def _stop(training: Training) -> NoReturn:
+    raise _Reached(training)
 
 
-def _planned(model: nn.Module, loss_fn: LossFunction | None, options: dict[str, Any]) -> Planned:
-    assert assembly.loader is not None
-    logger.info("%s", text("planning", model=type(model).__name__))
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    columns = global_batch(assembly.loader, device, has_target=loss_fn is not None)
-    if loss_fn is not None:
-        return auto_parallel(model, columns, loss_fn, **options)
-    inputs = columns[:-1]  # the last column is the target
-    try:
-        inspect.signature(model.forward).bind(*inputs)
-    except TypeError:
-        inputs = columns  # of a model that returns its own loss
-    return auto_parallel(model, inputs, **options)
+def _planned(training: Training, options: dict[str, Any]) -> Planned:
+    assembly.planner = None
+    model = training.model
+    sample = _sample(training, read_cluster(options.get("cluster") or "here").devices)
+    rows = next((len(one) for one in tree_leaves(sample) if isinstance(one, Tensor) and one.dim()), 0)
+    logger.info("%s", text("planning", model=type(model).__name__, rows=rows))
+    options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
+    return auto_parallel(model, sample, training.loss_fn, **options)
+
+
+def _sample(training: Training, ranks: int) -> Any:
+    """Return what a global batch calls the model with, the target after it where there is a loss function."""
+    if training.inputs is None:
+        assert assembly.loader is not None
+        return global_batch(assembly.loader, training.model, has_target=training.has_target, ranks=ranks)
+    inputs, named = training.inputs
+    given = inspect.signature(training.model.forward).bind(*inputs, **named).arguments if named else inputs
+    rows = next((len(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()), 0)
+    # A loader of ours says that these are all rows there are; any other has those of one rank.
+    several = ranks if context_of.current().batch is None else 1
+    return with_rows(given, rows, rows * several, training.model)
+
+
+def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """Return the script's settings without those that the planner decides."""
+    chosen, usual = strategy or DistributedStrategy(), DistributedStrategy()
+    aside = [name for name in (*PLANNED, "hybrid_configs") if getattr(chosen, name) != getattr(usual, name)]
+    if aside:
+        logger.info("%s", text("settings aside", names=", ".join(aside)))
+    return chosen.model_copy(update={name: getattr(usual, name) for name in aside})

@@ -1,0 +1,71 @@
+"""`px.distribute`: a model, its optimizer and its data made to train on all ranks, with one call."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.data.loader import ShardedLoader
+from phalanx.errors import ConfigError
+from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, join, use_strategy
+from phalanx.parallel.watch import ACTS_AT_UPDATES, Training, assembly
+from phalanx.plan.value import Plan
+from phalanx.strategy import DistributedStrategy
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def distribute(
+    model: ModelT,
+    optimizer: OptimizerT | None = None,
+    data: Any = None,
+    *,
+    global_batch: int | None = None,
+    strategy: DistributedStrategy | None = None,
+    plan: Plan | None = None,
+    **loader_options: Any,
+) -> tuple[ModelT, OptimizerT | None, ShardedLoader | None]:
+    """Make a model, its optimizer and its data train on all ranks.
+
+    Collective: every rank calls it. Works with one process and no launcher too. On a parameter server it serves until
+    all workers have left, and ends the process. Model, optimizer and data may be made before or after `phalanx.init()`,
+    which this calls if nobody did.
+
+    Args:
+        model: A plain module; changed in place, keys and class stay.
+        optimizer: A torch optimizer over the model's parameters.
+        data: A torch `Dataset` or `DataLoader`, a tuple of tensors, an `IterableDataset` or a generator function.
+        global_batch: Rows of one optimizer step over all ranks. A `DataLoader`'s own batch size is per rank.
+        strategy: Settings; the defaults when omitted.
+        plan: A Plan to apply instead of the one the strategy makes. For one that places single operators, the step that
+            it is of is captured here, from a batch of the data.
+        **loader_options: Passed to `ShardedLoader` (`shuffle`, `seed`, `drop_last`, `num_workers`, ...).
+
+    Returns:
+        The same model, the same optimizer, and the loader to iterate over.
+
+    Raises:
+        ConfigError: If something cannot work; the same error on all ranks, before training starts.
+    """
+    join("distribute")
+    if plan is not None and strategy is not None:
+        raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
+    use_strategy(strategy)
+    loader = agreed_loader(data, global_batch, loader_options)
+    if loader is not None:  # a stream has no length, and so no truth
+        assembly.loader = loader
+    if assembly.planner is not None and loader is not None:
+        assembly.planner(Training(model=model, optimizer=optimizer, strategy=assembly.strategy))
+    if plan is not None and loader is not None:
+        from phalanx.train.plan_ahead import capture_ahead  # a job without a Plan of its own does not wait for this
+
+        capture_ahead(model, loader, plan)
+    at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
+    add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
+    if optimizer is not None:
+        add_optimizer(optimizer)
+    announce(optimizer, loader)
+    return model, optimizer, loader
