@@ -334,7 +334,7 @@ def test_what_could_never_be_planned_is_named(asked, message):
     ("limits", "message"),
     [
         (["tpp=2"], "Write a knob .* or a layer and one of whole, column, row, vocab"),
-        (["clasifier.*=row"], "Write a knob"),
+        (["clasifier.*=row"], r"the model calls no layer 'clasifier\.\*'\. Did you mean 'classifier"),
         (["classifier.0=diagonal"], "one of whole, column, row, vocab"),
         (["tp=3"], "No way to arrange the ranks keeps to the limits"),
         (["features.0=column"], "No way to arrange the ranks keeps to the limits"),

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture import LossFunction, capture
+from phalanx.auto.figures import some
 from phalanx.auto.graph import Captured
-from phalanx.auto.job import KNOBS, Limit, check_asked, is_of_arrangement, read_limit
+from phalanx.auto.job import Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
 from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
@@ -30,8 +31,6 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy
 
-STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
-
 
 def auto_parallel(
     model: nn.Module,
@@ -45,6 +44,7 @@ def auto_parallel(
     strategy: DistributedStrategy | None = None,
     top_k: int = 5,
     time_limit: float | None = None,
+    alternatives: Iterable[str] = (),
 ) -> Planned:
     """Return the fastest Plan to train a model on a cluster, with a proof of how good it is.
 
@@ -64,6 +64,8 @@ def auto_parallel(
         strategy: Settings of everything that the planner does not decide, such as `amp`.
         top_k: Arrangements of which the fastest Plan is proved.
         time_limit: Seconds after which the best so far is returned with its gap.
+        alternatives: Limits that the answer's `why_not` will be asked for, so that a wrong word is an error before the
+            search and not after it.
 
     Raises:
         ConfigError: If the model cannot be captured, or something asked for is not known.
@@ -76,7 +78,8 @@ def auto_parallel(
     room = USABLE * found.nodes[0].device.memory if memory is None else memory
     _check_sparse(model)
     captured = capture(model, sample, loss_fn)
-    found_segments = segments(captured)
+    found_segments, said = segments(captured), tuple(limits)
+    _read_limits((*said, *alternatives), found_segments)
     pieces, unstaged = _pieces(model, captured, found_segments)
     unsharded = _unsharded(captured)
     layers = Layers(
@@ -90,7 +93,6 @@ def auto_parallel(
     speed = speed_of(found, _precision(captured, base))
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
     search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded)
-    said = tuple(limits)
     searched = search(said)
     not_tried = (unstaged, *unsharded.values(), *_apart(search), *_in_stages(searched))
     return Planned(
@@ -107,12 +109,12 @@ def auto_parallel(
 
 
 def _apart(search: _Search) -> tuple[str, ...]:
-    return () if search.layers.on_tokens else ("tokens apart between layers, as the model's code does not run on some",)
+    return () if search.layers.on_tokens else (text("left out tokens"),)
 
 
 def _in_stages(searched: Searched) -> tuple[str, ...]:
     is_tried = any(at.stages > 1 and at.model > 1 for at in searched.arrangements)
-    return ("modules in parts together with stages, but for those that a limit asks for",) if is_tried else ()
+    return (text("left out staged parts"),) if is_tried else ()
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -239,15 +241,14 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
     unwanted: set[tuple[int, Way]] = set()
     paths = {segment.path: segment.like for segment in found if not segment.is_glue}
     for said in limits:
-        name, _, style = (word.strip() for word in said.partition("="))
         if is_of_arrangement(said):
             shape.append(read_limit(said))
             continue
+        name, style = read_layer_limit(said)
         matching = {like for path, like in paths.items() if matches(name, path)}
-        if not matching or style not in STYLES:
-            hint = meant(style, STYLES) if matching else meant(name, {*paths, *KNOBS})
+        if not matching:
             raise ConfigError(
-                text("limit of a layer", said=said, knobs=", ".join(KNOBS), styles=", ".join(STYLES), nearest=hint)
+                text("limit of no layer", said=said, layer=name, nearest=meant(name, paths), known=some(paths))
             )
         unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
     return shape, frozenset(unwanted)
@@ -258,17 +259,17 @@ def _pieces(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) ->
     try:
         return pieces_of(model, captured, found), None
     except PlanError as error:
-        return None, f"pipelines, as {error}"
+        return None, text("left out pipelines", why=error)
 
 
 def _unsharded(captured: Captured) -> dict[bool, str]:
     """Return why a model cannot be sharded, by whether it is in stages."""
     flat = next((param.name for param in captured.parameters if not param.shape), None)
     if flat is not None:
-        why = f"sharding, as parameter {flat!r} has no dim to cut: give it shape (1,)"
+        why = text("left out sharding", name=flat)
         return {False: why, True: why}
     alone = in_no_unit_alone(captured)
-    return {} if alone is None else {True: f"sharding of stages, as parameter {alone!r} is in no unit alone"}
+    return {} if alone is None else {True: text("left out sharded stages", name=alone)}
 
 
 def _rows(found: tuple[Segment, ...]) -> int:

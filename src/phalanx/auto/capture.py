@@ -173,7 +173,7 @@ def _best(seen: _Seen, blocks: Iterable[tuple[str, ...]], reasons: list[str]) ->
     reasons.append(f"graph: {_asked(*seen.questions[0])}")
     members = {path for group in blocks for path in group}
     if not members:
-        reasons.append("modules: no block is repeated")
+        reasons.append(f"modules: {text('capture no blocks')}")
         return "hooks"
     within = [question for question in seen.questions if is_inside(question[1], members)]
     if not within:
@@ -183,7 +183,7 @@ def _best(seen: _Seen, blocks: Iterable[tuple[str, ...]], reasons: list[str]) ->
 
 
 def _asked(operator: str, module: str) -> str:
-    return f"{operator} in {module or 'the model'} asks for values, which are known only when it runs"
+    return text("capture asks", operator=operator, module=module or text("the whole model"))
 
 
 def _told(

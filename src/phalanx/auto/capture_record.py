@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from phalanx.auto.graph import Argument, Operator, Phase, Read, TensorShape
+from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
 _aten = torch.ops.aten
@@ -151,7 +152,9 @@ class Recorder(TorchDispatchMode):
             self.questions.append((str(func), module))
             self._asked[str(func), module] += 1
             if len(self.questions) > _MOST_QUESTIONS:
-                raise ConfigError(f"{module or 'the model'} asks {func} for values without end") from None
+                raise ConfigError(
+                    text("capture endless", module=module or text("the whole model"), operator=func)
+                ) from None
             if isinstance(error, DynamicOutputShapeException):
                 return self._all_rows(func, args, kwargs)
             return self._made_up(func, args, self._asked[str(func), module] % 2 == 0)

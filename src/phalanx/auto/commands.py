@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.auto.described_run import Run
+from phalanx.auto.job import read_limit
 from phalanx.auto.predict import Prediction, predict
 from phalanx.auto.run_file import described_in, read_runs
 from phalanx.auto.search import Found, search
@@ -118,6 +119,8 @@ def plan_described(
     place, described = runs[0]
     if not isinstance(described, dict):
         raise ConfigError(text("not an object", place=place, found=type(described).__name__))
+    for one in alternatives:
+        read_limit(one)  # a wrong word is to be said before the search
     found = search(described, cluster, limits=limits, top_k=top, time_limit=time_limit)
     reasons = [found.why_not(one) for one in alternatives]
     if as_json:

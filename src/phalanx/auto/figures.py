@@ -1,8 +1,14 @@
-"""Seconds and bytes as people read them (pure)."""
+"""Seconds, bytes and lists of names as people read them (pure)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
+
 from phalanx.cluster.devices import GIB
+from phalanx.cluster.messages import text
+
+_MOST_NAMES = 8
 
 
 def in_words(seconds: float) -> str:
@@ -18,3 +24,9 @@ def size_in_words(size: float) -> str:
     if size >= GIB:
         return f"{size / GIB:.4g} GiB"  # digits enough to tell what is needed from what there is
     return f"{size / 2**20:.4g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
+
+
+def some(names: Collection[str]) -> str:
+    """Return names, of many the first."""
+    shown, more = ", ".join(islice(names, _MOST_NAMES)), len(names) - _MOST_NAMES
+    return text("and more", names=shown, count=more) if more > 0 else shown

@@ -18,6 +18,9 @@ from phalanx.errors import ConfigError
 KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 """What a search chooses, and what limits may name."""
 
+STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
+"""How a limit may have layers computed."""
+
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 
 
@@ -63,6 +66,20 @@ def read_limit(said: str) -> Limit:
     if knob == "zero" and int(value) > 3:
         raise ConfigError(text("limit one of", said=said, knob=knob, known="0, 1, 2, 3"))
     return Limit(knob, compare, int(value))
+
+
+def read_layer_limit(said: str) -> tuple[str, str]:
+    """Return which layers a limit is on, and how they are to be computed, such as `classifier.*` and `whole`.
+
+    Raises:
+        ConfigError: If it says neither; whether there are such layers is for who has the model.
+    """
+    name, _, style = (word.strip() for word in said.partition("="))
+    if style not in STYLES:
+        hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], KNOBS)
+        known = {"knobs": ", ".join(KNOBS), "styles": ", ".join(STYLES)}
+        raise ConfigError(text("limit of a layer", said=said, **known, nearest=hint))
+    return name, style
 
 
 def check_asked(model: Any, limits: Any, memory: float | None, top_k: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.auto.capture_blocks import is_inside
 from phalanx.auto.graph import Captured
 from phalanx.auto.segments import Segment
+from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 from phalanx.parallel.pipeline_trace import record  # needs torch alone
 from phalanx.plan.shape import ModelShape
@@ -42,11 +43,11 @@ def pieces_of(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) 
     """
     names = units(ModelShape(captured.parameters))
     if not names:
-        raise PlanError("the model holds no modules with parameters")
+        raise PlanError(text("stages of nothing"))
     visits = [unit_of(segment.path, names) for segment in found]
     met = [place for place in dict.fromkeys(visits) if place is not None]
     if met != list(range(len(names))):
-        raise PlanError("the forward pass does not call the model's units in the order in which they were made")
+        raise PlanError(text("stages out of order"))
     together = _together(visits, found, len(names))
     piece_of = [sum(not joined for joined in together[:place]) for place in range(len(names))]
     starts = tuple(name for place, name in enumerate(names) if place == 0 or not together[place - 1])

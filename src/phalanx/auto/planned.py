@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from phalanx.auto.figures import in_words
+from phalanx.auto.figures import in_words, some
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers
 from phalanx.auto.planned_table import planned_table
@@ -78,7 +78,7 @@ class Planned:
 
     @property
     def limited_by(self) -> str:
-        """What takes most of a step: `compute`, `collectives of layers`, `exchange of gradients` or `optimizer`."""
+        """What takes most of a step: `compute`, `collectives of layers` or another of a candidate's parts."""
         parts = self.searched.best.parts
         return max(parts, key=lambda name: parts[name])
 
@@ -99,12 +99,15 @@ class Planned:
         places = [i for i, segment in enumerate(self.layers.segments) if segment.path == layer]
         if not places:
             known = list(dict.fromkeys(one.path for one in self.layers.segments if not one.is_glue))
-            raise ConfigError(text("explain unknown", layer=layer, nearest=meant(layer, known), known=_some(known)))
+            raise ConfigError(text("explain unknown", layer=layer, nearest=meant(layer, known), known=some(known)))
         best = self.searched.best
         found = ways_of(self.layers, self.work, best.arrangement, self.speed, self.room)
-        grid = Table(title=f"{layer} under {best.arrangement}", title_justify="left")
-        for name in ("way", "forward ms", "backward ms", "of these sent ms", "exchange ms", "update ms", "MiB"):
-            grid.add_column(name, justify="left" if name == "way" else "right")
+        title = text("explain title", layer=layer, arrangement=best.arrangement)
+        grid = Table(title=title, title_justify="left")
+        grid.add_column(text("explain way"))
+        for name in ("forward", "backward", "sent", "exchange", "update"):
+            grid.add_column(text(f"explain {name}"), justify="right")
+        grid.add_column("MiB", justify="right")
         picked = str(best.ways.get(layer, "whole"))
         for option in found.choices.nodes[places[0]].options:
             times = (option.forward_s, option.backward_s, option.sent_s, option.exchange_s, option.update_s)
@@ -196,7 +199,7 @@ class Planned:
         return {
             **found,
             "outermost": outermost or ("data",),
-            "layers": (f"{len({one.like for one in self.layers.segments})} decisions",),
+            "layers": (text("space decisions", count=len({one.like for one in self.layers.segments})),),
         }
 
     def __str__(self) -> str:
@@ -231,12 +234,6 @@ class Planned:
 
     def _written(self, candidate: Candidate) -> Plan:
         return written(candidate, self.layers, self.base)
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    """Return names, of many the first."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else text("and more", names=shown, count=len(names) - most)
 
 
 def _told(candidate: Candidate) -> dict[str, Any]:

@@ -47,8 +47,13 @@ def planned_table(
     for one in found.candidates:
         said = (Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2)) for line in _lines(one, cut(one)))
         grid.add_row(Group(str(one.arrangement), *said), in_words(one.seconds), size_in_words(one.peak))
-    dimensions = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in space.items())
-    searched = text("plan searched", count=len(found.arrangements), listed=found.solved, space=dimensions)
+    dimensions = (f"{text(f'space {name}')} {', '.join(map(str, values))}" for name, values in space.items())
+    searched = text(
+        "plan searched",
+        count=len(found.arrangements),
+        listed=found.solved,
+        space=text("space between").join(dimensions),
+    )
     return Group(Text(head), grid, Text(searched, style="dim"), *map(Text, notes))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.job import is_of_arrangement, read_limit
+from phalanx.auto.job import is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.simulate_files import draw_simulated, drawn_options, write_file
 from phalanx.cluster.description import read_cluster
 from phalanx.cluster.messages import text
@@ -35,7 +35,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is shown with its gap."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Of a script. Default: adam.")
+@click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Default: that of the script.")
 @click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
 @click.option("--picture", type=_FILE, metavar="FILE.svg", help="Draw a script's model with its placements.")
 @drawn_options
@@ -81,9 +81,10 @@ def _plan_script(
         arguments,
         cluster=cluster,
         limits=limits,
-        optimizer=optimizer or "adam",
         top_k=top,
         time_limit=time_limit,
+        alternatives=alternatives,
+        **({} if optimizer is None else {"optimizer": optimizer}),
     )
     if as_json:
         click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(one) for one in alternatives]}))
@@ -115,8 +116,8 @@ def _check_words(cluster: str | None, limits: Iterable[str]) -> None:
     if cluster is not None:
         read_cluster(cluster)
     for said in limits:
-        if is_of_arrangement(said):
-            read_limit(said)
+        read = read_limit if is_of_arrangement(said) else read_layer_limit
+        read(said)
 
 
 def _print(answer: Planned, alternatives: Iterable[str]) -> None:

@@ -133,7 +133,7 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
     counts = [len(ranks) for ranks in table.ranks_by_server]
     if device:
         kind, gbps = device_meant(device), usual_gbps(device_meant(device))
-        assumed: tuple[str, ...] = (f"{device} on every server of {table.source}",)
+        assumed: tuple[str, ...] = (text("assumed named", device=device, path=table.source),)
     else:
         # Cores are shared out among as many ranks as the fullest server has.
         from phalanx.cluster.detect import detect
@@ -141,6 +141,6 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
 
         found = detect(Role(local_world_size=max(counts)))
         kind, gbps = found.nodes[0].device, found.nodes[0].gbps / found.nodes[0].devices
-        assumed = (f"{kind.name}, as here, on every server of {table.source}; device= says another", *found.assumed)
+        assumed = (text("assumed here", device=kind.name, path=table.source), *found.assumed)
     nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
     return Cluster(nodes=nodes, assumed=(*assumed, *table.notices))

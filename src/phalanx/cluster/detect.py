@@ -43,7 +43,7 @@ def detect(role: Role) -> Cluster:
     else:
         node, assumed = _card_node(cards)
     if role.node_count > 1:
-        assumed += (f"{role.node_count} nodes, all as this one", f"{node.gbps:g} Gb/s between them")
+        assumed += (text("assumed nodes", count=role.node_count), text("assumed between", rate=f"{node.gbps:g}"))
     return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
 
 
@@ -65,8 +65,8 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
         link=cores * BYTES_A_CORE / 2,
     )
     assumed = (
-        f"{cycle} float32 operations a cycle and core at {hertz / 1e9:.2g} GHz",
-        f"{BYTES_A_CORE / 1e9:g} GB/s of memory a core; `phalanx calibrate` measures, and `here` uses it",
+        text("assumed cores", count=cycle, hertz=f"{hertz / 1e9:.2g}"),
+        text("assumed memory", rate=f"{BYTES_A_CORE / 1e9:g}"),
     )
     return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
 
@@ -103,11 +103,7 @@ def _changed(found: Measured) -> tuple[str, ...]:
         ("torch", found.torch, importlib.metadata.version("torch")),
         ("cores", str(found.cores), str(len(os.sched_getaffinity(0)))),
     )
-    return tuple(
-        f"measured with {name} {then}, which is {now} now: `phalanx calibrate` measures again"
-        for name, then, now in pairs
-        if then != now
-    )
+    return tuple(text("measured before", name=name, then=then, now=now) for name, then, now in pairs if then != now)
 
 
 def processor_name() -> str:
@@ -148,7 +144,8 @@ def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
     if len(set(names)) > 1:
         raise ConfigError(text("cards differ", names=", ".join(names)))
     gbps = usual_gbps(preset) * len(names)
-    return Node(device=preset, devices=len(names), gbps=gbps), (f"{names[0]} is {preset.name}, with its usual network",)
+    assumed = text("assumed card", card=names[0], device=preset.name)
+    return Node(device=preset, devices=len(names), gbps=gbps), (assumed,)
 
 
 def preset_of(card: str) -> Device:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 
 
@@ -75,9 +76,12 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
         graph = tracer.trace(model)
     except Exception as error:  # the user's own forward runs on stand-ins, which may raise anything
         raise PlanError(
-            f"the forward pass of {type(model).__name__} cannot be cut into stages, because it looks at values while "
-            f"it runs: {type(error).__name__}: {error}. Move such code into one of its units ({', '.join(stages)}), or "
-            "write the model as a torch.nn.Sequential of them."
+            text(
+                "stages look at values",
+                model=type(model).__name__,
+                why=f"{type(error).__name__}: {error}",
+                units=", ".join(stages),
+            )
         ) from error
     finally:
         constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
@@ -128,11 +132,7 @@ def _place(graph: fx.Graph, stages: Mapping[str, int], count: int) -> Iterator[t
         target = str(node.target)
         stage = _stage_of(target, stages, None) if node.op in ("call_module", "get_attr") else None
         if stage is not None and (stage < now or (stage > now and node.op == "get_attr")):
-            raise PlanError(
-                f"the forward pass uses {target!r} of stage {stage} while it is in stage {now} (after {unit_now!r}): "
-                "it does not run through the units in their order. Let pipeline_configs cuts keep in one stage what is "
-                "used together, or register the modules in the order in which they run."
-            )
+            raise PlanError(text("stages taken back", name=target, stage=stage, now=now, unit=unit_now))
         if node.op == "call_module" and stage is not None:
             now, unit_now = stage, target
         yield node, count - 1 if node.op == "output" else 0 if node.op == "placeholder" else now
