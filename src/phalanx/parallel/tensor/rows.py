@@ -3,12 +3,16 @@
 The layer gathers the rows of all ranks, computes its part for them, and every rank takes its own rows of the result
 (Krizhevsky, arXiv:1404.5997, section 3). Each rank's loss is the mean over its own rows, and a parameter's gradient
 here comes from all of them; so gradients are weighted by rows where they enter the layer, and unweighted where they
-leave it for layers that data parallel weights by itself. Their sum is divided by the number of ranks once, by a hook
-that `apply` puts on parameters their layer holds.
+leave it for layers that data parallel weights by itself. Where gradients are averaged, those that enter are divided by
+the number of ranks too, and those that leave multiplied by it: a batch has fewer values than a weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +38,24 @@ def _undo_row_weight() -> float:
     return 1.0 / weight if weight else 1.0  # without a row that counts the gradient is zero already
 
 
-class ModelParallelLinear(nn.Linear):
+class OwnRowsLinear(nn.Linear):
+    """A linear layer of which ranks that read rows of their own hold slices."""
+
+    cut: Cut
+
+    shares: int = 1
+    """Ranks over whose losses gradients of the slices are averaged; 1 where they are added up."""
+
+    def entered(self, x: Tensor) -> Tensor:
+        """Return what other ranks' rows are gathered to; the gradient that leaves here is as data parallel weights."""
+        return with_gradient_times(x, lambda: self.shares * _undo_row_weight())
+
+    def left(self, own: Tensor) -> Tensor:
+        """Return this rank's rows of the result; the gradient that enters here is weighted by them."""
+        return with_gradient_times(own, lambda: _row_weight() / self.shares)
+
+
+class ModelParallelLinear(OwnRowsLinear):
     """A linear layer cut by output features over ranks that read rows of their own.
 
     Collective over the group, forward and backward. Values and gradients equal `nn.Linear(in_dim, class_num)` over the
@@ -58,8 +79,6 @@ class ModelParallelLinear(nn.Linear):
     Raises:
         ValueError: If `class_num` does not divide and `uneven` is not set, or there is no such rank.
     """
-
-    cut: Cut
 
     def __init__(
         self,
@@ -88,38 +107,57 @@ class ModelParallelLinear(nn.Linear):
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
         if len(self.cut.sizes) == 1:
-            return F.linear(input, self.weight, self.bias)
+            return self.left(F.linear(self.entered(input), self.weight, self.bias))
         rows = rows_of_all(input, self.cut)
-        whole = collectives.all_gather(unweighted(input), 0, sizes=rows, group=self.cut.group)
+        whole = collectives.all_gather(self.entered(input), 0, sizes=rows, group=self.cut.group)
         part = F.linear(whole, self.weight, self.bias)
         own = collectives.all_to_all(part, 0, -1, sizes=rows, arriving=self.cut.sizes, group=self.cut.group)
-        return weighted(own)
+        return self.left(own)
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
         return f"{super().extra_repr()}, column {self.cut.index} of {len(self.cut.sizes)}, rows gathered"
 
 
-class RowwiseLinear(nn.Linear):
+class RowwiseLinear(OwnRowsLinear):
     """A linear layer cut by input features over ranks that read rows of their own.
 
     Collective over the group, forward and backward. `weight` is (out_features, this rank's features); `bias` is whole
     and trained as data parallel does. Shapes as of `ModelParallelLinear`.
     """
 
-    cut: Cut
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
         rows, group = rows_of_all(input, self.cut), self.cut.group
-        part = collectives.all_to_all(unweighted(input), -1, 0, sizes=self.cut.sizes, arriving=rows, group=group)
-        own = weighted(collectives.reduce_scatter(F.linear(part, self.weight), 0, sizes=rows, group=group))
+        part = collectives.all_to_all(self.entered(input), -1, 0, sizes=self.cut.sizes, arriving=rows, group=group)
+        own = self.left(collectives.reduce_scatter(F.linear(part, self.weight), 0, sizes=rows, group=group))
         return own if self.bias is None else own + self.bias
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
         return f"{super().extra_repr()}, row part {self.cut.index} of {len(self.cut.sizes)}, rows gathered"
+
+
+def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
+    """Let gradients of slices be divided by numbers of ranks, on their way through the layers or by hooks of their own.
+
+    Args:
+        model: The model.
+        shares: The ranks by parameter; 1 where gradients are added up.
+    """
+    holding = {
+        module: {shares[own] for own in module.parameters(recurse=False) if own in shares} for module in model.modules()
+    }
+    layers = [(module, wanted) for module, wanted in holding.items() if wanted]
+    if all(isinstance(module, OwnRowsLinear) and len(wanted) == 1 for module, wanted in layers):
+        for module, (count,) in layers:
+            assert isinstance(module, OwnRowsLinear)
+            module.shares = count
+        return
+    for param, count in shares.items():
+        if count > 1:
+            param.register_hook(partial(torch.mul, other=1.0 / count))
 
 
 def rows_of_all(x: Tensor, cut: Cut) -> list[int]:
@@ -139,13 +177,3 @@ def rows_of_all(x: Tensor, cut: Cut) -> list[int]:
     if x.dim() < 2:
         raise ConfigError(f"a layer that gathers rows needs an input (rows, features), found shape {tuple(x.shape)}.")
     return transfers.part_sizes(x, 0, None, False, cut.group)
-
-
-def weighted(x: Tensor) -> Tensor:
-    """Return `x`; the gradient that enters here is multiplied by the weight of this rank's rows."""
-    return with_gradient_times(x, _row_weight)
-
-
-def unweighted(x: Tensor) -> Tensor:
-    """Return `x`; the gradient that leaves here is divided by the weight of this rank's rows."""
-    return with_gradient_times(x, _undo_row_weight)
