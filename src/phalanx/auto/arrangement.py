@@ -11,7 +11,9 @@ from phalanx.auto.collective_cost import Layout
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
 Kind = Literal["dp", "pp", "sharding", "mp"]
+ScheduleKind = Literal["none", "1f1b", "interleaved", "zero_bubble"]
 
+SCHEDULES: tuple[ScheduleKind, ...] = ("none", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO: tuple[Zero, ...] = (0, 1, 2, 3)
 
@@ -41,6 +43,10 @@ class Arrangement:
     micro_batches: int = 1
     """Parts into which a rank's rows are cut for the stages."""
 
+    zero_bubble: bool = False
+    """Whether gradients of weights are computed apart, where stages would wait for each other. One stage a rank then,
+    and nothing sharded or computed again."""
+
     model_inside: bool = True
     """Order of the ranks: whether those that hold a layer together are neighbours, or those furthest apart."""
 
@@ -64,6 +70,21 @@ class Arrangement:
     def cuts_by_rows(self) -> bool:
         """Whether layers may be cut over ranks that read other rows."""
         return self.model == 1 and self.zero == 0 and self.data > 1 and self.stages == 1
+
+    @property
+    def can_split(self) -> bool:
+        """Whether a pipeline with one stage a rank can compute gradients of weights apart."""
+        plain = self.zero == 0 and self.recompute == "none"
+        return plain and self.stages > 1 and self.virtual == 1 and self.micro_batches % self.stages == 0
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        """The order in which micro-batches go through the stages, by the Plan's name."""
+        if self.stages == 1:
+            return "none"
+        if self.zero_bubble:
+            return "zero_bubble"
+        return "interleaved" if self.virtual > 1 else "1f1b"
 
     @property
     def order(self) -> tuple[Kind, ...]:
@@ -98,6 +119,7 @@ class Arrangement:
         if self.stages > 1:
             virtual = f"x{self.virtual}" if self.virtual > 1 else ""
             parts.append(f"stages={self.stages}{virtual} micro={self.micro_batches}")
+            parts += ["zero_bubble"] if self.zero_bubble else []
         parts += [f"zero={self.zero}", f"recompute={self.recompute}"]
         if not self.model_inside:
             parts.append("order=model,data")

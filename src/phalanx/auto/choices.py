@@ -13,6 +13,10 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Fills: TypeAlias = tuple[float, float, float]
+"""Seconds of a step in stages (`auto/staged`)."""
 
 ROUNDING = 1e-9
 """Part of the room by which sums of bytes may be over it: sums in another order are not the same to the last digit."""
@@ -28,6 +32,9 @@ class Option:
     sent_s: float = 0.0
     """Of both passes, collectives that they wait for."""
 
+    weights_s: float = 0.0
+    """Of the backward pass, gradients of weights that are computed apart from those of inputs."""
+
     exchange_s: float = 0.0
     """Exchange of its gradients, beside the backward passes of the nodes before it."""
 
@@ -40,8 +47,27 @@ class Option:
     kept: float = 0.0
     """From its forward to its backward pass."""
 
+    owed: float = 0.0
+    """From gradients of inputs to those of weights, which are computed from it, where these are apart."""
+
     working: float = 0.0
     """While it runs."""
+
+    @property
+    def fills_s(self) -> Fills:
+        """What its gradients of weights may fill of idle time."""
+        return fills_s(self.forward_s, self.backward_s, self.weights_s)
+
+
+def fills_s(forward_s: float, backward_s: float, weights_s: float) -> Fills:
+    """Return what gradients of weights may fill of the idle time of stages; the smallest of three sums it is.
+
+    Args:
+        forward_s: Of the forward pass.
+        backward_s: Of the whole backward pass.
+        weights_s: Of it, those that are computed apart.
+    """
+    return 2 * weights_s, weights_s + forward_s, backward_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,11 +93,13 @@ class _Tried:
         self._count = count = choices.pieces[-1] + 1
         self._all: Ints | None = None
         self._costs: dict[tuple[str, int], Costs] = {}
+        self._fills = {name: np.zeros((3, size)) for name, size in choices.decisions.items()}
         for node, piece in zip(choices.nodes, choices.pieces, strict=True):
             for o, option in enumerate(node.options):
-                new = Costs(np.zeros((4, count)), np.zeros(count))
+                new = Costs(np.zeros((5, count)), np.zeros(count))
                 sums, working = self._costs.setdefault((node.decision, o), new)
                 sums[:, piece] += _sums(option)
+                self._fills[node.decision][:, o] += option.fills_s
                 working[piece] = max(working[piece], option.working)
         self._sends = np.array(choices.sends, dtype=np.float64)
         self._passes = choices.micro_batches - 1 / choices.virtual
@@ -133,6 +135,9 @@ class _Tried:
             least[np.all([picks[rows[name]] == o for name, o in one], axis=0)] = math.inf
         if choices.needed:
             least[~np.any([picks[rows[name]] == o for name, o in choices.needed], axis=0)] = math.inf
+        if choices.zero_bubble:
+            fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
+            least -= (1 - 1 / choices.ranks) * np.min(fills, axis=0)
         return least * (1 - 1e-12)  # what rounding may add
 
     def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
@@ -149,7 +154,7 @@ class _Tried:
         sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
         working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
         if self._repeated is not None:
-            stages = self._repeated.best_of(Costs(sums, working), below - self._linked(pick))
+            stages = self._repeated.best_of(Costs(sums, working), below - self._wherever(pick))
             seconds = self._checked(pick, stages)
             return seconds, stages, min(seconds, below)
         if self._all is not None:
@@ -211,7 +216,7 @@ class _Tried:
         """Return the least seconds over cuts, and the stage of every piece in the best; infinity if none fits."""
         choices = self._choices
         self._starts, self._ends = bounds[:, :-1], bounds[:, 1:]
-        work, after, held, kept = (self._by_stage(values) for values in sums)
+        work, after, held, kept, owed = (self._by_stage(values) for values in sums)
         if choices.stages > 1:
             sent = self._sends[self._starts[:, 1:] - 1]
             work[:, :-1] += sent
@@ -221,8 +226,9 @@ class _Tried:
         seconds = choices.micro_batches * most + (work.sum(axis=1) - most) / choices.virtual + after.max(axis=1)
         if choices.room < math.inf:
             flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
+            owing = np.array([choices.in_debt(stage) for stage in range(choices.stages)])
             working = self._most_by_rank(np.maximum.reduce([self._costs[one].working for one in pick.items()]))
-            peaks = (self._by_rank(held + flying * kept) + working).max(axis=1)
+            peaks = (self._by_rank(held + flying * kept + owing * owed) + working).max(axis=1)
             seconds[peaks > choices.room * (1 + ROUNDING)] = math.inf
         chosen = int(seconds.argmin())
         if seconds[chosen] == math.inf:
@@ -235,8 +241,11 @@ class _Tried:
         """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
         return self._choices.seconds(pick, stages) if stages and self._choices.fits(pick, stages) else math.inf
 
-    def _linked(self, pick: Mapping[str, int]) -> float:
-        return sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in self._choices.links)
+    def _wherever(self, pick: Mapping[str, int]) -> float:
+        """Return the seconds of a pick that are the same wherever it is cut."""
+        links = self._choices.links
+        linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in links)
+        return linked - self._choices.saved(pick)
 
     def _by_stage(self, values: Floats) -> Floats:
         until = np.concatenate([[0.0], np.cumsum(values)])
@@ -254,5 +263,6 @@ class _Tried:
         return np.asarray(found.reshape(len(found), self._choices.virtual, self._choices.ranks).max(axis=1))
 
 
-def _sums(option: Option) -> tuple[float, float, float, float]:
-    return option.forward_s + option.backward_s, option.exchange_s + option.update_s, option.held, option.kept
+def _sums(option: Option) -> tuple[float, ...]:
+    work, after = option.forward_s + option.backward_s, option.exchange_s + option.update_s
+    return work, after, option.held, option.kept, option.owed

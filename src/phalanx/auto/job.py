@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.auto.arrangement import RECOMPUTE
+from phalanx.auto.arrangement import RECOMPUTE, SCHEDULES
 from phalanx.auto.described_run import Run
 from phalanx.auto.run_file import read_run
 from phalanx.cluster.description import Cluster, read_cluster
@@ -17,6 +17,11 @@ from phalanx.errors import ConfigError
 
 KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 """What a search chooses, and what limits may name."""
+
+PLAN_KNOBS = (*KNOBS, "schedule")
+"""The same of a search for a module; the schedule of a described run is part of its description."""
+
+_WORDS: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES}
 
 STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
 """How a limit may have layers computed."""
@@ -42,24 +47,28 @@ class Limit:
 
 def is_of_arrangement(said: str) -> bool:
     """Return whether a limit begins with a knob, and so is not one of layers."""
-    return re.split(r"[<>=\s]", said.strip())[0] in KNOBS
+    return re.split(r"[<>=\s]", said.strip())[0] in PLAN_KNOBS
 
 
-def read_limit(said: str) -> Limit:
+def read_limit(said: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
     """Return a limit from words.
+
+    Args:
+        said: Such as `tp<=8`.
+        knobs: What it may name.
 
     Raises:
         ConfigError: If it names no knob, or compares with something that cannot be.
     """
     found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w+)\s*", said)
     if found is None:
-        raise ConfigError(text("limit", said=said, knobs=", ".join(KNOBS), nearest=""))
+        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=""))
     knob, compare, value = found.groups()
-    if knob not in KNOBS:
-        raise ConfigError(text("limit", said=said, knobs=", ".join(KNOBS), nearest=meant(knob, KNOBS)))
-    if knob == "recompute":
-        if compare != "=" or value not in RECOMPUTE:
-            raise ConfigError(text("limit one of", said=said, knob=knob, known=", ".join(RECOMPUTE)))
+    if knob not in knobs:
+        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
+    if knob in _WORDS:
+        if compare != "=" or value not in _WORDS[knob]:
+            raise ConfigError(text("limit one of", said=said, knob=knob, known=", ".join(_WORDS[knob])))
         return Limit(knob, compare, value)
     if not value.isdigit():
         raise ConfigError(text("limit number", said=said, knob=knob))
@@ -76,8 +85,8 @@ def read_layer_limit(said: str) -> tuple[str, str]:
     """
     name, _, style = (word.strip() for word in said.partition("="))
     if style not in STYLES:
-        hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], KNOBS)
-        known = {"knobs": ", ".join(KNOBS), "styles": ", ".join(STYLES)}
+        hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], PLAN_KNOBS)
+        known = {"knobs": ", ".join(PLAN_KNOBS), "styles": ", ".join(STYLES)}
         raise ConfigError(text("limit of a layer", said=said, **known, nearest=hint))
     return name, style
 

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from phalanx.auto.arrangement import Arrangement, Recompute
 from phalanx.auto.capture_blocks import is_inside
+from phalanx.auto.choices import fills_s
 from phalanx.auto.graph import Captured, Operator, TensorShape
 from phalanx.auto.operator_cost import Share, Times, times_of
 from phalanx.auto.pieces import unit_of
@@ -105,7 +108,10 @@ class LayerWork:
         return self._again[key]
 
     def least_s(self, arrangement: Arrangement) -> float:
-        """Return seconds that one micro-batch takes through all stages and back, in whatever ways."""
+        """Return seconds that one micro-batch takes through all stages and back, in whatever ways.
+
+        Less what gradients of weights save of a step with zero bubble (`auto/staged`), spread over its passes.
+        """
         parts = arrangement.model if arrangement.model > 1 else arrangement.data if arrangement.cuts_by_rows else 1
         rows = 1.0 if arrangement.cuts_by_rows else 1 / arrangement.row_parts
         whole = Share(rows=1 / arrangement.row_parts)
@@ -113,17 +119,23 @@ class LayerWork:
         # A bound has no time to ask of which modules ranks can compute parts. A part may take longer than the whole:
         # products of few rows are cut along their inner dimension too.
         split = Share(rows=1 / arrangement.row_parts / arrangement.model)
-        least = 0.0
+        least = np.zeros(3)
         for work, count in self._distinct:
             may_be_parts = set() if work.segment.is_glue else {split}
             tried = {split, *shares} if _may_be_cut(work.segment) else {whole, *may_be_parts}
-            least += count * min(self._passes_s(work, share, arrangement.recompute) for share in tried)
-        return least
+            least += count * np.min([self._passes_s(work, share, arrangement) for share in tried], axis=0)
+        return float(least.max())
 
-    def _passes_s(self, work: Work, share: Share, recompute: Recompute) -> float:
+    def _passes_s(self, work: Work, share: Share, at: Arrangement) -> tuple[float, ...]:
+        """Return seconds of which all segments together take the largest sum."""
         found = self.times(work, share)
-        again = self.again_s(work, share, recompute) if work.in_block and recompute != "none" else 0.0
-        return found.forward + found.backward + again
+        again = self.again_s(work, share, at.recompute) if work.in_block and at.recompute != "none" else 0.0
+        seconds = found.forward + found.backward + again
+        if not at.zero_bubble:
+            return seconds, seconds, seconds
+        # Of (micro-batches + stages - 1) / stages passes. Other seconds that an option has add more than they save.
+        saved = (at.stages - 1) / (at.micro_batches + at.stages - 1)
+        return tuple(seconds - saved * fills for fills in fills_s(found.forward, found.backward, found.weights))
 
 
 def _first(found: tuple[Segment, ...], trains: list[bool]) -> list[bool]:

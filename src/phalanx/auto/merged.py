@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.auto.choices import Link, Node, Option
+from phalanx.auto.choices import Link, Node, Option, fills_s
 from phalanx.auto.staged import StagedChoices
 
 _MOST_PICKS = 3000
 """Picks of one group up to which they are compared with each other."""
+
+_SUMS = ("forward_s", "backward_s", "weights_s", "exchange_s", "held", "kept", "owed")
+"""What is added up over the decisions of a piece; `exchange_s` is all that comes after the passes."""
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +73,7 @@ def merged(choices: StagedChoices) -> Merged | None:
 class _Pick:
     options: Mapping[str, int]
     sums: Floats
-    """By piece: work, what comes after it, held, kept."""
+    """By piece: forward and backward passes, of these gradients of weights, what comes after, held, kept, owed."""
 
     working: Floats
     """By piece."""
@@ -86,7 +89,7 @@ class _Group:
         self.name = names[0]
         self._choices, self._pieces, self.names = choices, pieces, names
         self._places = {piece: place for place, piece in enumerate(pieces)}
-        first = _Pick({}, np.zeros((len(pieces), 4)), np.zeros(len(pieces)), 0.0, False)
+        first = _Pick({}, np.zeros((len(pieces), len(_SUMS))), np.zeros(len(pieces)), 0.0, False)
         self.picks: list[_Pick] = [first]
 
     def fill(self) -> bool:
@@ -106,23 +109,21 @@ class _Group:
         for place, piece in enumerate(self._pieces):
             options = []
             for pick in self.picks:
-                work, after, held, kept = map(float, pick.sums[place])
-                working = float(pick.working[place])
-                options.append(
-                    Option(label="", forward_s=work, exchange_s=after, held=held, kept=kept, working=working)
-                )
+                sums = dict(zip(_SUMS, map(float, pick.sums[place]), strict=True))
+                options.append(Option(label="", **sums, working=float(pick.working[place])))
             yield piece, Node(name=f"{piece}:{self.name}", decision=self.name, options=tuple(options))
 
     def _costs(self) -> dict[str, list[tuple[Floats, Floats]]]:
         counts = self._choices.decisions
-        shape = len(self._pieces), 4
+        shape = len(self._pieces), len(_SUMS)
         costs = {name: [(np.zeros(shape), np.zeros(shape[0])) for _ in range(counts[name])] for name in self.names}
         for node, piece in zip(self._choices.nodes, self._choices.pieces, strict=True):
             place = self._places.get(piece)
             if place is None or node.decision not in costs:
                 continue
             for (sums, working), o in zip(costs[node.decision], node.options, strict=True):
-                sums[place] += o.forward_s + o.backward_s, o.exchange_s + o.update_s, o.held, o.kept
+                after = o.exchange_s + o.update_s
+                sums[place] += o.forward_s, o.backward_s, o.weights_s, after, o.held, o.kept, o.owed
                 working[place] = max(working[place], o.working)
         return costs
 
@@ -156,15 +157,23 @@ class _Group:
         return [pick for picks in alike.values() for pick in self._undominated(picks)]
 
     def _undominated(self, picks: list[_Pick]) -> list[_Pick]:
-        columns = 4 if self._choices.room < math.inf else 2
-        rows = [np.concatenate([p.sums[:, :columns].ravel(), p.working * (columns > 2), [p.linked]]) for p in picks]
-        costs = np.unique(np.array(rows), axis=1) if len(rows) > 1 else np.array(rows)
+        rows = np.array([self._grown(pick) for pick in picks])
+        costs = np.unique(rows, axis=1) if len(rows) > 1 else rows
         order = np.argsort(costs.sum(axis=1), kind="stable")
         kept: list[int] = []
         for place in order:
             if not kept or not (costs[kept] <= costs[place]).all(axis=1).any():
                 kept.append(int(place))
         return [picks[place] for place in kept]
+
+    def _grown(self, pick: _Pick) -> Floats:
+        """Return all of a pick that a step takes longer with or has no room for, the more there is of it."""
+        forward, backward, weights, after = pick.sums[:, :4].T
+        seconds = [forward + backward, after, [pick.linked]]
+        if self._choices.zero_bubble:
+            seconds.append(-np.array(fills_s(forward.sum(), backward.sum(), weights.sum())))
+        memory = [pick.sums[:, 4:].ravel(), pick.working] if self._choices.room < math.inf else []
+        return np.concatenate([*seconds, *memory])
 
 
 def _ends(link: Link) -> tuple[str, str]:

@@ -46,6 +46,8 @@ class Times:
 
     forward: float
     backward: float
+    weights: float = 0.0
+    """Of the backward pass, gradients of parameters that are computed apart: others come with those of inputs."""
 
 
 def times_of(
@@ -61,7 +63,7 @@ def times_of(
         trains: Whether their parameters get gradients.
     """
     found = [_times(op, speed, share, is_first, trains) for op in operators if op.written_bytes]
-    return Times(sum(one.forward for one in found), sum(one.backward for one in found))
+    return Times(*(sum(getattr(one, name) for one in found) for name in ("forward", "backward", "weights")))
 
 
 def _times(op: Operator, speed: Operators, share: Share, is_first: bool, trains: bool) -> Times:
@@ -71,27 +73,36 @@ def _times(op: Operator, speed: Operators, share: Share, is_first: bool, trains:
         extent = (rows * heads * share.rows * share.outer, seq, dim)
         return Times(speed.attention_s(*extent), 0.0 if is_first else speed.attention_s(*extent, backward=True))
     if op.name.startswith("aten.convolution"):
-        return _convolution(op, shapes, speed, share, (not is_first) + trains)
+        return _convolution(op, shapes, speed, share, not is_first, trains)
     product = _product(op, shapes, share)
     if product is not None:
         batch, m, n, k = product
         forward = batch * speed.matmul_s(m, n, k)
         to_weight, to_input = batch * speed.matmul_s(n, k, m), batch * speed.matmul_s(m, k, n)
         has_right = trains if op.parameters else not is_first
-        return Times(forward, (to_weight if has_right else 0.0) + (0.0 if is_first else to_input))
+        backward = (to_weight if has_right else 0.0) + (0.0 if is_first else to_input)
+        return Times(forward, backward, to_weight if has_right and op.parameters else 0.0)
     name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
     size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
     return Times(speed.operator_s(name, size), 0.0 if is_first else speed.operator_s(name, size, backward=True))
 
 
-def _convolution(op: Operator, shapes: list[tuple[int, ...]], speed: Operators, share: Share, gradients: int) -> Times:
+def _convolution(
+    op: Operator,
+    shapes: list[tuple[int, ...]],
+    speed: Operators,
+    share: Share,
+    to_input: bool,
+    to_weight: bool,
+) -> Times:
     image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
     groups: int = max(1, image[1] // weight[1])
     m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
     extent = m, weight[0] // groups, k, groups
     pointwise = math.prod(weight[2:]) == 1
     backward = speed.conv_s(*extent, backward=True, pointwise=pointwise)
-    return Times(speed.conv_s(*extent, pointwise=pointwise), backward * gradients / 2)
+    weights = backward / 2 if to_weight else 0.0  # both are timed together
+    return Times(speed.conv_s(*extent, pointwise=pointwise), weights + (backward / 2 if to_input else 0.0), weights)
 
 
 def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:

@@ -191,7 +191,7 @@ class Planned:
     @property
     def space(self) -> dict[str, tuple[Any, ...]]:
         """The dimensions that were searched, and their values."""
-        names = ("data", "model", "stages", "virtual", "micro_batches", "zero", "recompute")
+        names = ("data", "model", "stages", "virtual", "micro_batches", "schedule", "zero", "recompute")
         tried = self.searched.arrangements
         found = {name: tuple(dict.fromkeys(getattr(at, name) for at in tried)) for name in names}
         inside = {at.model_inside for at in tried if at.data > 1 and at.model > 1}
@@ -219,6 +219,8 @@ class Planned:
         captured = self.layers.captured
         if captured.reasons:
             yield text("plan captured", level=captured.level, why=captured.reasons[0])
+        if self.searched.best.arrangement.stages > 1:
+            yield text("plan stages train")
         yield from (text("plan not searched", why=why) for why in self.left_out)
 
     def _cut(self, candidate: Candidate) -> str:

@@ -31,7 +31,7 @@ class Costs(NamedTuple):
     """What the pieces of a chain cost under one pick."""
 
     sums: Floats
-    """By kind and piece: work, what comes after it, held, kept."""
+    """By kind and piece: work, what comes after it, held, kept, owed."""
 
     working: Floats
     """By piece."""
@@ -83,6 +83,7 @@ class Repeated:
                 self._sent[number, stage % ranks] += send
                 self._sent[number, (stage + 1) % ranks] += send
         self._flying = np.array([choices.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
+        self._owing = np.array([choices.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
         self._passes = choices.micro_batches - 1 / choices.virtual
 
     @staticmethod
@@ -139,8 +140,8 @@ class Repeated:
         if self._choices.room < math.inf:
             working = np.max(np.where(self._has, costs.working[others], 0.0), axis=2, initial=0.0)
             working = np.maximum(working, np.where(self._least > 0, costs.working[equal.start], 0.0))
-            held = outside[2] + self._flying * outside[3] + working
-            each = one[2] + self._flying * one[3]
+            held = outside[2] + self._flying * outside[3] + self._owing * outside[4] + working
+            each = one[2] + self._flying * one[3] + self._owing * one[4]
             room = self._choices.room * (1 + 0.9 * ROUNDING)  # what is found here fits in any order
             most = np.minimum(most, _fitting(held[..., None] + each[:, None] * numbers, room))
         return work, after, most

@@ -122,14 +122,14 @@ def _move(pipeline: Pipeline, kind: Pass, stage: int) -> _Move:
     compute, exposed = sum(one.compute for one in works), sum(one.exposed for one in works)
     if pipeline.overlaps_sends:
         compute += pipeline.contention * min(send, compute + exposed)
-    frees = kind in (Pass.BACKWARD, Pass.WEIGHTS)
+    kept = {Pass.FORWARD: own.kept, Pass.INPUTS: own.owed, Pass.WEIGHTS: -own.kept - own.owed}
     return _Move(
         work=Work(compute=compute, exposed=exposed, beside=min(compute, sum(one.beside for one in works))),
         send=send,
         receive=receive,
         takes=takes if takes in there else None,
         gives=gives if gives in there else None,
-        kept=own.kept if forward else -own.kept if frees else 0.0,
+        kept=kept.get(kind, -own.kept),
         again=own.again if kind in (Pass.BACKWARD, Pass.INPUTS) else 0.0,
     )
 
@@ -195,7 +195,7 @@ class _Step:
         self.busy[rank] += computed
         self.exposed[rank] += end - start - computed
         if move.kept:
-            self.changes[rank].append((start if forward else end, move.kept))
+            self.changes[rank].append((start if move.kept > 0 else end, move.kept))
         if move.again:
             self.changes[rank] += [(start, move.again), (end, -move.again)]
         self.free[rank] = end if move.gives is None else self._pass_on(rank, action, end)

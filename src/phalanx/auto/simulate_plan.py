@@ -64,13 +64,13 @@ def _staged(
     candidate: Candidate, layers: Layers, options: Sequence[Option], waits: Sequence[Option], speed: Speed
 ) -> Pipeline:
     at, stage_of = candidate.arrangement, stages_of(candidate, layers)
-    schedule = Schedule(
-        kind="1f1b" if at.virtual == 1 else "interleaved", virtual=at.virtual, microbatches=at.micro_batches
-    )
+    schedule = Schedule(kind=at.schedule, virtual=at.virtual, microbatches=at.micro_batches)
     count = at.stages * at.virtual
     mine = [[place for place, stage in enumerate(stage_of) if stage == one] for one in range(count)]
     works = [_work([options[i] for i in those], [waits[i] for i in those]) for those in mine]
     borders = [*(speed.collective_s("send", size, at.over_stages) for size in borders_of(candidate, layers)), 0.0]
+    # The first has no gradients of inputs to compute before others.
+    owed = [sum(options[i].owed for i in those) if stage else 0.0 for stage, those in enumerate(mine)]
     held, update = [0.0] * at.stages, [0.0] * at.stages
     for option, stage in zip(options, stage_of, strict=True):
         held[schedule.holder(stage, at.stages)] += option.held
@@ -78,7 +78,7 @@ def _staged(
     return Pipeline(
         schedule=schedule,
         ranks=at.stages,
-        stages=tuple(replace(one, send=send) for one, send in zip(works, borders, strict=True)),
+        stages=tuple(replace(one, send=send, owed=due) for one, send, due in zip(works, borders, owed, strict=True)),
         held=tuple(held),
         optimizer=tuple(update),
         overlaps_sends=False,
@@ -92,10 +92,11 @@ def _work(options: Iterable[Option], waits: Iterable[Option]) -> StageWork:
     """Return what some segments do and hold together."""
     options, waits = tuple(options), tuple(waits)
     forward, backward = sum(one.forward_s for one in waits), sum(one.backward_s for one in waits)
+    weights = sum(one.weights_s for one in options)
     return StageWork(
         forward=Work(compute=max(0.0, sum(one.forward_s for one in options) - forward), exposed=forward),
-        inputs=Work(compute=max(0.0, sum(one.backward_s for one in options) - backward), exposed=backward),
-        weights=Work(compute=0.0),
+        inputs=Work(compute=max(0.0, sum(one.backward_s for one in options) - backward - weights), exposed=backward),
+        weights=Work(compute=weights),
         kept=sum(one.kept for one in options),
         again=max(one.working for one in options),
         buckets=tuple(one.exchange_s for one in reversed(options) if one.exchange_s),

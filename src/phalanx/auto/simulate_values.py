@@ -37,6 +37,9 @@ class StageWork:
     kept: float = 0.0
     """Bytes that a micro-batch keeps from its forward pass to the end of its backward pass."""
 
+    owed: float = 0.0
+    """Bytes that it keeps besides from `inputs` to the end of `weights`, where these are apart."""
+
     again: float = 0.0
     """Bytes more while a backward pass runs."""
 

@@ -78,6 +78,7 @@ class _Cell(NamedTuple):
     after: float
     held: float
     kept: float
+    owed: float
     working: float
 
 
@@ -93,6 +94,8 @@ class _Staged:
         self._add_products()
         borders = self._add_borders()
         self._add_times(borders)
+        if choices.zero_bubble:
+            self._add_saved()
         if choices.room < math.inf:
             self._add_memory()
 
@@ -121,6 +124,7 @@ class _Staged:
                 after=sum(one.exchange_s + one.update_s for one in options) / second,
                 held=sum(one.held for one in options),
                 kept=sum(one.kept for one in options),
+                owed=sum(one.owed for one in options),
                 working=max(one.working for one in options),
             )
 
@@ -187,14 +191,29 @@ class _Staged:
         for terms in (*work, *after):
             program.row(terms, 0.0, math.inf)
 
+    def _add_saved(self) -> None:
+        """Add what gradients of weights fill: a column that is no more than any of three sums."""
+        choices, program = self._choices, self.program
+        share = 1 - 1 / choices.ranks
+        saved = program.column(-1.0)
+        terms: list[list[Term]] = [[(saved, -1.0)] for _ in range(3)]
+        for node in choices.nodes:
+            for place, option in enumerate(node.options):
+                column = program.option(node.decision, place)
+                for row, fills in zip(terms, option.fills_s, strict=True):
+                    row.append((column, share * fills / program.second))
+        for row in terms:
+            program.row(row, 0.0, math.inf)
+
     def _add_memory(self) -> None:
         choices = self._choices
         for rank in range(choices.ranks):
             mine = range(rank, choices.stages, choices.ranks)
             always: list[Term] = [
-                (columns[stage], (cell.held + choices.in_flight(stage) * cell.kept) / choices.room)
+                (columns[stage], (cell.held + passing) / choices.room)
                 for cell, columns in zip(self._cells, self._columns, strict=True)
                 for stage in mine
+                for passing in (choices.in_flight(stage) * cell.kept + choices.in_debt(stage) * cell.owed,)
             ]
             groups: dict[tuple[int, str], list[Term]] = {}
             for cell, columns in zip(self._cells, self._columns, strict=True):

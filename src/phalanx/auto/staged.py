@@ -7,6 +7,19 @@ micro-batches, v stages a rank and w the seconds that a rank works on one, sends
 
 which is the time of 1F1B and of its interleaved form (D. Narayanan et al., SC 2021, section 2.2) where all sends are
 waited for. A rank keeps the activations of as many micro-batches as 1F1B has in flight on it.
+
+With zero bubble (ZB-H1; P. Qi et al., ICLR 2024) a backward pass is gradients of inputs b, for which others wait, and
+of weights g, for which nobody does. Of p ranks with equal stages, whose forward passes take f, each is idle for
+
+    (p - 1) x max(f + b - g, f, b) = (p - 1) x (w - g - min(g, f, b))
+
+which is (p - 1) x (f + b - g) in the paper, where g is the smallest. Stages that differ are as if all had their mean:
+with G, F and B the sums of all ranks, (1 - 1 / p) x (G + min(G, F, B)) is taken off the time above, which is at most
+all but 1 / p of their work. It depends on no cut.
+
+A rank keeps activations until the gradients of weights, which gives each as many as 1F1B keeps on the first. The
+gradients that these are computed from are there for one micro-batch and, on rank r, r more whose turn has not come;
+the first has no inputs to be early for.
 """
 
 from __future__ import annotations
@@ -37,6 +50,9 @@ class StagedChoices:
     """Stages of each."""
 
     micro_batches: int = 1
+    zero_bubble: bool = False
+    """Whether gradients of weights are computed apart."""
+
     links: tuple[Link, ...] = ()
     forbidden: tuple[frozenset[tuple[str, int]], ...] = ()
     needed: frozenset[tuple[str, int]] = frozenset()
@@ -54,11 +70,17 @@ class StagedChoices:
     def in_flight(self, stage: int) -> int:
         """Return of how many micro-batches a stage keeps activations at most."""
         rank = stage % self.ranks
+        if self.zero_bubble:
+            return min(self.micro_batches, self.ranks)
         if self.virtual == 1:
             # With fewer micro-batches than stages all go forward before one goes back.
             return self.micro_batches if self.micro_batches < self.ranks else self.ranks - rank
         begun = 2 * (self.ranks - rank - 1) + (self.virtual - 1) * self.ranks + 1
         return min(-(-begun // self.virtual), self.micro_batches)
+
+    def in_debt(self, stage: int) -> int:
+        """Return of how many micro-batches a stage has gradients at most from which those of weights are to come."""
+        return min(stage + 1, self.micro_batches) if self.zero_bubble and stage else 0
 
     def seconds(self, pick: Mapping[str, int], stages: Sequence[int]) -> float:
         """Return the seconds of a step; infinity if the pick is forbidden.
@@ -82,14 +104,23 @@ class StagedChoices:
                 work[one_stage % self.ranks] += send
                 work[next_stage % self.ranks] += send
         most = max(work)
-        return linked + self.micro_batches * most + (sum(work) - most) / self.virtual + max(after)
+        passes = self.micro_batches * most + (sum(work) - most) / self.virtual
+        return linked + passes + max(after) - self.saved(pick)
+
+    def saved(self, pick: Mapping[str, int]) -> float:
+        """Return the seconds of idle time that gradients of weights fill."""
+        if not self.zero_bubble:
+            return 0.0
+        fills = zip(*(node.options[pick[node.decision]].fills_s for node in self.nodes), strict=True)
+        return (1 - 1 / self.ranks) * min(map(sum, fills))
 
     def peaks(self, pick: Mapping[str, int], stages: Sequence[int]) -> list[float]:
         """Return the most bytes that each rank holds at a time."""
         always, working = [0.0] * self.ranks, [0.0] * self.ranks
         for node, piece in zip(self.nodes, self.pieces, strict=True):
             one, stage = node.options[pick[node.decision]], stages[piece]
-            always[stage % self.ranks] += one.held + self.in_flight(stage) * one.kept
+            passing = self.in_flight(stage) * one.kept + self.in_debt(stage) * one.owed
+            always[stage % self.ranks] += one.held + passing
             working[stage % self.ranks] = max(working[stage % self.ranks], one.working)
         return [held + more for held, more in zip(always, working, strict=True)]
 

@@ -62,6 +62,7 @@ class WayCost:
         )
         times = self._work.times(work, share)
         sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
+        sent = self._with_waits(sent, times, at.over_data if own_rows else at.over_model)
         held = self._held(work.segment, 1 / part if way.style in CUT_DIM else 1, way)
         kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives != "whole" or way.style == "row" else 1)
         kept += work.taken if own_rows else 0.0
@@ -76,17 +77,20 @@ class WayCost:
             kept = self._kept_of_products(work, share)
             kept += work.taken / at.row_parts if work.opens_block else 0.0
             working += work.kept_inside / at.row_parts  # as if nothing were cut
+        apart = self._apart(work, share) if at.zero_bubble else _Apart(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_again_s)
         return Option(
             label=str(way),
             forward_s=times.forward + sent.forward + selected + before,
-            backward_s=times.backward + sent.backward + again + again_back + held.moved_s,
+            backward_s=times.backward + sent.backward + again + again_back + held.moved_s + apart.added_s,
+            weights_s=apart.weights_s,
             sent_s=sent.forward + sent.backward + before + again_back,
             exchange_s=held.exchange_s + (held.gather_s if at.stages > 1 else 0.0),
             update_s=held.update_s,
             held=held.bytes,
             kept=kept,
+            owed=apart.owed,
             working=working + held.whole_bytes,
         )
 
@@ -97,6 +101,26 @@ class WayCost:
             return host.layer_s(kind, size, where)
         return self._speed.collective_s(kind, size, where) + host.collective_call_s
 
+    def _apart(self, work: Work, share: Share) -> _Apart:
+        """Return what it costs to compute gradients of weights after those of inputs."""
+        those = [op for op in work.operators if op.parameters and op.written_bytes and work.trains]
+        # Autograd walks twice, which takes the host as long for an operator as to watch it in both passes: 46 us on a
+        # processor on which selective recomputation adds 24 us each.
+        added = 2 * self._speed.host.selective_op_s * len(those)
+        owed = sum(op.written_bytes for op in those) * share.rows * share.outer
+        return _Apart(self._work.times(work, share).weights, added, owed)
+
+    def _with_waits(self, sent: Times, work: Times, where: Layout) -> Times:
+        """Return collectives with what ranks wait for the slowest of them after a layer's work.
+
+        Those of a pass that are before its work find the ranks in step, if nothing else was done since they last met.
+        """
+        waiting_s = self._speed.host.waiting_s
+        if waiting_s is None:
+            return sent
+        forward = sent.forward and sent.forward + waiting_s(work.forward, where)
+        return Times(forward, sent.backward and sent.backward + waiting_s(work.backward, where))
+
     def _kept_of_products(self, work: Work, share: Share) -> float:
         if self._at.recompute == "full":
             return 0.0
@@ -106,7 +130,6 @@ class WayCost:
         """Return the collectives of a layer that gathers the rows of all ranks; terms travel to who adds them."""
         ranks, where, said = self._at.data, self._at.over_data, self._called
         taken, given = work.taken, work.given
-        # What follows at once includes waiting for the slowest rank, which is waited for but once.
         told = self._speed.collective_s("all_gather", _TOLD_BYTES * ranks, where) + self._speed.host.collective_call_s
         if way.style == "column":
             exchanged = said("all_to_all", given / ranks, where)
@@ -230,3 +253,12 @@ class _Held(NamedTuple):
     """Of gradients into their buckets."""
 
     update_s: float
+
+
+class _Apart(NamedTuple):
+    weights_s: float
+    added_s: float
+    """Of the host."""
+
+    owed: float
+    """Bytes of the gradients of outputs, from which those of weights are computed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
+from phalanx.auto.arrangement import ScheduleKind
 from phalanx.auto.layers import PARTS, Layers, State, Way
 from phalanx.auto.operator_sites import parts_of
 from phalanx.auto.planner import Candidate
@@ -15,6 +17,12 @@ from phalanx.plan.shape import ModelShape
 from phalanx.plan.tensor_rules import Styled, with_cut_layers
 from phalanx.plan.value import ModuleRule, OpRule, Plan, Reason, Shard
 from phalanx.strategy import DistributedStrategy
+
+_MODES: dict[ScheduleKind, Literal["1F1B", "Interleaved", "ZeroBubble"]] = {
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved",
+    "zero_bubble": "ZeroBubble",
+}
 
 PLANNED = ("sharding", "pipeline", "tensor_parallel", "context_parallel", "recompute")
 """Techniques that the planner decides on."""
@@ -70,7 +78,7 @@ def _strategy(candidate: Candidate, layers: Layers, base: DistributedStrategy) -
     if at.stages > 1:
         strategy.pipeline = True
         strategy.pipeline_configs = {
-            "schedule_mode": "1F1B" if at.virtual == 1 else "Interleaved",
+            "schedule_mode": _MODES[at.schedule],
             "accumulate_steps": at.micro_batches,
             "virtual": at.virtual,
             "cuts": list(candidate.stages),

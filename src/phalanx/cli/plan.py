@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.job import is_of_arrangement, read_layer_limit, read_limit
+from phalanx.auto.job import PLAN_KNOBS, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.simulate_files import draw_simulated, drawn_options, write_file
 from phalanx.cluster.description import read_cluster
 from phalanx.cluster.messages import text
@@ -116,8 +116,10 @@ def _check_words(cluster: str | None, limits: Iterable[str]) -> None:
     if cluster is not None:
         read_cluster(cluster)
     for said in limits:
-        read = read_limit if is_of_arrangement(said) else read_layer_limit
-        read(said)
+        if is_of_arrangement(said):
+            read_limit(said, PLAN_KNOBS)
+        else:
+            read_layer_limit(said)
 
 
 def _print(answer: Planned, alternatives: Iterable[str]) -> None:

@@ -109,6 +109,10 @@ PLANNER: dict[str, tuple[str, str]] = {
     "explain exchange": ("exchange ms", "梯度交换 ms"),
     "explain update": ("update ms", "更新 ms"),
     "plan picture": ("{path}: the model with its placements", "{path}：模型及其切分方式"),
+    "plan stages train": (
+        "stages train through px.Model or px.train_step; for a loop that calls loss.backward() add the limit pp=1",
+        "流水线阶段用 px.Model 或 px.train_step 训练；若循环自己调用 loss.backward()，请加限制 pp=1",
+    ),
     "plan saved": (
         "{path}: train with it, px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
         "{path}：用它训练，px.distribute(..., plan=phalanx.plan.load_plan('{path}'))",
