@@ -1,8 +1,8 @@
 """The fastest Plan for a model on given ranks, and a bound that proves how good it is (pure).
 
 Outside, every arrangement of the ranks; inside each, a mixed-integer program over the ways to compute the layers. The
-arrangements are taken in the order of a lower bound of their time: the fastest way of every layer by itself. When that
-bound passes the fastest Plan found, none that is left can be better. So the bound covers the whole space.
+arrangements are taken in the order of a lower bound of their time (`auto/first_bound`). When that passes the fastest
+Plan found, none that is left can be better. So the bound covers the whole space.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement, divisors
-from phalanx.auto.choices import Choices, Option
+from phalanx.auto.choices import Choices
 from phalanx.auto.figures import size_in_words
+from phalanx.auto.first_bound import FirstBound
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.solve import Solved, solve
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
-from phalanx.auto.ways import Ways, ways_of
+from phalanx.auto.ways import Listing, Ways, ways_of
 from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 
@@ -74,7 +75,7 @@ class Searched:
     """The space outside."""
 
     solved: int
-    """How many of these were listed layer by layer; the others cannot be better by their arithmetic alone."""
+    """How many of these were listed layer by layer; the others cannot be better by their first bounds."""
 
     @property
     def best(self) -> Candidate:
@@ -115,27 +116,29 @@ def search_plans(
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     space = tuple(arrangements)
-    # Bounds twice: of the arithmetic alone, and of all options once an arrangement is near enough to list them.
-    queue: list[tuple[float, int, Ways | None]] = [
-        (in_stages(work.least_s(at), at.stages, at.virtual, at.micro_batches), i, None) for i, at in enumerate(space)
+    listing = Listing(layers)
+    first = FirstBound(listing, work, speed)
+    # Bounds twice: of the arithmetic alone, and with all that ranks send once an arrangement is near enough.
+    queue = [
+        (in_stages(work.least_s(at), at.stages, at.virtual, at.micro_batches), i, False) for i, at in enumerate(space)
     ]
     heapq.heapify(queue)
     found: list[Candidate] = []
     bound, listed = math.inf, dict[int, Ways]()
     while queue:
-        low, i, ways = heapq.heappop(queue)
+        low, i, is_priced = heapq.heappop(queue)
         marks = sorted(one.seconds for one in found)
         mark = marks[top_k - 1] if len(marks) >= top_k else math.inf
         left = stop - time.monotonic()
         if low >= mark or (found and left <= 0):
             bound = min(bound, low)
             break
-        if ways is None:
-            ways = ways_of(layers, work, space[i], speed, room)
-            if all(ways.ways.values()) and (ways.choices.needed or space[i].model == 1):
-                listed[i] = ways
-                heapq.heappush(queue, (max(low, lower_bound(ways.choices)), i, ways))
+        if not is_priced:
+            low = max(low, first.least_s(space[i]))
+            if low < math.inf:
+                heapq.heappush(queue, (low, i, True))
             continue
+        listed[i] = ways = ways_of(layers, work, space[i], speed, room, listing.of(space[i]))
         # The first is solved whatever the time: there is to be a Plan.
         try:
             solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
@@ -162,29 +165,6 @@ def search_plans(
 def in_stages(seconds: float, stages: int, virtual: int, micro_batches: int) -> float:
     """Return seconds that a step takes at least whose micro-batches take so long over all stages of equal work."""
     return seconds * ((micro_batches - 1 / virtual) / stages + 1 / virtual)
-
-
-def lower_bound(choices: Choices | StagedChoices) -> float:
-    """Return seconds that every pick takes: the fastest option of every decision, with stages of equal work."""
-    if isinstance(choices, Choices):
-        contention = choices.contention
-        return choices.fixed_s + _least(
-            choices, lambda one: one.forward_s + one.backward_s + contention * one.exchange_s + one.update_s
-        )
-    passes = in_stages(1.0, choices.ranks, choices.virtual, choices.micro_batches)
-    return _least(
-        choices,
-        lambda one: passes * (one.forward_s + one.backward_s) + (one.exchange_s + one.update_s) / choices.ranks,
-    )
-
-
-def _least(choices: Choices | StagedChoices, seconds: Callable[[Option], float]) -> float:
-    least: dict[str, list[float]] = {}
-    for node in choices.nodes:
-        sums = least.setdefault(node.decision, [0.0] * len(node.options))
-        for place, one in enumerate(node.options):
-            sums[place] += seconds(one)
-    return sum(map(min, least.values()))
 
 
 def _solved(choices: Choices | StagedChoices, *, time_limit: float | None, below: float) -> Solved | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.choices import Choices, Link, Node
@@ -30,7 +31,62 @@ class Ways:
     """By decision, in the order of the options."""
 
 
-def ways_of(layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Speed, room: float = math.inf) -> Ways:
+class Kind(NamedTuple):
+    """What of an arrangement decides which ways there are."""
+
+    model: int
+    by_rows: int
+    """Ranks that read other rows, over which layers may be cut; 1 if they may not."""
+
+    in_stages: bool
+    leaves_parts: bool
+    """Whether rows divide among all ranks, and nothing is computed again operator by operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The ways of the segments, and which of them go together."""
+
+    ways: Mapping[str, tuple[Way, ...]]
+    """By decision, the whole first."""
+
+    links: tuple[Link, ...]
+    forbidden: tuple[frozenset[tuple[str, int]], ...]
+    needed: frozenset[tuple[str, int]]
+
+
+class Listing:
+    """The ways of a model, listed once for all arrangements that have the same."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self._known: dict[Kind, Listed] = {}
+
+    def of(self, at: Arrangement) -> Listed:
+        """Return the ways under an arrangement."""
+        divides = at.rows % (at.data * at.model * at.micro_batches) == 0
+        leaves_parts = at.model > 1 and divides and at.recompute != "selective"
+        kind = Kind(at.model, at.data if at.cuts_by_rows else 1, at.stages > 1, leaves_parts)
+        if kind not in self._known:
+            self._known[kind] = self._listed(kind)
+        return self._known[kind]
+
+    def _listed(self, kind: Kind) -> Listed:
+        found = _Found(self.layers, kind)
+        ways = {str(like): found.ways(alike[0]) for like, alike in self.layers.calls.alike.items()}
+        # Ranks that read the same rows and cut no layer would all do the same.
+        needed = frozenset(_cuts(ways)) if kind.model > 1 else frozenset[tuple[str, int]]()
+        return Listed(ways, tuple(found.links(ways)), tuple(found.forbidden(ways)), needed)
+
+
+def ways_of(
+    layers: Layers,
+    work: LayerWork,
+    arrangement: Arrangement,
+    speed: Speed,
+    room: float = math.inf,
+    listed: Listed | None = None,
+) -> Ways:
     """Return all ways to compute a model under one arrangement.
 
     Args:
@@ -39,24 +95,21 @@ def ways_of(layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Sp
         arrangement: Of the ranks.
         speed: How fast they are.
         room: Bytes that each has.
+        listed: Its ways, where they are known.
     """
-    cost, listed = WayCost(layers, work, arrangement, speed), _Listed(layers, arrangement)
+    found = listed or Listing(layers).of(arrangement)
+    cost = WayCost(layers, work, arrangement, speed)
     nodes: list[Node] = []
-    ways: dict[str, tuple[Way, ...]] = {}
     for place, one in enumerate(work.all):
         segment, decision = one.segment, str(one.segment.like)
-        if decision not in ways:
-            ways[decision] = listed.ways(segment)
         name = f"{place}:{segment.path or segment.kind}"
-        nodes.append(Node(name=name, decision=decision, options=cost.options(one, ways[decision])))
-    # Ranks that read the same rows and cut no layer would all do the same.
-    needed = frozenset(_cuts(ways)) if arrangement.model > 1 else frozenset[tuple[str, int]]()
-    links, forbidden = tuple(listed.links(ways)), tuple(listed.forbidden(ways))
+        nodes.append(Node(name=name, decision=decision, options=cost.options(one, found.ways[decision])))
+    links, forbidden, needed = found.links, found.forbidden, found.needed
     if arrangement.stages == 1:
         together = Choices(
             nodes=tuple(nodes), links=links, forbidden=forbidden, needed=needed, room=room, contention=speed.contention
         )
-        return Ways(together, ways)
+        return Ways(together, found.ways)
     assert layers.pieces is not None
     parts, where = arrangement.row_parts, arrangement.over_stages
     staged = StagedChoices(
@@ -71,7 +124,7 @@ def ways_of(layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Sp
         needed=needed,
         room=room,
     )
-    return Ways(staged, ways)
+    return Ways(staged, found.ways)
 
 
 def _cuts(ways: Mapping[str, tuple[Way, ...]]) -> Iterable[tuple[str, int]]:
@@ -79,26 +132,26 @@ def _cuts(ways: Mapping[str, tuple[Way, ...]]) -> Iterable[tuple[str, int]]:
         yield from ((decision, place) for place, way in enumerate(found) if way.style is not None)
 
 
-class _Listed:
+class _Found:
     """The ways of the segments, and which of them do not go together."""
 
-    def __init__(self, layers: Layers, arrangement: Arrangement) -> None:
-        self._layers, self._at, self._calls = layers, arrangement, layers.calls
+    def __init__(self, layers: Layers, kind: Kind) -> None:
+        self._layers, self._kind, self._calls = layers, kind, layers.calls
 
     def ways(self, segment: Segment) -> tuple[Way, ...]:
         """Return the ways of a segment and of all that are like it, the whole first."""
         alike = self._calls.alike[segment.like]
         found = [WHOLE]
-        if self._at.model > 1:
+        if self._kind.model > 1:
             if self._passes_cut(alike):
                 found.append(Way(None, "features", "features"))
             if self._layers.on_tokens:
                 found += self._ways_on_tokens(alike)
-            found += self._layer_ways(alike, self._at.model, same_rows=True)
+            found += self._layer_ways(alike, self._kind.model, same_rows=True)
             if self._is_placeable(alike):
                 found.append(PARTS)
-        elif self._at.cuts_by_rows:
-            found += self._layer_ways(alike, self._at.data, same_rows=False)
+        elif self._kind.by_rows > 1:
+            found += self._layer_ways(alike, self._kind.by_rows, same_rows=False)
         if segment.like in self._calls.ends:
             found = [way for way in found if way.gives == "whole"]
         return tuple(way for way in found if (segment.like, way) not in self._layers.unwanted)
@@ -107,7 +160,7 @@ class _Listed:
         """Yield options that do not run together."""
         for region in self._layers.failing:
             known = all(way in ways[str(like)] for like, way in region.ways)
-            if region.parts == self._at.model and known:
+            if region.parts == self._kind.model and known:
                 yield frozenset((str(like), ways[str(like)].index(way)) for like, way in region.ways)
 
     def _layer_ways(self, alike: list[Segment], ranks: int, *, same_rows: bool) -> Iterable[Way]:
@@ -130,7 +183,7 @@ class _Listed:
 
     def _ways_on_tokens(self, alike: list[Segment]) -> Iterable[Way]:
         """Yield the ways that take or give activations of which each rank has some of the tokens."""
-        first, ranks = alike[0], self._at.model
+        first, ranks = alike[0], self._kind.model
         if any(len(shape.shape) < 3 or shape.shape[-2] % ranks for one in alike for shape in one.outputs):
             return
         if first.token_parts and all(one.token_parts % ranks == 0 and not self._drops(one) for one in alike):
@@ -146,24 +199,24 @@ class _Listed:
 
     def _is_placeable(self, alike: list[Segment]) -> bool:
         """Return whether ranks can compute parts of the operators of these modules, each with as many rows."""
-        at, first = self._at, alike[0]
+        kind, first = self._kind, alike[0]
         # With stages they double the decisions of a program that is large already (a ResNet-50 on small images: 4 s to
         # 33 s), so there they are tried where the user wants them.
-        if at.stages > 1 and (first.like, WHOLE) not in self._layers.unwanted:
+        if kind.in_stages and (first.like, WHOLE) not in self._layers.unwanted:
             return False
-        if at.recompute == "selective" or at.rows % (at.data * at.model * at.micro_batches):
+        if not kind.leaves_parts:
             return False
         if not all(one.path in self._calls.once and not one.is_glue and one.outputs for one in alike):
             return False
         if first.kind in ("Linear", "Embedding"):  # they have styles of their own
             return False
-        return self._layers.has_parts(first, at.model)
+        return self._layers.has_parts(first, kind.model)
 
     def _passes_cut(self, alike: list[Segment]) -> bool:
         """Return whether a cut goes through segments, none of whose cut inputs comes from outside all segments."""
         return all(
             one.last_dim_parts
-            and one.last_dim_parts % self._at.model == 0
+            and one.last_dim_parts % self._kind.model == 0
             and not any(source.follows and isinstance(source.source, str) for source in one.inputs)
             and not self._drops(one)
             for one in alike
@@ -192,7 +245,7 @@ class _Listed:
 
     def links(self, ways: Mapping[str, tuple[Way, ...]]) -> Iterable[Link]:
         """Yield which ways of neighbours leave an activation in another state than it is taken in."""
-        if self._at.model == 1:
+        if self._kind.model == 1:
             return
         segments = self._layers.segments
         met: set[tuple[str, str, bool]] = set()

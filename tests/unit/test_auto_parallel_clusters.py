@@ -1,0 +1,140 @@
+"""The planner of modules on clusters of any speed: its bounds hold, and more of anything is never slower."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import phalanx as px
+from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.auto_parallel import speed_of
+from phalanx.auto.first_bound import FirstBound
+from phalanx.auto.layer_work import LayerWork
+from phalanx.auto.planned import Planned
+from phalanx.auto.planner import Searched, arrangements_of, search_plans
+from phalanx.auto.rates import Speed
+from phalanx.auto.ways import Listing
+from phalanx.cluster.description import read_cluster
+from phalanx.errors import PlanError
+from tensor_models import Transformer, tokens, whole_loss
+
+RANKS, ROWS = 4, 8
+
+
+class Tied(Transformer):
+    """Two blocks, and a last layer that shares its weight with the first."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.block = nn.Sequential(self.block, Transformer().block)
+
+
+def uneven() -> nn.Module:
+    """Return layers of which the last is as large as all others, and a convolution that has no style."""
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 512)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 64), *layers)
+
+
+@cache
+def planned(name: str) -> Planned:
+    """Return any answer: of it what no cluster changes is used."""
+    torch.manual_seed(0)
+    model, sample, loss = {
+        "tied": (Tied(), tokens(ROWS), whole_loss),
+        "uneven": (uneven(), (torch.zeros(ROWS, 3, 8, 8), torch.zeros(ROWS).long()), F.cross_entropy),
+    }[name]
+    return px.auto_parallel(model, sample, loss, cluster=f"a100x{RANKS}", optimizer="momentum")
+
+
+class OnCluster:
+    """A model on a cluster of four devices."""
+
+    def __init__(self, name: str, per_node: int, figures: dict[str, float]) -> None:
+        node = {"device": "drawn", "devices": per_node, "count": RANKS // per_node, "gbps": figures["gbps"]}
+        device = {
+            "name": "drawn",
+            "like": "A100-80GB-SXM",
+            "tflops": {"fp32": figures["tflops"]},
+            "bandwidth_gb_s": figures["bandwidth_gb_s"],
+            "link_gb_s": figures["link_gb_s"],
+        }
+        answer = planned(name)
+        self.layers = answer.layers
+        self.speed: Speed = speed_of(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
+        self.work = LayerWork(self.layers.captured, self.layers.segments, self.layers.blocks, self.speed.operators)
+        pieces = self.layers.pieces
+        assert pieces is not None
+        every = arrangements_of(
+            RANKS, has_blocks=bool(self.layers.blocks), per_node=per_node, pieces=len(pieces.starts), rows=ROWS
+        )
+        self.space = [at for at in every if replace(at, model_inside=True) in answer.searched.arrangements]
+
+    def searched(self, *arrangements: Arrangement, room: float = math.inf) -> Searched | None:
+        try:
+            return search_plans(self.layers, self.work, arrangements or self.space, self.speed, room=room, top_k=1)
+        except PlanError:
+            return None
+
+
+FIGURES = {"tflops": (0.003, 300), "bandwidth_gb_s": (1, 3000), "link_gb_s": (0.01, 600), "gbps": (0.01, 400)}
+"""Slowest and fastest of what a cluster is described by."""
+
+
+def between(least: float, most: float) -> st.SearchStrategy[float]:
+    """Return numbers of all sizes."""
+    return st.floats(math.log(least), math.log(most)).map(math.exp)
+
+
+figures = st.fixed_dictionaries({name: between(*ends) for name, ends in FIGURES.items()})
+
+
+@pytest.mark.parametrize("name", ["tied", "uneven"])
+@settings(max_examples=12, deadline=None)
+@given(
+    per_node=st.sampled_from((1, 2, 4)),
+    slow=figures,
+    what=st.sampled_from((*FIGURES, "room")),
+    factor=between(1.01, 100),
+    share=st.sampled_from((math.inf, 1.0, 0.9, 0.7)),
+)
+def test_more_of_anything_is_never_slower(name, per_node, slow, what, factor, share):
+    here = OnCluster(name, per_node, slow)
+    free = here.searched()
+    assert free is not None
+    room = free.best.peak * share
+    before = here.searched(room=room)
+    if what == "room":
+        after = here.searched(room=room * factor)
+    else:
+        after = OnCluster(name, per_node, {**slow, what: slow[what] * factor}).searched(room=room)
+    assert free.bound <= free.best.seconds
+    if before is not None:
+        assert after is not None
+        assert after.best.seconds <= before.best.seconds * (1 + 1e-9)
+        assert free.bound <= before.bound * (1 + 1e-9)
+        assert before.best.peak <= room * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["tied", "uneven"])
+@settings(max_examples=12, deadline=None)
+@given(per_node=st.sampled_from((1, 2, 4)), drawn=figures, seed=st.integers(0, 2**16))
+def test_no_arrangement_is_faster_than_its_first_bound(name, per_node, drawn, seed):
+    here = OnCluster(name, per_node, drawn)
+    whole = here.searched()
+    first = FirstBound(Listing(here.layers), here.work, here.speed)
+    assert whole is not None
+    for at in Random(seed).sample(here.space, 12):
+        alone = here.searched(at)
+        if alone is not None:
+            assert 0 < first.least_s(at) <= alone.best.seconds
+            assert alone.bound <= alone.best.seconds
+            assert whole.bound <= alone.best.seconds * (1 + 1e-9), str(at)
