@@ -6,6 +6,7 @@ Plans that use them train like one process, and send what was priced.
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -98,6 +99,22 @@ def losses_in_stages(name: str, plan: Plan) -> list[float]:
     return losses
 
 
+def apart_in_stages(several: list[tuple[str, Plan]]) -> list[float]:
+    """Return how far the losses of each Plan are from those of one process; none may say that it runs otherwise."""
+    px.init()
+    warnings: list[logging.LogRecord] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("phalanx.parallel").addHandler(heard)
+    found = [
+        max(abs(a - b) for a, b in zip(losses_in_stages(name, plan), losses_alone(name), strict=True))
+        for name, plan in several
+    ]
+    logging.getLogger("phalanx.parallel").removeHandler(heard)
+    assert [one.getMessage() for one in warnings] == []
+    return found
+
+
 def all_in_stages(several: list[tuple[str, Plan]]) -> list[float]:
     px.init()
     name, plan = several[-1]
@@ -105,10 +122,14 @@ def all_in_stages(several: list[tuple[str, Plan]]) -> list[float]:
     with pytest.raises(PlanError, match=r"plan.ops of a module that holds several units of a pipeline"):
         losses_in_stages(name, plan.model_copy(update={"ops": (above,)}))
     assembly.__init__()
-    return [
-        max(abs(a - b) for a, b in zip(losses_in_stages(name, plan), losses_alone(name), strict=True))
-        for name, plan in several
-    ]
+    return apart_in_stages(several)
+
+
+def test_gradients_of_weights_apart_train_like_one_process() -> None:
+    answers = [(name, found(name, 2, "pp=2", "schedule=zero_bubble", "micro=4")) for name in ("ordered", "hybrid")]
+    assert {one.plan.schedule.kind for _, one in answers} == {"zero_bubble"}
+    for losses in run_ranks(apart_in_stages, 2, [(name, one.plan) for name, one in answers], timeout_s=120):
+        assert max(losses) < 1e-10
 
 
 def test_both_train_like_one_process_through_stages() -> None:
@@ -116,12 +137,14 @@ def test_both_train_like_one_process_through_stages() -> None:
     asked = [
         ("ordered", (*apart, "micro=2", "vpp=2", "recompute=none")),
         ("ordered", (*apart, "micro=4", "vpp=1", "recompute=full")),
+        ("ordered", (*apart, "micro=4", "schedule=zero_bubble")),
         ("hybrid", ("tp=2", "pp=2", "micro=2", "features.0=parts")),
     ]
     answers = [(name, found(name, 4, *limits)) for name, limits in asked]
     ways = [{path: str(way) for path, way in one.searched.best.ways.items()} for _, one in answers]
     assert ways[0]["blocks.0.norm1"] == ways[1]["blocks.1.norm2"] == "on its tokens"
-    assert ways[2]["features.0"] == "parts"
+    assert ways[2]["blocks.0.norm1"] == "on its tokens"
+    assert ways[3]["features.0"] == "parts"
     assert answers[0][1].searched.best.arrangement.virtual == 2
     for losses in run_ranks(all_in_stages, 4, [(name, one.plan) for name, one in answers], timeout_s=120):
         assert max(losses) < 1e-10

@@ -231,7 +231,7 @@ def test_attention_and_mlp_are_cut_over_columns_then_rows():
 
 
 def test_a_chain_is_cut_into_stages_of_even_work():
-    answer = planned("transformer", "slow", "pp=2", "micro=4")
+    answer = planned("transformer", "slow", "pp=2", "micro=4", "schedule=1f1b")
     assert answer.plan.schedule.kind == "1f1b"
     assert answer.plan.schedule.microbatches == 4
     stages = {rule.match: rule.stage for rule in answer.plan.modules if rule.stage is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture import LossFunction, capture
 from phalanx.auto.figures import some
 from phalanx.auto.graph import Captured
-from phalanx.auto.job import Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
+from phalanx.auto.job import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
 from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
@@ -92,9 +93,10 @@ def auto_parallel(
     )
     speed = speed_of(found, _precision(captured, base))
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
-    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded)
+    unsplit = _unsplit(layers, base)
+    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded, unsplit)
     searched = search(said)
-    not_tried = (unstaged, *unsharded.values(), *_apart(search), *_in_stages(searched))
+    not_tried = (unstaged, *unsharded.values(), *_apart(search), *_in_stages(searched, unsplit))
     return Planned(
         searched=searched,
         layers=search.layers,
@@ -112,9 +114,12 @@ def _apart(search: _Search) -> tuple[str, ...]:
     return () if search.layers.on_tokens else (text("left out tokens"),)
 
 
-def _in_stages(searched: Searched) -> tuple[str, ...]:
-    is_tried = any(at.stages > 1 and at.model > 1 for at in searched.arrangements)
-    return (text("left out staged parts"),) if is_tried else ()
+def _in_stages(searched: Searched, unsplit: str | None) -> Iterator[str]:
+    in_stages = [at for at in searched.arrangements if at.stages > 1]
+    if any(at.model > 1 for at in in_stages):
+        yield text("left out staged parts")
+    if in_stages:
+        yield unsplit or text("left out zero bubble")
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -154,6 +159,9 @@ class _Search:
     unsharded: Mapping[bool, str]
     """Why it is not sharded, with stages and without, where it cannot be."""
 
+    unsplit: str | None
+    """Why gradients of its weights cannot be computed after those of inputs; None if they can be."""
+
     runs: dict[Region, bool] = field(default_factory=dict)
 
     def __call__(self, limits: tuple[str, ...]) -> Searched:
@@ -192,6 +200,7 @@ class _Search:
             per_node=self.cluster.nodes[0].devices,
             pieces=1 if pieces is None else len(pieces.starts),
             rows=_rows(self.layers.segments),
+            may_split=self.unsplit is None,
         )
         return (at for at in found if not at.zero or (at.stages > 1) not in self.unsharded)
 
@@ -231,6 +240,7 @@ def _knobs(at: Arrangement) -> dict[str, int | str]:
         "vpp": at.virtual,
         "zero": at.zero,
         "micro": at.micro_batches,
+        "schedule": at.schedule,
         "recompute": at.recompute,
     }
 
@@ -242,7 +252,7 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
     paths = {segment.path: segment.like for segment in found if not segment.is_glue}
     for said in limits:
         if is_of_arrangement(said):
-            shape.append(read_limit(said))
+            shape.append(read_limit(said, PLAN_KNOBS))
             continue
         name, style = read_layer_limit(said)
         matching = {like for path, like in paths.items() if matches(name, path)}
@@ -270,6 +280,23 @@ def _unsharded(captured: Captured) -> dict[bool, str]:
         return {False: why, True: why}
     alone = in_no_unit_alone(captured)
     return {} if alone is None else {True: text("left out sharded stages", name=alone)}
+
+
+def _unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
+    """Return why the backward passes of stages cannot compute gradients of inputs first, if they cannot.
+
+    Stages run whole where they find that out (`parallel/pipeline_schedule`), which fills nothing.
+    """
+    if base.graph:
+        return text("left out compiled zero bubble")
+    forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
+    uses = Counter(name for op in forward for name in op.parameters)
+    shared = next((one.name for one in layers.captured.parameters if one.trainable and uses[one.name] > 1), None)
+    if shared is not None:
+        return text("left out shared zero bubble", name=shared)
+    placed = zip(layers.segments, layers.pieces.of if layers.pieces else (), strict=False)
+    trained = [piece for segment, piece in placed if any(param.trainable for param in segment.parameters)]
+    return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
 
 
 def _rows(found: tuple[Segment, ...]) -> int:

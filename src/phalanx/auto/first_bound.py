@@ -10,7 +10,7 @@ least that each decision adds to it, and a step takes at least each of these sum
   sum w / v + (m - 1 / v) x max w + max after. The largest w is no less than an even share of the sum and, of n pieces
   that cost the same, no less than ceil(n / p) of them, as some rank has so many; so is the most that comes after. Each
   border between stages keeps two ranks waiting: there are v x p - 1, after different pieces, and each rank has at least
-  2 v - 1 of them.
+  2 v - 1 of them. What gradients of weights fill with zero bubble is taken off as it is for a pick.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class FirstBound:
         listed = self._listing.of(at)
         if not all(listed.ways.values()) or (at.model > 1 and not listed.needed):
             return math.inf
-        # Prices know of stages only whether there are some, and nothing of schedules.
-        key = at.data, at.model, at.zero, at.recompute, at.row_parts, at.stages > 1, at.over_data, at.over_model
+        # Prices know of stages only whether there are some, and of schedules whether these take backward passes apart.
+        pricing = at.row_parts, at.stages > 1, at.zero_bubble
+        key = at.data, at.model, at.zero, at.recompute, *pricing, at.over_data, at.over_model
         if key not in self._costs:
             self._costs[key] = self._priced(at, listed.ways)
         seconds = self._in_stages(at, self._costs[key]) if at.stages > 1 else self._together(self._costs[key])
@@ -62,12 +63,12 @@ class FirstBound:
 
     def _priced(self, at: Arrangement, ways: Mapping[str, tuple[Way, ...]]) -> _Costs:
         cost, most = WayCost(self._listing.layers, self._work, at, self._speed), max(map(len, ways.values()))
-        found = np.zeros((4, self._distinct.all.shape[1], most))
+        found = np.zeros((7, self._distinct.all.shape[1], most))
         for kind, work in self._distinct.priced:
             for place, one in enumerate(cost.options(work, ways[str(work.segment.like)])):
-                found[:, kind, place] = one.forward_s, one.backward_s, one.exchange_s, one.update_s
+                found[:, kind, place] = one.forward_s, one.backward_s, one.exchange_s, one.update_s, *one.fills_s
         numbers = np.array([len(ways[name]) for name in self._distinct.decisions])
-        return _Costs(np.arange(most) < numbers[:, None], *found)
+        return _Costs(np.arange(most) < numbers[:, None], found[0], found[1], found[2], found[3], found[4:])
 
     def _together(self, costs: _Costs) -> float:
         share, after = self._speed.contention, costs.forward + costs.update
@@ -83,7 +84,10 @@ class FirstBound:
         sent = np.full(len(some), (2 * v - 1) * sends[0])
         sent[0] = 2 * sum(sends) / p
         longest, latest = (m - 1 / v) * (some @ work), some @ after
-        each = self._distinct.all @ work / v + longest[:, None] + latest[None]
+        # The smallest of three sums is taken off, so each of them gives a bound.
+        fills = costs.fills[:, None, None] if at.zero_bubble else 0.0
+        own = work / v - (1 - 1 / p) * fills
+        each = self._distinct.all @ own + longest[:, None] + latest[None]
         seconds = costs.least(each) + ((m - 1 / v) * sent + 2 * sum(sends) / v)[:, None]
         return float(seconds.max())
 
@@ -105,6 +109,8 @@ class _Costs(NamedTuple):
     backward: Floats
     exchange: Floats
     update: Floats
+    fills: Floats
+    """Of idle time: by sum, distinct segment and way."""
 
     def least(self, seconds: Floats) -> Floats:
         """Return the sum over decisions of their fastest way, of seconds by anything, decision and way."""

@@ -174,7 +174,7 @@ def _solved(choices: Choices | StagedChoices, *, time_limit: float | None, below
 
 
 def arrangements_of(
-    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 0
+    ranks: int, *, has_blocks: bool, per_node: int | None = None, pieces: int = 1, rows: int = 0, may_split: bool = True
 ) -> Iterator[Arrangement]:
     """Yield every way to arrange ranks.
 
@@ -184,6 +184,7 @@ def arrangements_of(
         per_node: Ranks of one machine; all when None.
         pieces: Stages that the model may be cut into at most.
         rows: Rows of a global batch; 0 if they are not known.
+        may_split: Whether gradients of weights may be computed apart from those of inputs.
     """
     node, again = per_node or ranks, RECOMPUTE if has_blocks else RECOMPUTE[:1]
     for stages, model in itertools.product(divisors(ranks), repeat=2):
@@ -194,10 +195,13 @@ def arrangements_of(
         zeros = ZERO if data > 1 else ZERO[:1]
         for virtual, micro in _schedules(stages, pieces, _micro_batches(rows, data)):
             for zero, recompute, inside in itertools.product(zeros, again, orders):
-                yield Arrangement(
+                at = Arrangement(
                     data=data, model=model, zero=zero, recompute=recompute, stages=stages, virtual=virtual,
                     micro_batches=micro, model_inside=inside, per_node=node, rows=rows,
                 )  # fmt: skip
+                yield at
+                if may_split and at.can_split:
+                    yield replace(at, zero_bubble=True)
 
 
 def _micro_batches(rows: int, data: int) -> list[int]:

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
     in_stages: bool
     leaves_parts: bool
-    """Whether rows divide among all ranks, and nothing is computed again operator by operator."""
+    """Whether rows divide among all ranks, and no backward pass is taken apart or computed again by operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Listing:
     def of(self, at: Arrangement) -> Listed:
         """Return the ways under an arrangement."""
         divides = at.rows % (at.data * at.model * at.micro_batches) == 0
-        leaves_parts = at.model > 1 and divides and at.recompute != "selective"
+        leaves_parts = at.model > 1 and divides and at.recompute != "selective" and not at.zero_bubble
         kind = Kind(at.model, at.data if at.cuts_by_rows else 1, at.stages > 1, leaves_parts)
         if kind not in self._known:
             self._known[kind] = self._listed(kind)
@@ -119,6 +119,7 @@ def ways_of(
         ranks=arrangement.stages,
         virtual=arrangement.virtual,
         micro_batches=arrangement.micro_batches,
+        zero_bubble=arrangement.zero_bubble,
         links=links,
         forbidden=forbidden,
         needed=needed,
