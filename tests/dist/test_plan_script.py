@@ -111,6 +111,7 @@ def test_a_script_of_verbs_is_planned_at_its_first_training_step(tmp_path, caplo
     ("flags", "message"),
     [
         (("--cluster", "a100x2", "--save", "no/plan.json"), "there is no folder"),
+        (("--cluster", "a100x2", "--trace", "no/step.json"), "there is no folder"),
         (("--cluster", "a100y2"), "Asked for the cluster 'a100y2'"),
         (("--cluster", "a100x2", "--why-not", "tp=many"), "whose value is no whole number"),
     ],

@@ -19,7 +19,7 @@ from phalanx.auto.job import read_limit
 from phalanx.auto.predict import Prediction, predict
 from phalanx.auto.run_file import described_in, read_runs
 from phalanx.auto.search import Found, search
-from phalanx.auto.simulate_files import draw, drawn_options
+from phalanx.auto.simulate_files import check_folders, draw, drawn_options
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
 
@@ -33,6 +33,7 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
 
     Needs no model and no devices. The format is that of docs/predict.md.
     """
+    check_folders(trace, timeline)
     runs = read_runs(file, file.name)
     if not runs:
         raise click.UsageError(text("no run", path=file.name))

@@ -70,6 +70,17 @@ def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None,
         click.echo(text("timeline written", path=timeline, **said), err=True)
 
 
+def check_folders(*files: Path | None) -> None:
+    """Raise before work rather than after it where its answer could not be written.
+
+    Raises:
+        ConfigError: If one of the files that the user named is to be in a folder that is not there.
+    """
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(text("no folder", path=file, folder=file.parent))
+
+
 def write_file(path: Path, content: str) -> None:
     """Write a file that the user named.
 

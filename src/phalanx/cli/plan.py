@@ -11,10 +11,9 @@ import click
 from rich.console import Console
 
 from phalanx.auto.job import PLAN_KNOBS, is_of_arrangement, read_layer_limit, read_limit
-from phalanx.auto.simulate_files import draw_simulated, drawn_options, write_file
+from phalanx.auto.simulate_files import check_folders, draw_simulated, drawn_options, write_file
 from phalanx.cluster.description import read_cluster
 from phalanx.cluster.messages import text
-from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # a described transformer needs no torch
     from phalanx.auto.planned import Planned
@@ -45,6 +44,7 @@ def command(file: Path, arguments: tuple[str, ...], **options: Any) -> None:
     FILE is a training script, which runs until it would train, with its own arguments after it; or one run as
     `phalanx predict` takes it, without what is searched (- reads it from standard input).
     """
+    check_folders(*(options[name] for name in ("save", "picture", "trace", "timeline")))
     if file.suffix == ".py":
         _plan_script(file, arguments, **options)
         return
@@ -72,7 +72,6 @@ def _plan_script(
     trace: Path | None,
     timeline: Path | None,
 ) -> None:
-    _check_folders(save, picture, trace, timeline)
     _check_words(cluster, (*limits, *alternatives))
     from phalanx.train.plan_script import plan_script
 
@@ -102,13 +101,6 @@ def _plan_script(
 
         save_plan(answer.plan, save)
         click.echo(text("plan saved", path=save), err=True)
-
-
-def _check_folders(*files: Path | None) -> None:
-    """Raise before a search rather than after it where its answer could not be written."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(text("no folder", path=file, folder=file.parent))
 
 
 def _check_words(cluster: str | None, limits: Iterable[str]) -> None:

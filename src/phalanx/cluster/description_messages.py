@@ -227,8 +227,8 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "要求 {host} 的 {ranks} 个进程，而该机器按 {known} 个进程测量过。请在其上运行 `phalanx calibrate -n {ranks}`。",
     ),
     "measured missing": (
-        "{path} is not there. Measure this machine with `phalanx calibrate`.",
-        "没有 {path}。请用 `phalanx calibrate` 测量本机。",
+        "{path} is not there. Measure this machine with `phalanx calibrate`, or name a cluster as h100x8 or cpux2.",
+        "没有 {path}。请用 `phalanx calibrate` 测量本机，或给出集群，如 h100x8 或 cpux2。",
     ),
     "measured unreadable": (
         "{path} cannot be read ({why}). Measure again with `phalanx calibrate`.",

@@ -110,7 +110,7 @@ def distribute_net(
         plan: The user's, instead of a strategy.
         compiled: Whether it is compiled; as the strategy says when None.
         search: Finds the Plan in AUTO_PARALLEL; None where nothing is trained.
-        look: Captures the step that a Plan of the user's is of; None where nothing is trained.
+        look: Lets data be those of the step that a Plan of the user's is of; None where nothing is trained.
 
     Raises:
         ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and

@@ -59,10 +59,10 @@ def distribute(
         assembly.loader = loader
     if assembly.planner is not None and loader is not None:
         assembly.planner(Training(model=model, optimizer=optimizer, strategy=assembly.strategy))
-    if plan is not None and loader is not None:
-        from phalanx.train.plan_ahead import capture_ahead  # a job without a Plan of its own does not wait for this
+    if isinstance(plan, Plan) and loader is not None:
+        from phalanx.train.plan_ahead import look_ahead  # a job without a Plan of its own does not wait for this
 
-        capture_ahead(model, loader, plan)
+        look_ahead(model, loader, plan)
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
     add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
     if optimizer is not None:

@@ -55,7 +55,7 @@ from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
-from phalanx.train.plan_ahead import capture_ahead, hold_whole, plan_ahead
+from phalanx.train.plan_ahead import hold_whole, look_ahead, plan_ahead
 from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step import TrainStep
@@ -332,7 +332,7 @@ class Model:
         search = look = None
         if optimizer is not None and loader is not None:
             search = partial(plan_ahead, self.net, loss, optimizer, loader)
-            look = partial(capture_ahead, self.net, loader, has_target=loss is not None)
+            look = partial(look_ahead, self.net, loader, has_target=loss is not None)
         distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
         self._place_loss(here)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:

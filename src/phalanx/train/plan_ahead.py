@@ -74,10 +74,11 @@ def plan_ahead(
     return Plan.model_validate_json(json.dumps(decided), strict=True)
 
 
-def capture_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target: bool | None = None) -> None:
-    """Capture the step that a Plan with rules for single operators is compared with, on rank 0. Collective.
+def look_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target: bool | None = None) -> None:
+    """Let data be those of the step that a given Plan is of. Collective.
 
-    Other Plans need none, and nothing is done for them; nor where rank 0 captured a step of the net already.
+    The global batch stays what it is, on however many ranks the Plan puts it. For a Plan that places single operators,
+    rank 0 captures the step that it is compared with, unless it captured one of the net already.
 
     Args:
         net: A plain module.
@@ -88,6 +89,7 @@ def capture_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_targ
     Raises:
         ConfigError: If the net cannot be captured; on all ranks.
     """
+    loader.keep_global_batch()
     if not plan.ops:
         return
     ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
@@ -99,7 +101,6 @@ def capture_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_targ
         nonlocal sample
         columns = global_batch(loader, net, has_target=has_target)
         sample = columns[:-1] if has_target else columns  # the loss makes no difference to a forward pass
-        loader.keep_global_batch()  # the Plan is of a step of this many rows
 
     def see(_: Any) -> None:
         from phalanx.auto.capture import capture  # a job that captures nothing does not wait for this
