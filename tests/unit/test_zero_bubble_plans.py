@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.profiler import ProfilerActivity, profile
 
 import phalanx as px
 from phalanx.auto.planned import Planned
@@ -87,6 +89,21 @@ def test_gradients_of_weights_are_those_products_that_lead_to_nothing_else():
     assert all(one.weights_s < one.backward_s for one in linear[1:])
     assert linear[0].weights_s == pytest.approx(linear[0].backward_s - 2 * answer.speed.host.selective_op_s)
     assert [one.owed for one in linear[:2]] == [4 * rows * 2 * WIDTH, 4 * rows * WIDTH]
+
+
+def test_what_waits_for_gradients_of_weights_is_what_torch_keeps():
+    answer = planned("pp=2", "schedule=zero_bubble", "tp=1")
+    at = answer.searched.best.arrangement
+    rows = int(ROWS / at.row_parts)
+    block, taken = Chain(1), torch.ones(rows, WIDTH, requires_grad=True)
+    given = block(taken)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = stage_backward_input([given], [torch.ones(rows, WIDTH)], [taken], block.parameters())
+    options = [node.options[0] for node in ways_of(answer.layers, answer.work, at, answer.speed).choices.nodes]
+    of_block = sum(one.owed for one in options) / len(answer.layers.captured.blocks[0])
+    more = sum(event.self_cpu_memory_usage for event in seen.events())
+    assert kept[1]
+    assert more == pytest.approx(of_block + 4 * rows * WIDTH, rel=0.01)  # the gradient of the input is sent
 
 
 def test_convolutions_have_half_of_their_backward_pass_left():
