@@ -48,7 +48,8 @@ def written(candidate: Candidate, layers: Layers, base: DistributedStrategy | No
     plan = _with_parts(plan, candidate, layers)
     said = Reason(
         setting=f"planner: {candidate.arrangement}",
-        effect=f"predicted {candidate.seconds * 1e3:.4g} ms a step, {candidate.peak / 2**20:.4g} MiB a rank",
+        effect=f"predicted {candidate.seconds * 1e3:.4g} ms a step of {candidate.arrangement.rows} rows, "
+        f"{candidate.peak / 2**20:.4g} MiB a rank",
     )
     return plan.model_copy(update={"because": (*plan.because, said)})
 
