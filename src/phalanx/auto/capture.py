@@ -235,4 +235,4 @@ def _unlogged() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    return f"{type(error).__name__}: {said[0].removesuffix('.')}" if said else type(error).__name__

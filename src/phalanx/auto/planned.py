@@ -193,7 +193,7 @@ class Planned:
         """The dimensions that were searched, and their values."""
         names = ("data", "model", "stages", "virtual", "micro_batches", "schedule", "zero", "recompute")
         tried = self.searched.arrangements
-        found = {name: tuple(dict.fromkeys(getattr(at, name) for at in tried)) for name in names}
+        found = {name: _each([getattr(at, name) for at in tried]) for name in names}
         inside = {at.model_inside for at in tried if at.data > 1 and at.model > 1}
         outermost = tuple("data" if one else "model" for one in sorted(inside, reverse=True))
         return {
@@ -236,6 +236,12 @@ class Planned:
 
     def _written(self, candidate: Candidate) -> Plan:
         return written(candidate, self.layers, self.base)
+
+
+def _each(values: list[Any]) -> tuple[Any, ...]:
+    """Return the different ones of values: numbers by size, words as they come."""
+    distinct = dict.fromkeys(values)
+    return tuple(sorted(distinct) if all(isinstance(value, int) for value in distinct) else distinct)
 
 
 def _told(candidate: Candidate) -> dict[str, Any]:

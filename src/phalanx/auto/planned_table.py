@@ -60,6 +60,6 @@ def planned_table(
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are cut."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.seconds}
-    yield ", ".join(f"{text(f'plan {name}')} {in_words(seconds)}" for name, seconds in parts.items())
+    yield text("list between").join(f"{text(f'plan {name}')} {in_words(seconds)}" for name, seconds in parts.items())
     if cut:
         yield text("plan cut", layers=cut)

@@ -99,6 +99,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     "space recompute": ("recompute", "重计算 recompute"),
     "space outermost": ("outermost", "最外层"),
     "space layers": ("layers", "层"),
+    "list between": (", ", "，"),
     "space between": ("; ", "；"),
     "space decisions": ("{count} decisions", "{count} 个选择"),
     "explain title": ("{layer} under {arrangement}", "{layer}，排布 {arrangement}"),
