@@ -138,13 +138,14 @@ def test_both_train_like_one_process_through_stages() -> None:
         ("ordered", (*apart, "micro=2", "vpp=2", "recompute=none")),
         ("ordered", (*apart, "micro=4", "vpp=1", "recompute=full")),
         ("ordered", (*apart, "micro=4", "schedule=zero_bubble")),
+        ("ordered", ("dp=2", "pp=2", "micro=2", "schedule=zero_bubble")),
         ("hybrid", ("tp=2", "pp=2", "micro=2", "features.0=parts")),
     ]
     answers = [(name, found(name, 4, *limits)) for name, limits in asked]
     ways = [{path: str(way) for path, way in one.searched.best.ways.items()} for _, one in answers]
     assert ways[0]["blocks.0.norm1"] == ways[1]["blocks.1.norm2"] == "on its tokens"
     assert ways[2]["blocks.0.norm1"] == "on its tokens"
-    assert ways[3]["features.0"] == "parts"
+    assert ways[4]["features.0"] == "parts"
     assert answers[0][1].searched.best.arrangement.virtual == 2
     for losses in run_ranks(all_in_stages, 4, [(name, one.plan) for name, one in answers], timeout_s=120):
         assert max(losses) < 1e-10
