@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from phalanx.auto.graph import Captured
 from phalanx.auto.job import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
-from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
+from phalanx.auto.left_out import left_out_in_stages, pieces_or_why, why_unsharded, why_unsplit
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
 from phalanx.auto.predict import USABLE
@@ -81,8 +80,8 @@ def auto_parallel(
     captured = capture(model, sample, loss_fn)
     found_segments, said = segments(captured), tuple(limits)
     _read_limits((*said, *alternatives), found_segments)
-    pieces, unstaged = _pieces(model, captured, found_segments)
-    unsharded = _unsharded(captured)
+    pieces, unstaged = pieces_or_why(model, captured, found_segments)
+    unsharded = why_unsharded(captured)
     layers = Layers(
         captured=captured,
         segments=found_segments,
@@ -93,10 +92,10 @@ def auto_parallel(
     )
     speed = speed_of(found, _precision(captured, base))
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
-    unsplit = _unsplit(layers, base)
+    unsplit = why_unsplit(layers, base)
     search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded, unsplit)
     searched = search(said)
-    not_tried = (unstaged, *unsharded.values(), *_apart(search), *_in_stages(searched, unsplit))
+    not_tried = (unstaged, *unsharded.values(), *_apart(search), *left_out_in_stages(searched.arrangements, unsplit))
     return Planned(
         searched=searched,
         layers=search.layers,
@@ -112,14 +111,6 @@ def auto_parallel(
 
 def _apart(search: _Search) -> tuple[str, ...]:
     return () if search.layers.on_tokens else (text("left out tokens"),)
-
-
-def _in_stages(searched: Searched, unsplit: str | None) -> Iterator[str]:
-    in_stages = [at for at in searched.arrangements if at.stages > 1]
-    if any(at.model > 1 for at in in_stages):
-        yield text("left out staged parts")
-    if in_stages:
-        yield unsplit or text("left out zero bubble")
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -262,41 +253,6 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
             )
         unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
     return shape, frozenset(unwanted)
-
-
-def _pieces(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) -> tuple[Pieces | None, str | None]:
-    """Return where a model may be cut into stages, or why it cannot be."""
-    try:
-        return pieces_of(model, captured, found), None
-    except PlanError as error:
-        return None, text("left out pipelines", why=error)
-
-
-def _unsharded(captured: Captured) -> dict[bool, str]:
-    """Return why a model cannot be sharded, by whether it is in stages."""
-    flat = next((param.name for param in captured.parameters if not param.shape), None)
-    if flat is not None:
-        why = text("left out sharding", name=flat)
-        return {False: why, True: why}
-    alone = in_no_unit_alone(captured)
-    return {} if alone is None else {True: text("left out sharded stages", name=alone)}
-
-
-def _unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
-    """Return why the backward passes of stages cannot compute gradients of inputs first, if they cannot.
-
-    Stages run whole where they find that out (`parallel/pipeline_schedule`), which fills nothing.
-    """
-    if base.graph:
-        return text("left out compiled zero bubble")
-    forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
-    uses = Counter(name for op in forward for name in op.parameters)
-    shared = next((one.name for one in layers.captured.parameters if one.trainable and uses[one.name] > 1), None)
-    if shared is not None:
-        return text("left out shared zero bubble", name=shared)
-    placed = zip(layers.segments, layers.pieces.of if layers.pieces else (), strict=False)
-    trained = [piece for segment, piece in placed if any(param.trainable for param in segment.parameters)]
-    return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
 
 
 def _rows(found: tuple[Segment, ...]) -> int:

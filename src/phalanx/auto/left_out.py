@@ -1,0 +1,66 @@
+"""What a model's Plans cannot be, and why: stages, sharding, backward passes in two parts (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.graph import Captured
+from phalanx.auto.layers import Layers
+from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
+from phalanx.auto.segments import Segment
+from phalanx.cluster.messages import text
+from phalanx.errors import PlanError
+from phalanx.strategy import DistributedStrategy
+
+
+def pieces_or_why(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) -> tuple[Pieces | None, str | None]:
+    """Return where a model may be cut into stages, or why it cannot be."""
+    try:
+        return pieces_of(model, captured, found), None
+    except PlanError as error:
+        return None, text("left out pipelines", why=error)
+
+
+def why_unsharded(captured: Captured) -> dict[bool, str]:
+    """Return why a model cannot be sharded, by whether it is in stages."""
+    flat = next((param.name for param in captured.parameters if not param.shape), None)
+    if flat is not None:
+        why = text("left out sharding", name=flat)
+        return {False: why, True: why}
+    alone = in_no_unit_alone(captured)
+    return {} if alone is None else {True: text("left out sharded stages", name=alone)}
+
+
+def why_unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
+    """Return why the backward passes of stages cannot compute gradients of inputs first, if they cannot.
+
+    Stages run whole where they find that out (`parallel/pipeline_schedule`), which fills nothing.
+    """
+    if base.graph:
+        return text("left out compiled zero bubble")
+    forward = (op for op in layers.captured.operators if op.phase != "backward" and op.written_bytes)  # no views
+    uses = Counter(name for op in forward for name in op.parameters)
+    shared = next((one.name for one in layers.captured.parameters if one.trainable and uses[one.name] > 1), None)
+    if shared is not None:
+        return text("left out shared zero bubble", name=shared)
+    placed = zip(layers.segments, layers.pieces.of if layers.pieces else (), strict=False)
+    trained = [piece for segment, piece in placed if any(param.trainable for param in segment.parameters)]
+    return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
+
+
+def left_out_in_stages(searched: Iterable[Arrangement], unsplit: str | None) -> Iterator[str]:
+    """Yield what of stages was not searched.
+
+    Args:
+        searched: The arrangements that were.
+        unsplit: Why no backward pass of them is in two parts (`why_unsplit`).
+    """
+    in_stages = [at for at in searched if at.stages > 1]
+    if any(at.model > 1 for at in in_stages):
+        yield text("left out staged parts")
+    if in_stages:
+        yield unsplit or text("left out zero bubble")
