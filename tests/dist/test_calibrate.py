@@ -29,20 +29,21 @@ def check_rates(found: Measured) -> None:
         assert 0 < rates.selective_op_s < 1
         for small, large in pairwise((1, 64, 4096)):
             assert 0 < rates.matmul_s(small, small, small, "bf16") <= rates.matmul_s(large, large, large, "bf16")
-        assert 0 < rates.conv_s(8192, 16, 144) < 10
-        assert 0 < rates.conv_s(8192, 64, 64, pointwise=True, backward=True) < 10
-        assert 0 < rates.conv_s(8192, 1, 9, 64) < 10
-        assert 0 < rates.attention_s(8, 32, 32, backward=True) < 10
-        assert 0 < rates.operator_s("softmax", 2**16, backward=True) < 10
-        assert 0 < rates.optimizer_s("momentum", 1e5, 4) < 10
+        assert 0 < rates.conv_s(8192, 16, 144) < 100
+        assert 0 < rates.conv_s(8192, 64, 64, pointwise=True, backward=True) < 100
+        assert 0 < rates.conv_s(8192, 1, 9, 64) < 100
+        assert 0 < rates.attention_s(8, 32, 32, backward=True) < 100
+        assert 0 < rates.operator_s("softmax", 2**16, backward=True) < 100
+        assert 0 < rates.optimizer_s("momentum", 1e5, 4) < 100
     for backend in BACKENDS:
-        assert all(0 < found.at(2).collective_s(kind, 2**16, 2, backend) < 10 for kind in get_args(Kind))
+        assert all(0 < found.at(2).collective_s(kind, 2**16, 2, backend) < 100 for kind in get_args(Kind))
         assert found.at(2).contention(backend) >= 0
     for layer_kind in LAYER_KINDS:
-        assert 0 < found.at(2).layer_s(layer_kind, 2**16, 2) < 10
-    assert 0 < found.at(2).placed_s(2, 2) < 10
+        assert 0 < found.at(2).layer_s(layer_kind, 2**16, 2) < 100
+    assert 0 < found.at(2).placed_s(2, 0, 2) <= found.at(2).placed_s(2, 2, 2) < 100
+    assert 0 < found.at(2).waiting_s(1e-3, 2) < 100
     for how in get_args(Sharding):
-        assert 0 < found.at(2).sharded_s(how, 2**18, 4, 2) < 10
+        assert 0 < found.at(2).sharded_s(how, 2**18, 4, 2) < 100
 
 
 def test_a_machine_is_measured_kept_and_used(tmp_path: Path) -> None:

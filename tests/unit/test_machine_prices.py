@@ -53,6 +53,12 @@ def test_a_cut_layer_costs_what_its_exchanges_take(answer: Planned) -> None:
     assert set(met) == {"all_gather", "all_to_all"}
 
 
+def test_ranks_wait_where_they_meet_after_the_work_of_a_layer(answer: Planned) -> None:
+    found = choices_of(answer, Host(waiting_s=lambda work_s, layout: 1.0 if work_s else 0.0))
+    assert first_layer(found, "whole") == 0
+    assert first_layer(found, "column") == pytest.approx(2, abs=0.01), "once each way"
+
+
 @pytest.mark.parametrize(("zero", "expected"), [(1, "kept"), (2, "kept"), (3, "freed")])
 def test_sharding_costs_what_its_units_take(answer: Planned, zero: Zero, expected: Sharding) -> None:
     def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
@@ -77,7 +83,7 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
         backward_launch_s=1e-6,
         checkpoint_s=1e-3,
         selective_op_s=1e-5,
-        grids={"layer all_gather 2": line, "sharded kept 2": plane, "placed 2": line},
+        grids={"layer all_gather 2": line, "sharded kept 2": plane, "placed 2": plane, "waiting 2": line},
     )
     host = speed_of_machine(rates).host
     assert (host.checkpoint_s, host.selective_op_s) == (1e-3, 1e-5)
@@ -88,4 +94,8 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
     assert host.sharded_s("kept", 1024, 8, Layout(2, 2)) == pytest.approx(8)
     assert host.sharded_s("kept", 1024, 8, Layout(1, 1)) == 0
     assert host.placed_s is not None
-    assert host.placed_s(2048, Layout(2, 2)) == pytest.approx(2)
+    assert host.placed_s(8, 2047, Layout(2, 2)) == pytest.approx(9)
+    assert host.waiting_s is not None
+    assert host.waiting_s(2048, Layout(2, 2)) == pytest.approx(2)
+    assert host.waiting_s(512, Layout(2, 2)) == pytest.approx(0.5), "in proportion to work too short to be measured"
+    assert host.waiting_s(0, Layout(2, 2)) == host.waiting_s(2048, Layout(1, 1)) == 0

@@ -61,12 +61,15 @@ class Host:
     layer_s: Collectives | None = None
     """Of a collective as a cut layer calls it; the collective's own and `collective_call_s` when None."""
 
+    waiting_s: Callable[[float, Layout], float] | None = None
+    """Where ranks meet after so many seconds of work, what they wait for the slowest; nothing when None."""
+
     sharded_s: Units | None = None
     """Of sharded units; those of their collectives when None."""
 
-    placed_s: Callable[[float, Layout], float] | None = None
-    """Of so many operators of a module that ranks compute in parts; twice `selective_op_s` each way for each when
-    None."""
+    placed_s: Callable[[float, float, Layout], float] | None = None
+    """Of so many operators of a module that ranks compute in parts, with so many parameters; twice `selective_op_s` of
+    each operator, each way, when None."""
 
     @classmethod
     def of(cls, constants: Constants) -> Host:
@@ -100,10 +103,13 @@ def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
     def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
         return rates.sharded_s(how, size, tensors, layout.ranks)
 
-    def placed_s(operators: float, layout: Layout) -> float:
-        return rates.placed_s(operators, layout.ranks)
+    def placed_s(operators: float, parameters: float, layout: Layout) -> float:
+        return rates.placed_s(operators, parameters, layout.ranks)
 
-    host = Host(0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, sharded_s, placed_s)
+    def waiting_s(work_s: float, layout: Layout) -> float:
+        return rates.waiting_s(work_s, layout.ranks)
+
+    host = Host(0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, waiting_s, sharded_s, placed_s)
     return Speed(rates, collective_s, min(1.0, rates.contention(backend)), host)
 
 

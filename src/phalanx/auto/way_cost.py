@@ -166,9 +166,12 @@ class WayCost:
         """
         where, said, rows = self._at.over_model, self._called, self._at.row_parts
         host, count = self._speed.host, len(work.operators)
-        watched = 2 * count * host.selective_op_s if host.placed_s is None else host.placed_s(count, where) / 2
+        trained = [param for param in work.segment.parameters if param.trainable]
+        watched = 2 * count * host.selective_op_s
+        if host.placed_s is not None:
+            watched = host.placed_s(count, len(trained), where) / 2
         forward = sum(said("all_gather", output.bytes / rows, where) for output in work.segment.outputs)
-        backward = sum(said("all_reduce", param.bytes, where) for param in work.segment.parameters if param.trainable)
+        backward = sum(said("all_reduce", param.bytes, where) for param in trained)
         if not work.is_first:
             inputs = (one for one in work.segment.inputs if isinstance(one.source, int))
             backward += sum(said("all_gather", one.value.bytes / rows, where) for one in inputs)

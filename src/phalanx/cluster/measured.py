@@ -22,7 +22,7 @@ from phalanx.cluster.messages import text
 from phalanx.cluster.wrong_values import why_wrong
 from phalanx.errors import ConfigError
 
-SCHEMA: Literal[2] = 2
+SCHEMA: Literal[3] = 3
 """Version of the file; goes up with every change that an older reader would misread."""
 
 Precision = Literal["fp32", "bf16"]
@@ -198,17 +198,24 @@ class Rates(_Frozen):
     def layer_s(self, kind: LayerKind, size: float, group: int) -> float:
         """Return the seconds of a collective as a cut layer calls it, with its copies and what autograd adds.
 
-        Sizes are those of `collective_s`.
+        Of ranks in step: `waiting_s` comes on top. Sizes are those of `collective_s`.
         """
         return 0.0 if group == 1 else self._grid(f"layer {kind} {group}").at(size)
+
+    def waiting_s(self, work_s: float, group: int) -> float:
+        """Return how long ranks wait for the slowest of them where they meet after so many seconds of work."""
+        if group == 1 or not work_s:
+            return 0.0
+        grid = self._grid(f"waiting {group}")
+        return grid.at(work_s) * min(1.0, work_s / grid.axes[0][0])
 
     def sharded_s(self, how: Sharding, size: float, tensors: float, group: int) -> float:
         """Return what sharding adds to a step for a unit of so many bytes in so many tensors, optimizer and all."""
         return 0.0 if group == 1 else self._grid(f"sharded {how} {group}").at(tensors, size)
 
-    def placed_s(self, operators: float, group: int) -> float:
-        """Return what computing so many operators of a module in parts adds to a step, besides moving bytes."""
-        return 0.0 if group == 1 else self._grid(f"placed {group}").at(operators)
+    def placed_s(self, operators: float, parameters: float, group: int) -> float:
+        """Return what computing so many operators in parts adds to a step, with such parameters; bytes come on top."""
+        return 0.0 if group == 1 else self._grid(f"placed {group}").at(operators, 1 + parameters)
 
     def contention(self, backend: str = "shm") -> float:
         """Return the extra seconds for each second that a collective and computation share; 1 gains nothing."""
@@ -227,7 +234,7 @@ def _way(backward: bool) -> str:
 class Measured(_Frozen):
     """One machine, measured."""
 
-    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[3] = Field(default=SCHEMA, alias="schema")
     host: str
     processor: str
     cores: int = Field(gt=0)

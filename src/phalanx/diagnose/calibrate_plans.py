@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cluster.measured import LayerKind, Sharding
 from phalanx.comm import collectives
 from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
+from phalanx.parallel.operators import place_module
 from phalanx.parallel.recompute import apply_recompute
+from phalanx.plan.sites import Site
 from phalanx.plan.value import ModuleRule
 
 WIDTH = 256
@@ -39,8 +41,11 @@ BLOCKS = 4
 _TINY = 16
 """Their width."""
 
-PRODUCTS = 3
-"""Products of 256 x 256 before each exchange: a layer's ranks meet after work, and wait for the slowest."""
+WORK_S = (2e-4, 1e-3, 4e-3, 1.6e-2)
+"""Seconds of work after which ranks meet."""
+
+_NARROW = 64
+"""Rows of the product that such work is made of."""
 
 _IN_A_ROW = 4
 """Exchanges a sample."""
@@ -51,25 +56,45 @@ _WARM_UP, _STEPS = 2, 2
 
 
 def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Points:
-    """Time an exchange of a cut layer, recorded by autograd, after work, by its bytes; collective over all ranks."""
+    """Time an exchange of a cut layer, recorded by autograd, of ranks in step, by its bytes; collective over all."""
     sizes = (2**10, 2**18) if quick else (2**10, 2**17, 2**19, 2**21, 2**23)
-    a = torch.ones(WIDTH, WIDTH)
-
-    def work() -> None:
-        for _ in range(PRODUCTS):
-            torch.mm(a, a)
-
     seconds = []
     for size in sizes:
         run = _exchanging(kind, size, group)
-
-        def both(run: Run = run) -> None:
-            work()
-            run()
-
         run()
-        seconds.append(_more(clock, both, work, quick=quick))
+        seconds.append(_more(clock, run, _nothing, quick=quick))
     return points((sizes,), (1,), seconds)
+
+
+def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
+    """Time how long ranks wait for the slowest where they meet, by the seconds of work before; collective over all.
+
+    Work twice as long is disturbed twice as often: beyond the end waits grow with its root.
+    """
+    seconds_of_work = WORK_S[:2] if quick else WORK_S
+    meet = _exchanging("all_reduce", 2**10, group)
+    narrow, wide = torch.ones(_NARROW, WIDTH), torch.ones(WIDTH, WIDTH)
+    meet()
+    in_step = _more(clock, meet, _nothing, quick=quick)
+    once = clock.seconds(lambda: torch.mm(narrow, wide))
+    seconds = []
+    for asked in seconds_of_work:
+        count = max(1, round(asked / once))
+
+        def work(count: int = count) -> None:
+            for _ in range(count):
+                torch.mm(narrow, wide)
+
+        def both(work: Run = work) -> None:
+            work()
+            meet()
+
+        seconds.append(max(_more(clock, both, work, quick=quick) - in_step, 1e-6))
+    return points((seconds_of_work,), (0.5,), seconds)
+
+
+def _nothing() -> None:
+    """Do what ranks in step do before they meet."""
 
 
 def _more(clock: Clock, meeting: Run, alone: Run, *, quick: bool) -> float:
@@ -189,29 +214,46 @@ def _units(size: int, tensors: int) -> nn.Sequential:
 
 
 def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
-    """Time what computing a module's operators in parts adds to a step, by how many they are; collective."""
-    counts = (1, 4)
+    """Time what computing operators in parts adds to a step, by how many they and their parameters are; collective.
+
+    The axis of parameters counts one more, as there may be none. What two add does not depend on the operators.
+    """
     mesh = DeviceMesh.from_group(group, "cpu")
     x = torch.ones(dist.get_world_size(group), _TINY, requires_grad=True)
 
-    def chain(y: Any, count: int) -> Any:
-        for _ in range(count):
-            y = F.relu(y)
-        return y
+    def seconds(count: int, *, owning: bool) -> float:
+        plain, placed = _Chain(count, owning=owning), _Chain(count, owning=owning)
+        place_module(placed, "", mesh, placed.rules(), Shard(0))
 
-    def in_parts(count: int) -> None:
-        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        part = chain(whole.redistribute(placements=[Shard(0)]), count)
-        part.redistribute(placements=[Replicate()]).to_local().sum().backward()
+        def step(model: nn.Module) -> None:
+            model.zero_grad()
+            model(x).sum().backward()
 
-    def plain(count: int) -> None:
-        chain(x, count).sum().backward()
+        step(placed)
+        return _more(clock, partial(step, placed), partial(step, plain), quick=quick)
 
-    seconds = []
-    for count in counts:
-        in_parts(count)
-        seconds.append(_more(clock, partial(in_parts, count), partial(plain, count), quick=quick))
-    return points((counts,), (1,), seconds)
+    one, four, owning = seconds(1, owning=False), seconds(4, owning=False), seconds(1, owning=True)
+    return points(((1, 4), (1, 3)), (1, 1), [one, owning, four, four + max(owning - one, 0.0)])
+
+
+class _Chain(nn.Module):
+    """Operators one after another, the last of which may read two parameters."""
+
+    def __init__(self, count: int, *, owning: bool) -> None:
+        super().__init__()
+        self.count = count
+        self.owned = nn.ParameterList(nn.Parameter(torch.ones(_TINY)) for _ in range(2 if owning else 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last one's output."""
+        for _ in range(self.count - 1):
+            x = F.relu(x)
+        return torch.addcmul(self.owned[0], x, self.owned[1]) if len(self.owned) else F.relu(x)
+
+    def rules(self) -> dict[Site, tuple[Shard]]:
+        """Return rules by which each rank computes some rows of every output."""
+        names = ["relu"] * (self.count - 1) + ["addcmul" if len(self.owned) else "relu"]
+        return {Site("", place, f"aten.{name}.default"): (Shard(0),) for place, name in enumerate(names)}
 
 
 def recomputation(clock: Clock) -> tuple[float, float]:

@@ -78,6 +78,7 @@ class _Sheet:
             group = made["shm", size]
             for kind in LAYER_KINDS:
                 yield f"layer {kind} {size}", partial(self._exchange, kind, size, group)
+            yield f"waiting {size}", partial(self._wait, size, group)
             yield f"placed {size}", partial(self._place, size, group)
             yield f"sharded {size}", partial(self._shard, size, group)
 
@@ -97,6 +98,9 @@ class _Sheet:
 
     def _exchange(self, kind: LayerKind, size: int, group: dist.ProcessGroup) -> None:
         self._keep(f"layer {kind} {size}", plans.exchange(self.clock, kind, group, quick=self.quick))
+
+    def _wait(self, size: int, group: dist.ProcessGroup) -> None:
+        self._keep(f"waiting {size}", plans.waiting(self.clock, group, quick=self.quick))
 
     def _place(self, size: int, group: dist.ProcessGroup) -> None:
         self._keep(f"placed {size}", plans.placed(self.clock, group, quick=self.quick))

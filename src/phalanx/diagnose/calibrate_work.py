@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +28,13 @@ BUDGET_S = 0.005
 
 LONG_S = 0.02
 """A run this long is not repeated: what only the first one takes is little of it."""
+
+COLD_BYTES = 2**26
+"""Weights and what is made of them take turns in so much memory, as in a step: no cache keeps one until it is used
+again."""
+
+MOST_IN_A_ROW = 256
+"""Tensors that take turns at most, as those of small layers do stay in a cache."""
 
 SIDE = 16
 """Height and width of the images that convolutions are timed on."""
@@ -109,13 +118,27 @@ def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Points:
         rows, widths = (1, 64, 512), (16, 256, 2048)
     axes = rows, widths, widths
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    memory = torch.ones(COLD_BYTES // kind.itemsize, dtype=kind)
 
     def one(m: int, n: int, k: int) -> float:
-        x, weight = torch.ones(m, k, dtype=kind), torch.ones(n, k, dtype=kind)
+        x, weights = torch.ones(m, k, dtype=kind), itertools.cycle(_in_turn(memory, n, k))
+        made: deque[Tensor] = deque(maxlen=_in_a_row(m * n * kind.itemsize))
         with torch.no_grad():
-            return clock.seconds(lambda: F.linear(x, weight))
+            return clock.seconds(lambda: made.append(F.linear(x, next(weights))))
 
     return points(axes, (1, 1, 1), [one(*place) for place in itertools.product(*axes)])
+
+
+def _in_turn(memory: Tensor, *shape: int) -> list[Tensor]:
+    """Return tensors of one shape that lie side by side."""
+    size = math.prod(shape)
+    count = _in_a_row(size * memory.itemsize)
+    return [memory[place * size : (place + 1) * size].view(shape) for place in range(count)]
+
+
+def _in_a_row(size: int) -> int:
+    """Return how many tensors of so many bytes are used until the first one's turn comes again."""
+    return max(1, min(MOST_IN_A_ROW, COLD_BYTES // size))
 
 
 def attention(clock: Clock, *, quick: bool) -> tuple[Points, Points]:

@@ -48,7 +48,22 @@ def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     for path in regions(plan):
         cut = next((rule.inputs for rule in reversed(plan.modules) if rule.match == path and not rule.style), None)
         (taken,) = _placements((cut or {},), axis)
-        wrap_forward(model.get_submodule(path), _run, _Region(path, on, rules, taken))
+        place_module(model.get_submodule(path), path, on, rules, taken)
+
+
+def place_module(
+    module: nn.Module, path: str, on: DeviceMesh, rules: Mapping[Site, tuple[Placement, ...]], taken: Placement
+) -> None:
+    """Let one module compute as rules say.
+
+    Args:
+        module: The region.
+        path: Its path, by which sites name it.
+        on: The ranks.
+        rules: How the outputs of its operators lie.
+        taken: How its inputs do, before it begins.
+    """
+    wrap_forward(module, _run, _Region(path, on, rules, taken))
 
 
 def _placements(outputs: tuple[Mapping[str, Any], ...], axis: str) -> tuple[Placement, ...]:
