@@ -14,15 +14,16 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr double kSpinS = 2e-6;   // only where ranks have a core each; a yield costs little there, and helps anywhere else
-constexpr double kYieldS = 1e-3;   // after that a wake-up costs little beside what was waited
+constexpr Patience kOwnCores = {2e-6, 1e-3};
+constexpr Patience kSharedCores = {0, 5e-5};  // who yields takes turns from those who work
+
 constexpr int kSleepMs = 50;       // until a sleeper looks around again
 constexpr auto kLookEvery = 200ms;
 
-double spin_time(int ranks) {
+Patience patience_of(int ranks) {
   cpu_set_t cores;
-  if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
-  return CPU_COUNT(&cores) >= ranks ? kSpinS : 0;
+  if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return kSharedCores;
+  return CPU_COUNT(&cores) >= ranks ? kOwnCores : kSharedCores;
 }
 
 void pause() {
@@ -62,7 +63,7 @@ Group::Group(int fd, int rank, int size, const std::string& name, double timeout
     : region_(fd, rank, size, name),
       mail_(region_),
       pid_(::getpid()),
-      spin_s_(spin_time(size)),
+      patience_(patience_of(size)),
       timeout_s_(timeout_s) {}
 
 Group::~Group() { close(); }
@@ -285,9 +286,9 @@ void Group::wait(const Op& op, double timeout_s) {
     if (timeout_s > 0) shorten(op, start + seconds(timeout_s));
     for (int turn = 1; !is_done_after_advance(op); ++turn) {
       const std::chrono::duration<double> waited = Clock::now() - start;
-      if (waited.count() < spin_s_) {
+      if (waited.count() < patience_.spin_s) {
         for (int i = 0; i < 8; ++i) pause();
-      } else if (waited.count() < kYieldS) {
+      } else if (waited.count() < patience_.yield_s) {
         ::sched_yield();
       } else {
         sleep_on(op);

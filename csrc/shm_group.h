@@ -28,6 +28,12 @@
 
 namespace phalanx {
 
+// How long a rank waits before it sleeps.
+struct Patience {
+  double spin_s;   // a yield costs little, and helps where ranks share a core
+  double yield_s;  // then; after that a wake-up costs little beside what was waited
+};
+
 class Group {
  public:
   using Op = std::shared_ptr<Operation>;
@@ -109,7 +115,7 @@ class Group {
   Region region_;
   Mail mail_;
   const int pid_;
-  const double spin_s_;
+  const Patience patience_;
   std::atomic<double> timeout_s_;
 
   std::mutex lock_;
