@@ -77,13 +77,20 @@ def test_sharding_costs_what_its_units_take(answer: Planned, zero: Zero, expecte
 def test_a_machine_says_what_layers_and_units_take() -> None:
     line = Grid(axes=((1024.0, 2048.0),), seconds=(1.0, 2.0), powers=(1.0,))
     plane = Grid(axes=((1.0, 8.0), (1024.0, 2048.0)), seconds=(1.0, 2.0, 8.0, 9.0), powers=(1.0, 1.0))
+    ops, one = (Grid(axes=((1.0, 8.0)[:n],), seconds=(1.0, 8.0)[:n], powers=(1.0,)) for n in (2, 1))
     rates = Rates(
         threads=1,
         launch_s=1e-6,
         backward_launch_s=1e-6,
         checkpoint_s=1e-3,
         selective_op_s=1e-5,
-        grids={"layer all_gather 2": line, "sharded kept 2": plane, "placed 2": plane, "waiting 2": line},
+        grids={
+            "layer all_gather 2": line,
+            "sharded kept 2": plane,
+            "placed 2": ops,
+            "placed parameter 2": one,
+            "waiting 2": line,
+        },
     )
     host = speed_of_machine(rates).host
     assert (host.checkpoint_s, host.selective_op_s) == (1e-3, 1e-5)
@@ -94,7 +101,7 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
     assert host.sharded_s("kept", 1024, 8, Layout(2, 2)) == pytest.approx(8)
     assert host.sharded_s("kept", 1024, 8, Layout(1, 1)) == 0
     assert host.placed_s is not None
-    assert host.placed_s(8, 2047, Layout(2, 2)) == pytest.approx(9)
+    assert host.placed_s(8, 3, Layout(2, 2)) == pytest.approx(8 + 3)
     assert host.waiting_s is not None
     assert host.waiting_s(2048, Layout(2, 2)) == pytest.approx(2)
     assert host.waiting_s(512, Layout(2, 2)) == pytest.approx(0.5), "in proportion to work too short to be measured"

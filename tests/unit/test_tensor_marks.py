@@ -14,6 +14,7 @@ import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.tensor.mark import with_marks
+from phalanx.parallel.tensor.rows import average
 from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan import explain
 from phalanx.plan.rules import plan_from_strategy
@@ -305,6 +306,21 @@ def test_shards_made_under_one_seed_are_slices_of_the_plain_layer():
     assert torch.equal(torch.cat([shard.weight for shard in shards]), plain.weight)
     assert torch.equal(torch.cat([shard.bias for shard in shards]), plain.bias)
     assert all(param.is_distributed is True for shard in shards for param in shard.parameters())
+
+
+def test_gradients_are_divided_in_layers_that_a_plan_made_and_by_hooks_elsewhere():
+    def gradient(layer: px.ModelParallelLinear, count: int) -> torch.Tensor:
+        average(layer, dict.fromkeys(layer.parameters(), count))
+        nn.functional.linear(torch.ones(2, 4), layer.weight).sum().backward()
+        return layer.weight.grad
+
+    made, planned, both = (px.ModelParallelLinear(4, 1, 0, 3) for _ in range(3))
+    planned.is_planned = both.is_planned = True
+    assert torch.equal(gradient(made, 2), torch.ones(3, 4)), "code of one's own may read the slice"
+    assert torch.equal(gradient(planned, 2), torch.full((3, 4), 2.0)), "only what comes through the layer is divided"
+    assert (made.shares, planned.shares) == (1, 2)
+    average(nn.Sequential(made, both), dict.fromkeys([*made.parameters(), *both.parameters()], 2))
+    assert both.shares == 1, "one way for all of a model"
 
 
 def test_alone_the_layer_is_linear_and_can_be_copied_and_pickled():

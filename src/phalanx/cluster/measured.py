@@ -215,7 +215,9 @@ class Rates(_Frozen):
 
     def placed_s(self, operators: float, parameters: float, group: int) -> float:
         """Return what computing so many operators in parts adds to a step, with such parameters; bytes come on top."""
-        return 0.0 if group == 1 else self._grid(f"placed {group}").at(operators, 1 + parameters)
+        if group == 1:
+            return 0.0
+        return self._grid(f"placed {group}").at(operators) + parameters * self._grid(f"placed parameter {group}").at(1)
 
     def contention(self, backend: str = "shm") -> float:
         """Return the extra seconds for each second that a collective and computation share; 1 gains nothing."""

@@ -47,6 +47,9 @@ WORK_S = (2e-4, 1e-3, 4e-3, 1.6e-2)
 _NARROW = 64
 """Rows of the product that such work is made of."""
 
+_OWNED = 2
+"""Parameters of the operator that has some."""
+
 _IN_A_ROW = 4
 """Exchanges a sample."""
 
@@ -213,27 +216,26 @@ def _units(size: int, tensors: int) -> nn.Sequential:
     return nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS)))
 
 
-def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
-    """Time what computing operators in parts adds to a step, by how many they and their parameters are; collective.
-
-    The axis of parameters counts one more, as there may be none. What two add does not depend on the operators.
-    """
+def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> tuple[Points, Points]:
+    """Time what computing operators in parts adds to a step, by their number, and what a parameter adds; collective."""
+    counts = (1, 4) if quick else (1, 4, 16)
     mesh = DeviceMesh.from_group(group, "cpu")
     x = torch.ones(dist.get_world_size(group), _TINY, requires_grad=True)
 
     def seconds(count: int, *, owning: bool) -> float:
-        plain, placed = _Chain(count, owning=owning), _Chain(count, owning=owning)
-        place_module(placed, "", mesh, placed.rules(), Shard(0))
+        plain, in_parts = _Chain(count, owning=owning), _Chain(count, owning=owning)
+        place_module(in_parts, "", mesh, in_parts.rules(), Shard(0))
 
         def step(model: nn.Module) -> None:
             model.zero_grad()
             model(x).sum().backward()
 
-        step(placed)
-        return _more(clock, partial(step, placed), partial(step, plain), quick=quick)
+        step(in_parts)
+        return _more(clock, partial(step, in_parts), partial(step, plain), quick=quick)
 
-    one, four, owning = seconds(1, owning=False), seconds(4, owning=False), seconds(1, owning=True)
-    return points(((1, 4), (1, 3)), (1, 1), [one, owning, four, four + max(owning - one, 0.0)])
+    found = [seconds(count, owning=False) for count in counts]
+    parameter = max((seconds(1, owning=True) - found[0]) / _OWNED, 1e-6)
+    return points((counts,), (1,), found), points(((1,),), (1,), [parameter])
 
 
 class _Chain(nn.Module):
@@ -242,7 +244,7 @@ class _Chain(nn.Module):
     def __init__(self, count: int, *, owning: bool) -> None:
         super().__init__()
         self.count = count
-        self.owned = nn.ParameterList(nn.Parameter(torch.ones(_TINY)) for _ in range(2 if owning else 0))
+        self.owned = nn.ParameterList(nn.Parameter(torch.ones(_TINY)) for _ in range(_OWNED if owning else 0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the last one's output."""

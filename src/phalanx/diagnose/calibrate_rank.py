@@ -103,7 +103,9 @@ class _Sheet:
         self._keep(f"waiting {size}", plans.waiting(self.clock, group, quick=self.quick))
 
     def _place(self, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"placed {size}", plans.placed(self.clock, group, quick=self.quick))
+        operators, parameter = plans.placed(self.clock, group, quick=self.quick)
+        self._keep(f"placed {size}", operators)
+        self._keep(f"placed parameter {size}", parameter)
 
     def _shard(self, size: int, group: dist.ProcessGroup) -> None:
         update = work.settled(self.points["optimizer sgd"])

@@ -46,6 +46,9 @@ class OwnRowsLinear(nn.Linear):
     shares: int = 1
     """Ranks over whose losses gradients of the slices are averaged; 1 where they are added up."""
 
+    is_planned: bool = False
+    """Whether a Plan made it of a plain layer. Code of its own may read the slice of one that was made as a slice."""
+
     def entered(self, x: Tensor) -> Tensor:
         """Return what other ranks' rows are gathered to; the gradient that leaves here is as data parallel weights."""
         return with_gradient_times(x, lambda: self.shares * _undo_row_weight())
@@ -107,7 +110,7 @@ class ModelParallelLinear(OwnRowsLinear):
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
         if len(self.cut.sizes) == 1:
-            return self.left(F.linear(self.entered(input), self.weight, self.bias))
+            return F.linear(input, self.weight, self.bias)
         rows = rows_of_all(input, self.cut)
         whole = collectives.all_gather(self.entered(input), 0, sizes=rows, group=self.cut.group)
         part = F.linear(whole, self.weight, self.bias)
@@ -142,6 +145,9 @@ class RowwiseLinear(OwnRowsLinear):
 def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
     """Let gradients of slices be divided by numbers of ranks, on their way through the layers or by hooks of their own.
 
+    Hooks are for slices that something else may read, and for half precision, in which a gradient that is divided
+    before it is added up may vanish.
+
     Args:
         model: The model.
         shares: The ranks by parameter; 1 where gradients are added up.
@@ -150,7 +156,7 @@ def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
         module: {shares[own] for own in module.parameters(recurse=False) if own in shares} for module in model.modules()
     }
     layers = [(module, wanted) for module, wanted in holding.items() if wanted]
-    if all(isinstance(module, OwnRowsLinear) and len(wanted) == 1 for module, wanted in layers):
+    if all(_divides(module) and len(wanted) == 1 for module, wanted in layers):
         for module, (count,) in layers:
             assert isinstance(module, OwnRowsLinear)
             module.shares = count
@@ -158,6 +164,12 @@ def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
     for param, count in shares.items():
         if count > 1:
             param.register_hook(partial(torch.mul, other=1.0 / count))
+
+
+def _divides(module: nn.Module) -> bool:
+    """Return whether a layer can divide all gradients of its slices."""
+    is_alone = isinstance(module, OwnRowsLinear) and module.is_planned
+    return is_alone and all(param.dtype != torch.float16 for param in module.parameters())
 
 
 def rows_of_all(x: Tensor, cut: Cut) -> list[int]:

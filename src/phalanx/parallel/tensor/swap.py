@@ -13,6 +13,7 @@ from phalanx.parallel.tensor.cut import Cut, hold
 from phalanx.parallel.tensor.cut_logits import CutLogits
 from phalanx.parallel.tensor.dropout import CutDropout
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
+from phalanx.parallel.tensor.rows import OwnRowsLinear
 from phalanx.parallel.tensor.same_rows import SameRows, share_random_stream
 from phalanx.parallel.tensor.styles import Planned, kinds_of, planned_modules, sizes_of
 from phalanx.parallel.tensor.vocab import VocabEmbedding
@@ -72,6 +73,8 @@ def _become(plan: Plan, one: Planned, cut: Cut) -> None:
     setattr(module, "cut", cut)  # noqa: B010 (torch types the attributes of a module as tensors)
     if isinstance(module, ColumnLinear | RowLinear):
         module.inputs, module.outputs = inputs, outputs
+    elif isinstance(module, OwnRowsLinear):
+        module.is_planned = True
     elif isinstance(module, VocabEmbedding):
         module.outputs = outputs
     elif isinstance(module, CutDropout):
