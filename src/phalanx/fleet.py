@@ -118,7 +118,9 @@ def distributed_model(model: ModelT, *, plan: Plan | None = None) -> ModelT:
 
     Args:
         model: A plain module.
-        plan: A Plan in place of the one that the strategy makes, such as `px.auto_parallel(...).plan`.
+        plan: A Plan in place of the one that the strategy makes, such as `px.auto_parallel(...).plan`. Loaders are not
+            told of it: one whose size is per rank has smaller global batches where fewer ranks read rows of their own.
+            Give such loaders `global_batch=`.
     """
     if _is_server_early():
         return model

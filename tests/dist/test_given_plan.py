@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -81,6 +82,14 @@ def of_ranks(plan: Plan | None) -> dict[str, Any]:
         return found
     found["rows"] = losses(data(), global_batch=ROWS, plan=plan)
     wide = TensorDataset(torch.randn(ROWS, 3, 4, 5), torch.arange(ROWS))
+    net, optimizer = made()
+    model = px.Model(net, F.cross_entropy, optimizer, plan=plan)
+    a_rank = [DataLoader(data(), batch_size=ROWS // px.current().world_size) for _ in range(2)]
+    found["trained again"] = [model.train(1, rows).loader.global_batch for rows in a_rank]
+    del model, net, optimizer
+    forget()
+    mine = plan if px.current().rank == 0 else plan.model_copy(update={"ops": ()})
+    found["other plan"] = refused(lambda: px.distribute(*made(), data(), global_batch=ROWS, plan=mine))
     found["other batch"] = refused(lambda: px.distribute(*made(), data(), global_batch=2 * ROWS, plan=plan))
     found["other data"] = refused(lambda: px.distribute(*made(), wide, global_batch=ROWS, plan=plan))
     found["no data"] = refused(lambda: fleet.distributed_model(made()[0], plan=plan))
@@ -97,6 +106,8 @@ def test_distribute_captures_the_step_that_a_plan_of_operators_is_of() -> None:
     for rank, found in enumerate(run_ranks(of_ranks, 2, plan)):
         assert found["rows"] == pytest.approx(alone["a size per rank"], abs=1e-5)
         assert found["a size per rank"] == pytest.approx(alone["a size per rank"], abs=1e-5)
+        assert found["trained again"] == [ROWS, ROWS]
+        assert re.search(r"plan\.ops.* must be the same on all ranks", found["other plan"])
         assert "code or batch differ. Train with the global batch that was planned for" in found["other batch"]
         assert "could not be captured from the data" in found["other data"]
         assert "mat1 and mat2" in found["other data"]

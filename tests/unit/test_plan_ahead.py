@@ -69,6 +69,13 @@ def test_a_size_per_rank_means_the_global_batch_that_was_planned_for(monkeypatch
     loader.keep_global_batch()
     monkeypatch.setattr(loader._loading, "here", lambda: Shard(0, 2))
     assert (loader.global_batch, loader.per_rank_batch) == (8, 4)
+    later = ShardedLoader(ROWS, batch_size=2)  # made when a Plan has two ranks read already
+    monkeypatch.setattr(later._loading, "here", lambda: Shard(0, 2))
+    later.keep_global_batch(4)
+    assert (later.global_batch, later.per_rank_batch) == (8, 4)
+    fixed = ShardedLoader(ROWS, batch_size=2, shard=(0, 2))
+    fixed.keep_global_batch(4)
+    assert fixed.global_batch == 4
 
 
 def test_data_without_a_row_is_named() -> None:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,6 +64,10 @@ class Context:
     device: torch.device
     batch: BatchShare | None = None
     """Share of the batch in hand; None when every rank counts the same, as between two epochs."""
+
+    rows_for: Callable[[int], int] | None = field(default=None, repr=False)
+    """Rows of a full global batch of the loader that dealt the last training batch, by the number of ranks that read;
+    None when no loader of ours did."""
 
     ended_with: BatchShare | None = None
     """Share of the last batch of a training epoch that is over, until the next ends: what is measured after the loop

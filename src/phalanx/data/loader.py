@@ -166,9 +166,14 @@ class ShardedLoader:
         """
         return self._loading.first_batch(self._next_epoch)
 
-    def keep_global_batch(self) -> None:
-        """Keep the rows of a global batch as they are now, also if fewer ranks are to read rows of their own."""
-        self._loading.keep_global_batch()
+    def keep_global_batch(self, ranks: int | None = None) -> None:
+        """Keep the rows of a global batch, also if fewer ranks are to read rows of their own.
+
+        Args:
+            ranks: As many as these ranks would read, a size per rank each; what they are now when None. A loader that
+                was given its `shard` keeps what it has.
+        """
+        self._loading.keep_global_batch(ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self._epoch, self._position = self._next_epoch, self._next_position
@@ -192,7 +197,10 @@ class ShardedLoader:
     def _announce(self, share: BatchShare | None) -> None:
         self.share = share
         if context.is_initialized():
-            context.current().batch = share
+            here = context.current()
+            here.batch = share
+            if self.training:
+                here.rows_for = self._loading.global_batch_for
 
     # -- saving ------------------------------------------------------------------------------------------------
 

@@ -92,10 +92,11 @@ class Loading:
             return count
         return self._global_batch or self._rows_per_rank * count
 
-    def keep_global_batch(self) -> None:
-        """Let a size per rank stand for the rows of a global batch that it means now, whoever reads them later."""
+    def keep_global_batch(self, ranks: int | None) -> None:
+        """Let a size per rank stand for the rows that it means for so many ranks, or now, whoever reads them later."""
         if self.source.batch_sampler is None:
-            self._global_batch = self.global_batch_for(self.here().count)
+            count = self.here().count if ranks is None or self._shard is not None else ranks
+            self._global_batch = self.global_batch_for(count)
 
     def steps(self, count: int) -> int:
         """Return the batches of a whole epoch for `count` shards.

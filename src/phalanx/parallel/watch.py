@@ -82,10 +82,19 @@ def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
         )
 
 
+def is_trained_by(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds a parameter of a model."""
+    own = {id(param) for param in model.parameters()}
+    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+
+
 def reach_at_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """In a run that only plans, end a script at the first training call of a model whose data nobody handed over."""
-    if assembly.planner is not None and model.training:
-        optimizer = next(iter(assembly.optimizers), None)
+    """In a run that only plans, end a script at the first training call of a model whose data nobody handed over.
+
+    A call without gradients trains nothing, in training mode too.
+    """
+    if assembly.planner is not None and model.training and torch.is_grad_enabled():
+        optimizer = next((one for one in assembly.optimizers if is_trained_by(model, one)), None)
         training = Training(model=model, optimizer=optimizer, strategy=assembly.strategy, inputs=(inputs, named))
         assembly.planner(training)
 

@@ -14,7 +14,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, use_strategy
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.watch import assembly, is_trained_by
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
@@ -41,13 +41,11 @@ def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
         raise ConfigError(
             f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
         )
-    if optimizer is not None and applied_to(net) is None:
-        own = {id(param) for param in net.parameters()}
-        if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
-            raise ConfigError(
-                "the optimizer holds no parameter of the net, so nothing would be trained. Make it of "
-                "net.parameters(), of this very net."
-            )
+    if optimizer is not None and applied_to(net) is None and not is_trained_by(net, optimizer):
+        raise ConfigError(
+            "the optimizer holds no parameter of the net, so nothing would be trained. Make it of "
+            "net.parameters(), of this very net."
+        )
 
 
 def check_epochs(epoch: object) -> None:
@@ -125,9 +123,7 @@ def distribute_net(
         return
     plan = _users_plan(plan, strategy)
     if plan is None:
-        chosen = strategy_in(mode, strategy or assembly.initial, net)
-        if compiled is not None:
-            chosen.graph = compiled
+        chosen = strategy_of(mode, strategy, net, compiled)
         require_cuts(mode, chosen, net, here.world_size)
         use_strategy(chosen)
         if mode is ParallelMode.AUTO_PARALLEL and search is not None and here.world_size > 1:
@@ -138,6 +134,20 @@ def distribute_net(
     made = applied_to(net)
     if auto_context.strategy_ckpt_save_file is not None and here.rank == 0 and made is not None:
         save_plan(made.plan, auto_context.strategy_ckpt_save_file)
+
+
+def strategy_of(
+    mode: ParallelMode | None, strategy: DistributedStrategy | None, net: nn.Module, compiled: bool | None
+) -> DistributedStrategy:
+    """Return the strategy that a Model trains its net with; see `distribute_net`.
+
+    Raises:
+        ConfigError: If strategy and `set_auto_parallel_context` contradict each other.
+    """
+    chosen = strategy_in(mode, strategy or assembly.initial, net)
+    if compiled is not None:
+        chosen.graph = compiled
+    return chosen
 
 
 def _users_plan(plan: Plan | None, strategy: DistributedStrategy | None) -> Plan | None:

@@ -33,6 +33,7 @@ from phalanx.train.assemble import (
     distribute_net,
     distribute_optimizer,
     one_pass,
+    strategy_of,
     training_loader,
 )
 from phalanx.train.auto_context import auto_context, close_context
@@ -117,6 +118,9 @@ class Model:
         self._compiled = compiled
         self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
         self._is_distributed = False
+        self._keeps_global_batch = False
+        """Whether a size per rank means the same global batch in every `train`, as a Plan was given or found."""
+
         self._is_held_whole = False
         """Whether all ranks hold the net whole, as its Plan waits for the first batch of `train`."""
 
@@ -187,7 +191,7 @@ class Model:
         else:
             evaluated = self._check_evaluation(valid_dataset)
         self._join("Model.train")
-        loader = training_loader(train_dataset, loader_options, words=inspect.signature(self.train).parameters)
+        loader = self._loader(train_dataset, loader_options)
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
         if dataset_sink_mode:
             check_sinkable(self.net)
@@ -313,10 +317,18 @@ class Model:
         check_ranks(self.parallel_mode, here.role)
         return here
 
+    def _loader(self, data: Any, options: dict[str, Any]) -> ShardedLoader:
+        """Return the loader over training data; once there is a Plan its global batches are those of all ranks."""
+        loader = training_loader(data, options, words=inspect.signature(self.train).parameters)
+        if self._keeps_global_batch:
+            loader.keep_global_batch(context.current().world_size)
+        return loader
+
     def _distribute(self, loader: ShardedLoader | None = None) -> None:
         loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
         if assembly.planner is not None and loader is not None:
-            chosen, has_target = self._strategy or assembly.initial, loss is not None
+            chosen = strategy_of(self.parallel_mode, self._strategy, self.net, self._compiled)
+            has_target = loss is not None
             assembly.planner(
                 Training(model=self.net, optimizer=optimizer, strategy=chosen, loss_fn=loss, has_target=has_target)
             )
@@ -333,6 +345,7 @@ class Model:
         if optimizer is not None and loader is not None:
             search = partial(plan_ahead, self.net, loss, optimizer, loader)
             look = partial(look_ahead, self.net, loader, has_target=loss is not None)
+        self._keeps_global_batch = self._is_planned(here)
         distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
         self._place_loss(here)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
@@ -341,9 +354,15 @@ class Model:
 
     def _is_to_be_planned(self, here: context.Context) -> bool:
         """Return whether AUTO_PARALLEL will find the Plan of the net, once there is a batch of the training data."""
+        return self.optimizer is not None and self._is_planned(here) and not self._has_plan()
+
+    def _is_planned(self, here: context.Context) -> bool:
+        """Return whether the net, not distributed yet, trains with a Plan that is given or will be found."""
         is_auto = self.parallel_mode is ParallelMode.AUTO_PARALLEL and here.world_size > 1
-        has_plan = self._plan is not None or auto_context.strategy_ckpt_load_file is not None
-        return is_auto and self.optimizer is not None and not has_plan and applied_to(self.net) is None
+        return (is_auto or self._has_plan()) and applied_to(self.net) is None
+
+    def _has_plan(self) -> bool:
+        return self._plan is not None or auto_context.strategy_ckpt_load_file is not None
 
     def _place_loss(self, here: context.Context) -> None:
         if isinstance(self.loss_fn, nn.Module):

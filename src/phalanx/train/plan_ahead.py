@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import text
 from phalanx.comm.agreement import agree, share
-from phalanx.comm.context import Context
+from phalanx.comm.context import Context, current
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import broadcast_from_first_rank, check_model
@@ -63,8 +63,8 @@ def plan_ahead(
 
     def look() -> None:
         nonlocal sample
+        loader.keep_global_batch(here.world_size)  # the Plan is for this many rows, on however many ranks it puts them
         sample = global_batch(loader, net, has_target=loss_fn is not None)
-        loader.keep_global_batch()  # the Plan is for this many rows, on however many ranks it puts them
 
     def search(_: Any) -> dict[str, Any]:
         return _found(net, sample, loss_fn, optimizer, strategy, here).model_dump(mode="json")
@@ -87,9 +87,10 @@ def look_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target:
         has_target: As `global_batch` takes it.
 
     Raises:
-        ConfigError: If the net cannot be captured; on all ranks.
+        ConfigError: If the net cannot be captured, or ranks have different Plans; on all ranks.
     """
-    loader.keep_global_batch()
+    agree("plan", plan.model_dump(mode="json", exclude={"because"}), timeout_s=PATIENCE_S)
+    loader.keep_global_batch(current().world_size)
     if not plan.ops:
         return
     ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
@@ -154,6 +155,11 @@ def global_batch(
     if ranks is not None:
         all_rows = all_rows * loader.global_batch_for(ranks) // loader.global_batch
     return tuple(with_rows(columns, share_here.rows, all_rows, net))
+
+
+def rows_of(values: Any) -> int:
+    """Return the rows of a batch: dimension 0 of the first tensor that has one; 0 if there is none."""
+    return next((len(one) for one in tree_leaves(values) if isinstance(one, Tensor) and one.dim()), 0)
 
 
 def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
