@@ -59,6 +59,39 @@ for rows in torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16):
     raise SystemExit("it went on to train")
 """
 
+NAMED = """
+import torch
+import phalanx as px
+from phalanx import fleet
+
+class Net(torch.nn.Linear):
+    def forward(self, rows, **named):
+        return super().forward(rows) * named["scale"]
+
+fleet.init(is_collective=True)
+kept = []
+for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adam):
+    net = Net(64, 8)
+    kept.append((fleet.distributed_optimizer(kind(net.parameters(), 0.1)), fleet.distributed_model(net)))
+net = kept[1][1]
+with torch.no_grad():
+    net(torch.zeros(1, 64), scale=2)
+for (rows,) in px.data.ShardedLoader((torch.randn(64, 64),), batch_size=16):
+    net(rows, scale=2)
+"""
+
+SEVERAL = """
+import torch
+from phalanx import fleet
+
+class Net(torch.nn.Linear):
+    def forward(self, *several, **named):
+        return super().forward(several[0])
+
+net = fleet.distributed_model(Net(64, 8))
+net(torch.zeros(16, 64){named})
+"""
+
 
 def planned(script: str, *flags: str, language: str = "en") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -107,6 +140,22 @@ def test_a_script_of_verbs_is_planned_at_its_first_training_step(tmp_path, caplo
     assert any(rule.dtype == "bfloat16" for rule in answer.plan.modules)
 
 
+def test_a_loop_of_ones_own_is_planned_as_it_calls_its_model(tmp_path, caplog):
+    script = tmp_path / "s.py"
+    script.write_text(NAMED)
+    with caplog.at_level("INFO", "phalanx.train"):
+        assert plan_script(script, (), cluster="a100x4").layers.optimizer == "sgd"  # that of this model
+    assert "for global batches of 64 rows" in caplog.text  # 16 of every device, as the loader says
+    assert "for adam" not in caplog.text
+    script.write_text(SEVERAL.replace("{named}", ""))
+    with caplog.at_level("INFO", "phalanx.train"):
+        assert plan_script(script, (), cluster="a100x2").layers.optimizer == "adam"
+    assert "hands no optimizer over, so the plan is for adam" in caplog.text
+    script.write_text(SEVERAL.replace("{named}", ", scale=2"))
+    with pytest.raises(ConfigError, match="beside several, which takes inputs by position alone"):
+        plan_script(script, (), cluster="a100x2")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -148,3 +197,12 @@ def test_a_script_finds_its_neighbours_by_its_own_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "s.py"))):
         plan_script(Path("s.py"), (), cluster="a100x2")
+
+
+def test_a_model_is_planned_with_what_it_adds_to_its_strategy(tmp_path):
+    script = MODEL.replace("model.eval(rows)\n", "").replace("0.1))\n", "0.1), compiled=True)\n")
+    said = "px.set_auto_parallel_context(gradients_mean=False)\nnet ="
+    (tmp_path / "model.py").write_text(script.replace("net =", said, 1))
+    base = plan_script(tmp_path / "model.py", (), cluster="a100x2").base
+    assert base.graph
+    assert base.gradient_scale_configs["scale_strategy"] == "sum"

@@ -34,7 +34,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is shown with its gap."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Default: that of the script.")
+@click.option(
+    "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), help="Default: the script's; adam if none."
+)
 @click.option("--save", type=_FILE, metavar="FILE.json", help="Write a script's Plan to this file.")
 @click.option("--picture", type=_FILE, metavar="FILE.svg", help="Draw a script's model with its placements.")
 @drawn_options

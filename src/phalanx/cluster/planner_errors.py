@@ -11,6 +11,16 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "{script} ran to its end and trained no model that it distributed. {advice}",
         "{script} 运行到结尾，没有训练任何分布的模型。{advice}",
     ),
+    "script inputs": (
+        (
+            "{model} is called with keyword arguments beside {name}, which takes inputs by position alone. To plan it, "
+            "call it with one kind of them, or give its forward named parameters."
+        ),
+        (
+            "{model} 的调用既有关键字参数，又有只能按位置传入的 {name}。要为它制定方案，请只用其中一种方式调用，"
+            "或为 forward 的参数命名。"
+        ),
+    ),
     "script to plan": (
         (
             "Give a script that calls px.distribute(model, optimizer, data), fleet.distributed_model(model) or "
@@ -95,6 +105,7 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     ),
     "keeps to limits": (" keeps to the limits {limits}", "满足限制 {limits}"),
     "computes the model": (" computes this model", "可以计算此模型"),
+    "left out of limits": (" (not searched: {why})", "（未搜索：{why}）"),
     "layers left": (
         ": {count} are left, and in each some layer has no way to be computed",
         "：剩下 {count} 种，每种都有某层无法计算",
@@ -200,6 +211,17 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     "stages out of order": (
         "the forward pass does not call the model's units in the order in which they were made",
         "前向计算没有按创建顺序调用模型的各单元",
+    ),
+    "stages of any inputs": (
+        (
+            "the forward pass of {model} cannot be cut into stages, because it takes any number of inputs ({names}). "
+            "Name each of them in its signature."
+        ),
+        "{model} 的前向计算无法划分为阶段，因为它接受任意数量的输入（{names}）。请在其签名中逐一列出输入。",
+    ),
+    "stages of one piece": (
+        "all of it belongs together: it is one unit, or its units share parameters or take turns",
+        "模型不可再分：它只有一个单元，或其各单元共享参数、交替运行",
     ),
     "stages look at values": (
         (

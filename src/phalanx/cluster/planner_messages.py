@@ -139,6 +139,10 @@ PLANNER: dict[str, tuple[str, str]] = {
         "planning {model} for global batches of {rows} rows; --time-limit ends the search with the best so far",
         "正在为 {model} 制定方案，全局批为 {rows} 行；--time-limit 到时返回当前最优",
     ),
+    "planning adam": (
+        "the script hands no optimizer over, so the plan is for adam; --optimizer says another",
+        "脚本没有交出优化器，方案按 adam 制定；可用 --optimizer 另行指定",
+    ),
     "and more": ("{names} and {count} more", "{names} 等，另有 {count} 个"),
     "why not": (
         (
@@ -158,7 +162,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     "spent compute": ("compute", "计算"),
     "spent exposed_communication": ("exposed communication", "未被掩盖的通信"),
     "spent pipeline_send": ("pipeline send", "流水线发送"),
-    "spent pipeline_bubble": ("pipeline bubble", "流水线空泡"),
+    "spent pipeline_bubble": ("pipeline bubble", "流水线气泡"),
     "spent gradients": ("gradients", "梯度交换"),
     "spent optimizer": ("optimizer", "优化器"),
     "held parameters": ("parameters", "参数"),

@@ -12,8 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import phalanx.comm.context as context_of
 from phalanx.auto.auto_parallel import auto_parallel
@@ -24,7 +23,7 @@ from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.watch import Training, assembly
 from phalanx.strategy import DistributedStrategy
-from phalanx.train.plan_ahead import global_batch, with_rows
+from phalanx.train.plan_ahead import global_batch, rows_of, with_rows
 
 logger = logging.getLogger("phalanx.train")
 
@@ -92,8 +91,9 @@ def _planned(training: Training, options: dict[str, Any]) -> Planned:
     assembly.planner = None
     model = training.model
     sample = _sample(training, read_cluster(options.get("cluster") or "here").devices)
-    rows = next((len(one) for one in tree_leaves(sample) if isinstance(one, Tensor) and one.dim()), 0)
-    logger.info("%s", text("planning", model=type(model).__name__, rows=rows))
+    logger.info("%s", text("planning", model=type(model).__name__, rows=rows_of(sample)))
+    if training.optimizer is None and "optimizer" not in options:
+        logger.info("%s", text("planning adam"))
     options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
     return auto_parallel(model, sample, training.loss_fn, **options)
 
@@ -104,11 +104,30 @@ def _sample(training: Training, ranks: int) -> Any:
         assert assembly.loader is not None
         return global_batch(assembly.loader, training.model, has_target=training.has_target, ranks=ranks)
     inputs, named = training.inputs
-    given = inspect.signature(training.model.forward).bind(*inputs, **named).arguments if named else inputs
-    rows = next((len(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()), 0)
-    # A loader of ours says that these are all rows there are; any other has those of one rank.
-    several = ranks if context_of.current().batch is None else 1
-    return with_rows(given, rows, rows * several, training.model)
+    given = _by_name(training.model, inputs, named) if named else inputs
+    rows, here = rows_of(given), context_of.current()
+    if here.batch is None or here.rows_for is None:
+        all_rows = rows * ranks  # the batch of a loader that knows nothing of ranks is that of one
+    else:
+        all_rows = rows * here.rows_for(ranks) // here.rows_for(here.world_size)
+    return with_rows(given, rows, all_rows, training.model)
+
+
+def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model is called with as keyword arguments alone.
+
+    Raises:
+        ConfigError: If some of it can only be told by its position.
+    """
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*inputs, **named).arguments)
+    for name in list(given):
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ConfigError(text("script inputs", model=type(model).__name__, name=name))
+    return given
 
 
 def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:
