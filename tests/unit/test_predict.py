@@ -259,6 +259,22 @@ def test_ranks_hold_copies_of_keys_and_values_where_heads_are_fewer() -> None:
     assert of_rank(2, 1) < of_rank(8, 1)
 
 
+def test_heads_need_not_divide_the_width() -> None:
+    xl = {"layers": 24, "hidden": 2048, "heads": 24}  # GPT-3 XL, as its paper has it
+    near = described(model={**xl, "heads": 32}, parallel={"tp": 1})
+    found, other = px.predict(described(model=xl, parallel={"tp": 1})), px.predict(near)
+    assert found.step_time_s == pytest.approx(other.step_time_s, rel=0.2)
+
+
+def test_a_step_takes_as_long_as_its_fullest_replica() -> None:
+    def with_rows(rows: int) -> dict[str, Any]:
+        return described(parallel={"tp": 1, "dp": 4}, batch={"global": rows, "micro": 2})
+
+    uneven, full = px.predict(with_rows(10)), px.predict(with_rows(12))
+    assert uneven.step_time_s == full.step_time_s
+    assert uneven.tokens_per_s_per_device == pytest.approx(full.tokens_per_s_per_device * 10 / 12)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -275,14 +291,23 @@ def test_ranks_hold_copies_of_keys_and_values_where_heads_are_fewer() -> None:
             {"model": {"heads": 48}, "parallel": {"tp": 5}},
             r"the run: model\.heads \(48\) must be a multiple of parallel\.tp",
         ),
-        ({"model": {"heads": 5}}, r"model: hidden \(6144\) must be a multiple of heads \(5\)"),
+        ({"model": {"heads": 6145}}, r"model: hidden \(6144\) must be heads \(6145\) or more"),
+        ({"model": {"ffn": 4095}}, r"the feed-forward width \(4095\) must be a multiple of parallel\.tp \(8\)"),
+        (
+            {"model": {"seq": 2044}, "parallel": {"sequence_parallel": True}},
+            r"model\.seq \(2044\) must be .* of parallel\.cp \(1\), and with sequence_parallel of tp times that",
+        ),
+        (
+            {"model": {"experts": 8, "top_k": 1}, "parallel": {"tp": 1, "pp": 8, "ep": 8}},
+            r"parallel\.ep \(8\) must divide tp x cp x dp \(1\)",
+        ),
         (
             {"model": {"heads": 24, "kv_heads": 6}, "parallel": {"tp": 4}},
             "one of model.kv_heads .6. and parallel.tp .4.",
         ),
         ({"parallel": {"tp": 1, "cp": 3}}, r"model\.seq \(2048\) must be a multiple of parallel\.cp \(3\)"),
         ({"parallel": {"tp": 1, "ep": 2}}, r"model\.experts \(0\) must be a multiple of parallel\.ep \(2\)"),
-        ({"parallel": {"tp": 1, "dp": 3}}, r"batch\.global \(4\) must be a multiple of dp \(3\)"),
+        ({"parallel": {"tp": 1, "dp": 8}}, r"batch\.global \(4\) must be dp \(8\) or more"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:

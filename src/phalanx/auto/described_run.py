@@ -38,7 +38,7 @@ class ModelOf(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> ModelOf:
-        if self.hidden % self.heads:
+        if self.hidden < self.heads:
             raise ValueError(text("run hidden", hidden=self.hidden, heads=self.heads))
         if self.heads % self.keys_heads:
             raise ValueError(text("run heads", heads=self.heads, groups=self.keys_heads))
@@ -140,6 +140,25 @@ class ParallelOf(_Part):
         return self.tp * self.pp * self.dp * self.cp
 
 
+def why_uncut(model: ModelOf, par: ParallelOf) -> str | None:
+    """Return why a model cannot be cut in these ways; None if it can be."""
+    if model.layers < par.pp * par.vpp:
+        return text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp)
+    if model.heads % par.tp:
+        return text("run cut heads", heads=model.heads, ranks=par.tp)
+    if model.keys_heads % par.tp and par.tp % model.keys_heads:
+        return text("run cut groups", groups=model.keys_heads, ranks=par.tp)
+    if model.inner % par.tp:
+        return text("run cut inner", columns=model.inner, ranks=par.tp)
+    if model.seq % (par.cp * (par.tp if par.sequence_parallel else 1)):
+        return text("run cut sequence", tokens=model.seq, ranks=par.cp)
+    if par.ep > 1 and (not model.experts or model.experts % par.ep):
+        return text("run cut experts", experts=model.experts, ranks=par.ep)
+    if (par.tp * par.cp * par.dp) % par.ep:
+        return text("run cut ranks of experts", experts=par.ep, ranks=par.tp * par.cp * par.dp)
+    return None
+
+
 class BatchOf(_Part):
     """Sequences of a step."""
 
@@ -184,29 +203,20 @@ class Run(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Run:
-        model, par = self.model, self.parallel
+        par = self.parallel
         devices = self.cluster.per_node * self.cluster.nodes
         if par.ranks > devices:
             raise ValueError(text("run ranks", ranks=par.ranks, devices=devices))
-        if self.batch.whole % par.dp:
+        if self.batch.whole < par.dp:
             raise ValueError(text("run batch", rows=self.batch.whole, copies=par.dp))
-        if model.layers < par.pp * par.vpp:
-            raise ValueError(text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp))
         if par.dp % par.hsdp:
             raise ValueError(text("run hsdp", copies=par.hsdp, data=par.dp))
         return self
 
     @model_validator(mode="after")
-    def _cuts_evenly(self) -> Run:
-        model, par = self.model, self.parallel
-        if model.heads % par.tp:
-            raise ValueError(text("run cut heads", heads=model.heads, ranks=par.tp))
-        if model.keys_heads % par.tp and par.tp % model.keys_heads:
-            raise ValueError(text("run cut groups", groups=model.keys_heads, ranks=par.tp))
-        if model.seq % par.cp:
-            raise ValueError(text("run cut sequence", tokens=model.seq, ranks=par.cp))
-        if par.ep > 1 and (not model.experts or model.experts % par.ep):
-            raise ValueError(text("run cut experts", experts=model.experts, ranks=par.ep))
+    def _is_cut(self) -> Run:
+        if (why := why_uncut(self.model, self.parallel)) is not None:
+            raise ValueError(why)
         return self
 
     @property
@@ -215,14 +225,19 @@ class Run(_Part):
         return self.cluster.figures or device_named(self.cluster.device)
 
     @property
+    def rows(self) -> int:
+        """Sequences of a step of one replica; of the fullest where the batch does not divide over them."""
+        return -(-self.batch.whole // self.parallel.dp)
+
+    @property
     def micro(self) -> float:
         """Sequences of a micro-batch of one replica."""
-        return min(self.batch.micro, self.batch.whole / self.parallel.dp)
+        return min(self.batch.micro, self.rows)
 
     @property
     def micro_batches(self) -> float:
         """Micro-batches of a replica in one step; not whole if the last one is smaller."""
-        return self.batch.whole / self.parallel.dp / self.micro
+        return self.rows / self.micro
 
     @property
     def model_as_cut(self) -> ModelOf:

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.auto.arrangement import RECOMPUTE, divisors
 from phalanx.auto.constants import DEFAULT, Constants
-from phalanx.auto.described_run import Run
+from phalanx.auto.described_run import Run, why_uncut
 from phalanx.auto.footprint import Footprint, footprint
 from phalanx.auto.job import Job, read_job, read_limit
 from phalanx.auto.predict import USABLE, Prediction, predict
@@ -255,9 +255,8 @@ def _with(base: Run, *, micro: int, recompute: str, **cut: int) -> Run:
 
 
 def _can_cut(base: Run, tp: int, pp: int) -> bool:
-    model = base.model
-    widths = (model.heads, model.keys_heads, model.inner, model.seq)
-    return tp <= base.cluster.per_node and not any(width % tp for width in widths) and pp <= model.layers
+    cut = base.parallel.model_copy(update={"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
+    return tp <= base.cluster.per_node and why_uncut(base.model, cut) is None
 
 
 def _virtual_stages(layers: int, pp: int) -> list[int]:

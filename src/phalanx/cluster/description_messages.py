@@ -56,8 +56,8 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
     "wrong literal_error": ("Input should be {expected}", "应为 {expected}"),
     "wrong too_short": ("Input should have at least {min_length} item(s)", "至少应有 {min_length} 项"),
     "run hidden": (
-        "hidden ({hidden}) must be a multiple of heads ({heads})",
-        "hidden（{hidden}）应为 heads（{heads}）的整数倍",
+        "hidden ({hidden}) must be heads ({heads}) or more",
+        "hidden（{hidden}）应不小于 heads（{heads}）",
     ),
     "run heads": (
         "heads ({heads}) must be a multiple of kv_heads ({groups})",
@@ -72,8 +72,8 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "tp x pp x dp x cp 为 {ranks}，而集群有 {devices} 个设备",
     ),
     "run batch": (
-        "batch.global ({rows}) must be a multiple of dp ({copies}): all replicas read as many sequences",
-        "batch.global（{rows}）应为 dp（{copies}）的整数倍：各副本读取同样多的序列",
+        "batch.global ({rows}) must be dp ({copies}) or more: each replica reads a sequence at least",
+        "batch.global（{rows}）应不小于 dp（{copies}）：每个副本至少读取一个序列",
     ),
     "run stages": (
         "{layers} layers do not make {stages} x {virtual} stages",
@@ -94,8 +94,16 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         ),
     ),
     "run cut sequence": (
-        "model.seq ({tokens}) must be a multiple of parallel.cp ({ranks})",
-        "model.seq（{tokens}）应为 parallel.cp（{ranks}）的整数倍",
+        "model.seq ({tokens}) must be a multiple of parallel.cp ({ranks}), and with sequence_parallel of tp times that",
+        "model.seq（{tokens}）应为 parallel.cp（{ranks}）的整数倍；启用 sequence_parallel 时应为它与 tp 之积的整数倍",
+    ),
+    "run cut inner": (
+        "the feed-forward width ({columns}) must be a multiple of parallel.tp ({ranks}): each rank computes as much",
+        "前馈层宽度（{columns}）应为 parallel.tp（{ranks}）的整数倍：各进程计算量相同",
+    ),
+    "run cut ranks of experts": (
+        "parallel.ep ({experts}) must divide tp x cp x dp ({ranks}): experts are dealt to the ranks of one stage",
+        "parallel.ep（{experts}）应整除 tp x cp x dp（{ranks}）：专家分给同一阶段的进程",
     ),
     "run cut experts": (
         "model.experts ({experts}) must be a multiple of parallel.ep ({ranks}), and above 0 where ep is above 1",
