@@ -99,6 +99,15 @@ def test_limits_are_kept_and_their_price_is_said() -> None:
         found.why_not()
 
 
+def test_a_search_cuts_what_a_prediction_does() -> None:
+    """Of fewer heads of keys and values than ranks they hold copies."""
+    few = {"layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 2, "seq": 128, "vocab": 1024}
+    found = search({"model": few, "batch": {"global": 4}}, "h100x4", limits=["tp=4"]).best
+    assert predict(found.run) == found.prediction
+    with pytest.raises(PlanError, match="keeps to its limits"):
+        search({"model": {**few, "ffn": 1026}, "batch": {"global": 4}}, "h100x4", limits=["tp=4"])
+
+
 def test_what_cannot_fit_says_the_least_memory_and_what_fills_it() -> None:
     with pytest.raises(PlanError, match=r"the least that any needs is \d+\.\d GiB a device .* of which optimizer"):
         search(GPT3, "h100x8")
@@ -111,6 +120,8 @@ def test_what_cannot_fit_says_the_least_memory_and_what_fills_it() -> None:
         (["tpp=7"], "Did you mean 'tp'"),
         (["tp!7"], r"Write a knob \(tp, .*, one of <=, >= and =, and a value"),
         (["zero=4"], "Write zero= and one of 0, 1, 2, 3"),
+        (["tp<=-1"], "one of <=, >= and =, and a value"),
+        (["recompute=half-way"], "one of none, selective, full"),
         (["recompute=half"], "one of none, selective, full"),
         (["tp=x"], "no whole number"),
     ],

@@ -60,7 +60,7 @@ def read_limit(said: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
     Raises:
         ConfigError: If it names no knob, or compares with something that cannot be.
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w+)\s*", said)
+    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w[\w-]*)\s*", said)
     if found is None:
         raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=""))
     knob, compare, value = found.groups()
