@@ -80,13 +80,17 @@ def test_recording_leaves_nothing_in_the_model() -> None:
     torch.testing.assert_close(recorded.body(model, 1)(handed), model(x))
 
 
-def test_any_number_of_inputs_cannot_be_recorded() -> None:
+def test_any_number_of_inputs_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Many(nn.Sequential):
         def forward(self, *xs: Tensor) -> Tensor:
             return self[1](self[0](xs[0]))
 
-    with pytest.raises(PlanError, match=r"Many cannot be cut.*takes any number of inputs \(xs\)"):
-        record(Many(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": 0, "1": 1}, 2)
+    model = Many(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"Many cannot be cut.*takes any number of inputs \(xs\)\. Name each"):
+        record(model, {"0": 0, "1": 1}, 2)
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    with pytest.raises(PlanError, match=r"任意数量的输入（xs）。请在其签名中"):
+        record(model, {"0": 0, "1": 1}, 2)
 
 
 def test_values_keep_their_form() -> None:

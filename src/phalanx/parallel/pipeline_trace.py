@@ -9,7 +9,7 @@ of the unit before it. A value made in one stage and used in a later one travels
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,12 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
         count: Number of stages.
 
     Raises:
-        PlanError: If the forward pass cannot be recorded, or does not run through the units in the order of stages.
+        PlanError: If the forward pass takes any number of inputs, cannot be recorded, or does not run through the units
+            in the order of stages.
     """
+    several = [one.name for one in _inputs_of(type(model).forward) if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if several:
+        raise PlanError(text("stages of any inputs", model=type(model).__name__, names=", ".join(several)))
     tracer, before = _Recorder(tuple(stages)), set(vars(model))
     try:
         graph = tracer.trace(model)
@@ -118,12 +122,12 @@ class _Recorder(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Record the inputs that have to be given; the others keep their defaults."""
-        named = list(inspect.signature(root_fn).parameters.values())[1:]
-        several = [p.name for p in named if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if several:
-            raise TypeError(f"it takes any number of inputs ({', '.join(several)}).")
-        needed = [p.name for p in named if p.default is p.empty]
+        needed = [one.name for one in _inputs_of(root_fn) if one.default is one.empty]
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
+
+
+def _inputs_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(forward).parameters.values())[1:]  # without self
 
 
 def _place(graph: fx.Graph, stages: Mapping[str, int], count: int) -> Iterator[tuple[fx.Node, int]]:
