@@ -12,11 +12,12 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.profiler import ProfilerActivity, profile
 
 import phalanx as px
+from phalanx.auto.job import PLAN_KNOBS, read_limit
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import arrangements_of
 from phalanx.auto.ways import ways_of
 from phalanx.cluster.description import read_cluster
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.fits import _first_beyond_this_version
 from phalanx.strategy import DistributedStrategy
@@ -182,3 +183,26 @@ def test_why_backward_passes_are_not_taken_apart(build, settings, why):
     answer = plan_of(build(), "pp=2", **settings)
     assert not any(at.zero_bubble for at in answer.searched.arrangements)
     assert f"zero bubble, as {why}" in answer.left_out
+    said = answer.why_not("schedule=zero_bubble")
+    assert f"keeps to the limits 'pp=2', 'schedule=zero_bubble' (not searched: zero bubble, as {why})" in said
+
+
+class Tied(nn.Sequential):
+    """Begins and ends with the same parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, WIDTH, bias=False))
+        self[2].weight = self[0].weight
+
+
+def test_a_model_of_one_piece_says_why_it_has_no_stages():
+    with pytest.raises(PlanError, match=r"\(not searched: pipelines, as all of it belongs together: .*share param"):
+        px.auto_parallel(
+            Tied(), torch.zeros(8, 4, dtype=torch.long), cluster="a100x2", limits=("schedule=zero_bubble",)
+        )
+    assert "pipelines, as all of it" in str(px.auto_parallel(Tied(), torch.zeros(8, 4).long(), cluster="a100x2"))
+
+
+def test_the_schedule_of_a_described_run_is_no_limit():
+    with pytest.raises(ConfigError, match=r"Write schedule= and one of none, 1f1b, interleaved, zero_bubble"):
+        read_limit("schedule=zero-bubble", PLAN_KNOBS)

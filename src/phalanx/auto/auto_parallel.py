@@ -17,7 +17,14 @@ from phalanx.auto.graph import Captured
 from phalanx.auto.job import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
-from phalanx.auto.left_out import left_out_in_stages, pieces_or_why, why_unsharded, why_unsplit
+from phalanx.auto.left_out import (
+    left_out_in_stages,
+    left_out_of_limits,
+    none_left,
+    pieces_or_why,
+    why_unsharded,
+    why_unsplit,
+)
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
 from phalanx.auto.predict import USABLE
@@ -93,7 +100,9 @@ def auto_parallel(
     speed = speed_of(found, _precision(captured, base))
     work = LayerWork(captured, found_segments, layers.blocks, speed.operators)
     unsplit = why_unsplit(layers, base)
-    search = _Search(model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unsharded, unsplit)
+    search = _Search(
+        model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
+    )
     searched = search(said)
     not_tried = (unstaged, *unsharded.values(), *_apart(search), *left_out_in_stages(searched.arrangements, unsplit))
     return Planned(
@@ -147,6 +156,9 @@ class _Search:
     time_limit: float | None
     layers: Layers
     work: LayerWork
+    unstaged: str | None
+    """Why it is not in stages, where it cannot be."""
+
     unsharded: Mapping[bool, str]
     """Why it is not sharded, with stages and without, where it cannot be."""
 
@@ -160,6 +172,8 @@ class _Search:
         shape, unwanted = _read_limits(limits, self.layers.segments)
         stop = None if self.time_limit is None else time.monotonic() + self.time_limit
         arrangements = [at for at in self._arrangements() if all(one.allows(_knobs(at)) for one in shape)]
+        if not arrangements:
+            raise PlanError(none_left(limits, left_out_of_limits(shape, self.unstaged, self.unsharded, self.unsplit)))
         while True:
             layers = replace(self.layers, unwanted=unwanted)
             searched = search_plans(

@@ -1,4 +1,4 @@
-"""Seconds, bytes and lists of names as people read them (pure)."""
+"""Seconds, bytes and lists of names as people read them, in the language of the user."""
 
 from __future__ import annotations
 

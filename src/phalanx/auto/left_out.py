@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.graph import Captured
+from phalanx.auto.job import Limit
 from phalanx.auto.layers import Layers
 from phalanx.auto.pieces import Pieces, in_no_unit_alone, pieces_of
 from phalanx.auto.segments import Segment
@@ -16,13 +17,17 @@ from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
 from phalanx.strategy import DistributedStrategy
 
+_PLAIN: dict[str, int | str] = {"pp": 1, "vpp": 1, "micro": 1, "schedule": "none", "zero": 0}
+"""What an arrangement without stages and sharding says."""
+
 
 def pieces_or_why(model: nn.Module, captured: Captured, found: tuple[Segment, ...]) -> tuple[Pieces | None, str | None]:
     """Return where a model may be cut into stages, or why it cannot be."""
     try:
-        return pieces_of(model, captured, found), None
+        pieces = pieces_of(model, captured, found)
     except PlanError as error:
         return None, text("left out pipelines", why=error)
+    return pieces, None if len(pieces.starts) > 1 else text("left out pipelines", why=text("stages of one piece"))
 
 
 def why_unsharded(captured: Captured) -> dict[bool, str]:
@@ -50,6 +55,32 @@ def why_unsplit(layers: Layers, base: DistributedStrategy) -> str | None:
     placed = zip(layers.segments, layers.pieces.of if layers.pieces else (), strict=False)
     trained = [piece for segment, piece in placed if any(param.trainable for param in segment.parameters)]
     return text("left out frozen zero bubble") if trained and trained[0] > 0 else None
+
+
+def left_out_of_limits(
+    limits: Iterable[Limit], unstaged: str | None, unsharded: Mapping[bool, str], unsplit: str | None
+) -> str:
+    """Return why what limits ask for is not searched, as the end of a sentence; nothing if it is.
+
+    Args:
+        limits: Those of the arrangement.
+        unstaged: Why there are no stages, if there are none.
+        unsharded: As `why_unsharded` returns it.
+        unsplit: As `why_unsplit` returns it.
+    """
+    asked = [one for one in limits if one.knob in _PLAIN and not one.allows(_PLAIN)]
+    in_stages = any(one.knob != "zero" for one in asked)
+    why = [unstaged] if in_stages else []
+    why += unsharded.values() if any(one.knob == "zero" for one in asked) else ()
+    why += [unsplit] if any(one.value == "zero_bubble" for one in asked) else []
+    found = dict.fromkeys(one for one in why if one is not None)
+    return text("left out of limits", why="; ".join(found)) if found else ""
+
+
+def none_left(limits: Sequence[str], found: str) -> str:
+    """Return that no way to arrange the ranks keeps to these limits, and what was found instead."""
+    asked = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
+    return text("no arrangement", asked=asked, found=found)
 
 
 def left_out_in_stages(searched: Iterable[Arrangement], unsplit: str | None) -> Iterator[str]:

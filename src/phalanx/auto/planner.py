@@ -20,6 +20,7 @@ from phalanx.auto.figures import size_in_words
 from phalanx.auto.first_bound import FirstBound
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
+from phalanx.auto.left_out import none_left
 from phalanx.auto.rates import Speed
 from phalanx.auto.solve import Solved, solve
 from phalanx.auto.solve_staged import solve_staged
@@ -150,7 +151,7 @@ def search_plans(
             found.append(_candidate(layers, space[i], ways, solved))
             bound = min(bound, solved.bound)
     if not listed:
-        raise PlanError(_none_left(limits, len(space)))
+        raise PlanError(none_left(limits, text("layers left", count=len(space)) if space else ""))
     if not found:
         raise PlanError(_too_large([(space[i], ways) for i, ways in listed.items()], room))
     found.sort(key=lambda one: one.seconds)
@@ -273,11 +274,6 @@ def _parts(choices: Choices | StagedChoices, solved: Solved) -> dict[str, float]
         "optimizer": update / choices.ranks,
     }
     return {**parts, "stages": solved.seconds - sum(parts.values())}
-
-
-def _none_left(limits: Sequence[str], tried: int) -> str:
-    asked = text("keeps to limits", limits=", ".join(map(repr, limits))) if limits else text("computes the model")
-    return text("no arrangement", asked=asked, found=text("layers left", count=tried) if tried else "")
 
 
 def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
