@@ -206,12 +206,3 @@ def test_a_model_is_planned_with_what_it_adds_to_its_strategy(tmp_path):
     base = plan_script(tmp_path / "model.py", (), cluster="a100x2").base
     assert base.graph
     assert base.gradient_scale_configs["scale_strategy"] == "sum"
-
-
-def test_a_model_is_planned_with_what_it_adds_to_its_strategy(tmp_path):
-    script = MODEL.replace("model.eval(rows)\n", "").replace("0.1))\n", "0.1), compiled=True)\n")
-    said = "px.set_auto_parallel_context(gradients_mean=False)\nnet ="
-    (tmp_path / "model.py").write_text(script.replace("net =", said, 1))
-    base = plan_script(tmp_path / "model.py", (), cluster="a100x2").base
-    assert base.graph
-    assert base.gradient_scale_configs["scale_strategy"] == "sum"
