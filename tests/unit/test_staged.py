@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from random import Random
 from statistics import median
 
@@ -18,8 +19,9 @@ from phalanx.plan.pipeline_order import Pass, order_of
 from phalanx.plan.value import Schedule
 
 
-def option(random: Random) -> Option:
+def option(random: Random, longer: float = 1.0) -> Option:
     drawn = [random.expovariate(1) for _ in range(8)]
+    drawn[:2] = drawn[0] * longer, drawn[1] * longer
     return Option(
         label="", forward_s=drawn[0], backward_s=drawn[1], weights_s=random.random() * drawn[1], exchange_s=drawn[2],
         update_s=drawn[3] / 4, held=drawn[4], kept=drawn[5] / 4, owed=drawn[7] / 4, working=drawn[6],
@@ -55,6 +57,23 @@ def random_choices(random: Random) -> StagedChoices:
     )
 
 
+def uneven_choices(random: Random) -> StagedChoices:
+    """Equal pieces and a last one that works much longer, so that gradients of weights find little idle time."""
+    ranks, count = random.choice((2, 3)), random.randint(4, 6)
+    alike = tuple(option(random) for _ in range(3))
+    last = tuple(option(random, longer=random.choice((4, 10))) for _ in range(2))
+    nodes = [Node(name=str(piece), decision="alike", options=alike) for piece in range(count - 1)]
+    return StagedChoices(
+        nodes=(*nodes, Node(name="last", decision="last", options=last)),
+        pieces=tuple(range(count)),
+        sends=(random.random() / 10,) * (count - 1),
+        ranks=ranks,
+        micro_batches=random.choice((1, 2, 4)) * ranks,
+        zero_bubble=True,
+        room=random.choice((math.inf, random.uniform(1, 6))),
+    )
+
+
 def tried(choices: StagedChoices) -> float:
     """Return the seconds of the best of all picks and cuts."""
     count, best = choices.pieces[-1] + 1, math.inf
@@ -66,6 +85,15 @@ def tried(choices: StagedChoices) -> float:
             if choices.fits(pick, stages):
                 best = min(best, choices.seconds(pick, stages))
     return best
+
+
+def longest(choices: StagedChoices, pick: Mapping[str, int], stages: Sequence[int]) -> float:
+    """Return the seconds of the passes of the rank that works the most, without its sends."""
+    work = [0.0] * choices.ranks
+    for node, piece in zip(choices.nodes, choices.pieces, strict=True):
+        one = node.options[pick[node.decision]]
+        work[stages[piece] % choices.ranks] += one.forward_s + one.backward_s
+    return choices.micro_batches * max(work)
 
 
 def repeated_choices(random: Random) -> StagedChoices:
@@ -113,7 +141,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("drawn", "times"), [(random_choices, 60), (repeated_choices, 40)])
+@pytest.mark.parametrize(("drawn", "times"), [(random_choices, 60), (repeated_choices, 40), (uneven_choices, 40)])
 def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkeypatch):
     for name, replaced in HOW[how].items():
         monkeypatch.setattr(f"phalanx.auto.{name}", replaced)
@@ -124,6 +152,7 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
         none += found is None
         assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-7)
         if found is not None:
+            assert longest(choices, found.pick, found.stages) <= found.seconds * (1 + 1e-9)
             assert found.bound <= best * (1 + 1e-7)
             assert choices.fits(found.pick, found.stages)
             assert choices.seconds(found.pick, found.stages) == pytest.approx(found.seconds, rel=1e-9)
@@ -248,6 +277,40 @@ def test_stages_that_differ_are_foreseen_with_zero_bubble_as_well_as_without(spr
     assert max(apart["zero_bubble"]) < 0.1
     assert median(apart["zero_bubble"]) < median(apart["1f1b"]) + 0.01
     assert abs(median(gains)) < 0.01
+
+
+def of_sizes(sizes: Sequence[float], rounds: int, kind: str) -> tuple[float, float]:
+    """Return the seconds of stages that work so long on a micro-batch, as said and event by event."""
+    works = [one_stage(*(size / 3,) * 3, 0.0, is_first=place == 0) for place, size in enumerate(sizes)]
+    return both(works, 0.0, rounds, kind)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds", "expected", "simulated"),
+    [
+        ((10, 1), 2, 40, 40),
+        ((10, 1, 1, 1), 1, 40, 40),
+        ((1, 1, 1, 10), 1, 40, 41),
+        ((1, 1, 1, 3), 1, 12, 13),
+        ((1, 1, 1, 2), 1, 8.5, 9),
+        ((1, 1, 1, 1), 1, 5, 5),
+    ],
+)
+def test_nothing_is_sooner_than_the_stage_that_works_the_most(sizes, rounds, expected, simulated):
+    assert of_sizes(sizes, rounds, "zero_bubble") == pytest.approx((expected, simulated))
+
+
+@pytest.mark.parametrize(("most", "less", "more"), [(1.5, 0.05, 0.08), (10, 0.08, 0.15)])
+def test_uneven_stages_with_zero_bubble_are_as_long_as_said_but_for_so_much(most, less, more):
+    random, apart = Random(3), []
+    for _ in range(100):
+        ranks, rounds = random.choice((2, 4, 8)), random.choice((1, 2, 4))
+        sizes = [random.uniform(1, most) for _ in range(ranks)]
+        said, simulated = of_sizes(sizes, rounds, "zero_bubble")
+        assert rounds * ranks * max(sizes) * (1 - 1e-9) <= said
+        apart.append(said / simulated - 1)
+    assert -less < min(apart) < 0 < max(apart) < more
+    assert abs(median(apart)) < 0.03
 
 
 def test_gradients_of_weights_never_save_more_than_is_lost():

@@ -125,7 +125,12 @@ class _Tried:
             found = np.array([self._costs[name, o].sums for o in range(size)])
             work += found[picks[rows[name]], 0]
             after += found[picks[rows[name]], 1]
-        least += self._least_most(after) + work.sum(axis=1) / choices.virtual + self._passes * self._least_most(work)
+        most = self._least_most(work)
+        idle = (work.sum(axis=1) - most) / choices.virtual
+        if choices.zero_bubble:
+            fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
+            idle -= (1 - 1 / choices.ranks) * np.min(fills, axis=0)
+        least += self._least_most(after) + choices.micro_batches * most + np.maximum(idle, 0.0)
         for link in choices.links:
             table = np.zeros((choices.decisions[link.first], choices.decisions[link.second]))
             for pair, seconds in link.seconds.items():
@@ -135,9 +140,6 @@ class _Tried:
             least[np.all([picks[rows[name]] == o for name, o in one], axis=0)] = math.inf
         if choices.needed:
             least[~np.any([picks[rows[name]] == o for name, o in choices.needed], axis=0)] = math.inf
-        if choices.zero_bubble:
-            fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
-            least -= (1 - 1 / choices.ranks) * np.min(fills, axis=0)
         return least * (1 - 1e-12)  # what rounding may add
 
     def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
@@ -154,7 +156,10 @@ class _Tried:
         sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
         working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
         if self._repeated is not None:
-            stages = self._repeated.best_of(Costs(sums, working), below - self._wherever(pick))
+            links = self._choices.links
+            linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in links)
+            saved = self._choices.saved(pick)
+            stages = self._repeated.best_of(Costs(sums, working), saved, below - linked)
             seconds = self._checked(pick, stages)
             return seconds, stages, min(seconds, below)
         if self._all is not None:
@@ -223,7 +228,8 @@ class _Tried:
             work[:, 1:] += sent
         work, after = self._by_rank(work), self._by_rank(after)
         most = work.max(axis=1)
-        seconds = choices.micro_batches * most + (work.sum(axis=1) - most) / choices.virtual + after.max(axis=1)
+        idle = (work.sum(axis=1) - most) / choices.virtual - choices.saved(pick)
+        seconds = choices.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
         if choices.room < math.inf:
             flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
             owing = np.array([choices.in_debt(stage) for stage in range(choices.stages)])
@@ -240,12 +246,6 @@ class _Tried:
     def _checked(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
         """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
         return self._choices.seconds(pick, stages) if stages and self._choices.fits(pick, stages) else math.inf
-
-    def _wherever(self, pick: Mapping[str, int]) -> float:
-        """Return the seconds of a pick that are the same wherever it is cut."""
-        links = self._choices.links
-        linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in links)
-        return linked - self._choices.saved(pick)
 
     def _by_stage(self, values: Floats) -> Floats:
         until = np.concatenate([[0.0], np.cumsum(values)])

@@ -84,25 +84,25 @@ class Repeated:
                 self._sent[number, (stage + 1) % ranks] += send
         self._flying = np.array([choices.in_flight(rank) for rank in range(ranks)], dtype=np.float64)
         self._owing = np.array([choices.in_debt(rank) for rank in range(ranks)], dtype=np.float64)
-        self._passes = choices.micro_batches - 1 / choices.virtual
 
     @staticmethod
     def is_for(choices: StagedChoices, equal: range) -> bool:
         """Return whether so many pieces are equal that few ways are left to cut the others."""
         return len(equal) > 1 and choices.pieces[-1] + 1 - len(equal) <= _MOST_OTHERS
 
-    def best_of(self, costs: Costs, below: float) -> tuple[int, ...]:
+    def best_of(self, costs: Costs, saved: float, below: float) -> tuple[int, ...]:
         """Return the stage of every piece in the fastest cut of a pick; none if none fits and is faster than `below`.
 
         Args:
             costs: What the pieces cost under the pick.
+            saved: Seconds of idle time that it fills at most.
             below: Seconds of a step, without those of links.
         """
         work, after, most = self._tables(costs)
         even, late = _least_most(work, self._least, most), _least_most(after, self._least, most)
-        always = (costs.sums[0].sum() + self._sent.sum(axis=1)) / self._choices.virtual
-        bounds = always + late
-        bounds += np.where(even < math.inf, self._passes * np.where(even < math.inf, even, 0.0), math.inf)
+        always = (costs.sums[0].sum() + self._sent.sum(axis=1)) / self._choices.virtual - saved
+        passes = self._passes_s(np.where(even < math.inf, even, 0.0), always)
+        bounds = np.where(even < math.inf, passes + late, math.inf)
         best, found = below, None
         for way in np.argsort(bounds, kind="stable"):
             if bounds[way] >= best:
@@ -118,15 +118,21 @@ class Repeated:
         """Yield ever faster numbers of pieces by rank: less and less comes after the work, which takes longer."""
         while True:
             longest = float(_least_most(work, least, most))
-            if longest == math.inf or always + self._passes * longest + late >= below:
+            passes = float(self._passes_s(longest, always)) if longest < math.inf else math.inf
+            if passes + late >= below or passes == math.inf:
                 return
             within = np.minimum(most, _fitting(work, longest))
             latest = float(_least_most(after, least, within))
-            seconds = always + self._passes * longest + latest
+            seconds = passes + latest
             if seconds < below:
                 below = seconds
                 yield seconds, _shared(work, least, np.minimum(within, _fitting(after, latest)))
             most = np.minimum(most, _fitting(after, float(np.nextafter(latest, -math.inf))))
+
+    def _passes_s(self, longest: Floats | float, always: Floats | float) -> Floats:
+        """Return the seconds of all passes, by those of the rank that works the most: no less than it works."""
+        micro = self._choices.micro_batches
+        return np.maximum(always + (micro - 1 / self._choices.virtual) * longest, micro * longest)
 
     def _tables(self, costs: Costs) -> tuple[Floats, Floats, Ints]:
         """Return what ranks do with 0, 1, ... of the equal pieces, and how many they have room for, by way and rank."""

@@ -94,8 +94,6 @@ class _Staged:
         self._add_products()
         borders = self._add_borders()
         self._add_times(borders)
-        if choices.zero_bubble:
-            self._add_saved()
         if choices.room < math.inf:
             self._add_memory()
 
@@ -174,35 +172,40 @@ class _Staged:
     def _add_times(self, borders: list[list[int]]) -> None:
         choices, program = self._choices, self.program
         rest = 1.0 / choices.virtual
-        most, last = program.column(choices.micro_batches - rest), program.column(1.0)
+        most, last = program.column(choices.micro_batches), program.column(1.0)
+        total: list[Term] = [(most, -rest)]
         work: list[list[Term]] = [[(most, 1.0)] for _ in range(choices.ranks)]
         after: list[list[Term]] = [[(last, 1.0)] for _ in range(choices.ranks)]
         for cell, columns in zip(self._cells, self._columns, strict=True):
             for stage, column in enumerate(columns):
-                program.add_cost(column, rest * cell.work)
+                total.append((column, rest * cell.work))
                 work[stage % choices.ranks].append((column, -cell.work))
                 after[stage % choices.ranks].append((column, -cell.after))
         for piece, row in enumerate(borders):
             send = choices.sends[piece] / program.second
             for stage, border in enumerate(row):
-                program.add_cost(border, 2 * rest * send)
+                total.append((border, 2 * rest * send))
                 for end in (stage, stage + 1):
                     work[end % choices.ranks].append((border, -send))
         for terms in (*work, *after):
             program.row(terms, 0.0, math.inf)
+        self._add_idle(total)
 
-    def _add_saved(self) -> None:
-        """Add what gradients of weights fill: a column that is no more than any of three sums."""
+    def _add_idle(self, idle: list[Term]) -> None:
+        """Add the cost of what ranks are idle, less what gradients of weights fill: the smallest of three sums."""
         choices, program = self._choices, self.program
-        share = 1 - 1 / choices.ranks
-        saved = program.column(-1.0)
-        terms: list[list[Term]] = [[(saved, -1.0)] for _ in range(3)]
+        if not choices.zero_bubble:
+            for column, seconds in idle:
+                program.add_cost(column, seconds)
+            return
+        share, left = 1 - 1 / choices.ranks, program.column(1.0)
+        rows: list[list[Term]] = [[(left, 1.0), *((column, -seconds) for column, seconds in idle)] for _ in range(3)]
         for node in choices.nodes:
             for place, option in enumerate(node.options):
                 column = program.option(node.decision, place)
-                for row, fills in zip(terms, option.fills_s, strict=True):
+                for row, fills in zip(rows, option.fills_s, strict=True):
                     row.append((column, share * fills / program.second))
-        for row in terms:
+        for row in rows:
             program.row(row, 0.0, math.inf)
 
     def _add_memory(self) -> None:

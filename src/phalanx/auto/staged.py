@@ -14,8 +14,10 @@ of weights g, for which nobody does. Of p ranks with equal stages, whose forward
     (p - 1) x max(f + b - g, f, b) = (p - 1) x (w - g - min(g, f, b))
 
 which is (p - 1) x (f + b - g) in the paper, where g is the smallest. Stages that differ are as if all had their mean:
-with G, F and B the sums of all ranks, (1 - 1 / p) x (G + min(G, F, B)) is taken off the time above, which is at most
-all but 1 / p of their work. It depends on no cut.
+with G, F and B the sums of all ranks, (1 - 1 / p) x (G + min(G, F, B)), which depends on no cut, is taken off
+sum w - max w, down to 0: nothing is sooner than the rank that works the most. Of stages of which some work up to 1.5
+times as long as others, this says from 5 % less to 8 % more than event by event; up to 10 times as long, from 8 % less
+to 15 % more.
 
 A rank keeps activations until the gradients of weights, which gives each as many as 1F1B keeps on the first. The
 gradients that these are computed from are there for one micro-batch and, on rank r, r more whose turn has not come;
@@ -104,11 +106,11 @@ class StagedChoices:
                 work[one_stage % self.ranks] += send
                 work[next_stage % self.ranks] += send
         most = max(work)
-        passes = self.micro_batches * most + (sum(work) - most) / self.virtual
-        return linked + passes + max(after) - self.saved(pick)
+        idle = (sum(work) - most) / self.virtual - self.saved(pick)
+        return linked + self.micro_batches * most + max(idle, 0.0) + max(after)
 
     def saved(self, pick: Mapping[str, int]) -> float:
-        """Return the seconds of idle time that gradients of weights fill."""
+        """Return the seconds of idle time that gradients of weights fill, if there is so much of it."""
         if not self.zero_bubble:
             return 0.0
         fills = zip(*(node.options[pick[node.decision]].fills_s for node in self.nodes), strict=True)
