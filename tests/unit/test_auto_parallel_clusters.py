@@ -17,13 +17,15 @@ from torch import nn
 import phalanx as px
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.auto_parallel import speed_of
+from phalanx.auto.collective_cost import Layout
 from phalanx.auto.first_bound import FirstBound
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.planned import Planned
 from phalanx.auto.planner import Searched, arrangements_of, search_plans
-from phalanx.auto.rates import Speed
-from phalanx.auto.ways import Listing
+from phalanx.auto.rates import Host, Speed
+from phalanx.auto.ways import Listing, ways_of
 from phalanx.cluster.description import read_cluster
+from phalanx.cluster.measured import Sharding
 from phalanx.errors import PlanError
 from tensor_models import Transformer, tokens, whole_loss
 
@@ -44,6 +46,24 @@ def uneven() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 64), *layers)
 
 
+def partly_frozen() -> nn.Module:
+    """Return blocks that are the same but for what is frozen around them, and for the units they are in."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    first, still = block(), nn.Linear(16, 16)
+    for param in (*first.parameters(), *still.parameters()):
+        param.requires_grad = False
+    wide = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), block())
+    return nn.Sequential(first, nn.Sequential(block(), still), block(), wide, block(), nn.Linear(16, 8))
+
+
+def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
+    """Return seconds of sharding a unit, of which large ones are slower than small ones together."""
+    return tensors**2 * 1e-3 + size**2 * 1e-9
+
+
 @cache
 def planned(name: str) -> Planned:
     """Return any answer: of it what no cluster changes is used."""
@@ -51,6 +71,7 @@ def planned(name: str) -> Planned:
     model, sample, loss = {
         "tied": (Tied(), tokens(ROWS), whole_loss),
         "uneven": (uneven(), (torch.zeros(ROWS, 3, 8, 8), torch.zeros(ROWS).long()), F.cross_entropy),
+        "partly frozen": (partly_frozen(), (torch.zeros(ROWS, 16), torch.zeros(ROWS).long()), F.cross_entropy),
     }[name]
     return px.auto_parallel(model, sample, loss, cluster=f"a100x{RANKS}", optimizer="momentum")
 
@@ -58,7 +79,7 @@ def planned(name: str) -> Planned:
 class OnCluster:
     """A model on a cluster of four devices."""
 
-    def __init__(self, name: str, per_node: int, figures: dict[str, float]) -> None:
+    def __init__(self, name: str, per_node: int, figures: dict[str, float], host: Host | None = None) -> None:
         node = {"device": "drawn", "devices": per_node, "count": RANKS // per_node, "gbps": figures["gbps"]}
         device = {
             "name": "drawn",
@@ -70,6 +91,7 @@ class OnCluster:
         answer = planned(name)
         self.layers = answer.layers
         self.speed: Speed = speed_of(read_cluster({"nodes": [node], "devices": [device]}), "fp32")
+        self.speed = self.speed if host is None else replace(self.speed, host=host)
         self.work = LayerWork(self.layers.captured, self.layers.segments, self.layers.blocks, self.speed.operators)
         pieces = self.layers.pieces
         assert pieces is not None
@@ -124,11 +146,13 @@ def test_more_of_anything_is_never_slower(name, per_node, slow, what, factor, sh
         assert before.best.peak <= room * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["tied", "uneven"])
+@pytest.mark.parametrize(
+    ("name", "host"), [("tied", None), ("uneven", None), ("partly frozen", Host(sharded_s=sharded_s))]
+)
 @settings(max_examples=12, deadline=None)
 @given(per_node=st.sampled_from((1, 2, 4)), drawn=figures, seed=st.integers(0, 2**16))
-def test_no_arrangement_is_faster_than_its_first_bound(name, per_node, drawn, seed):
-    here = OnCluster(name, per_node, drawn)
+def test_no_arrangement_is_faster_than_its_first_bound(name, host, per_node, drawn, seed):
+    here = OnCluster(name, per_node, drawn, host)
     whole = here.searched()
     first = FirstBound(Listing(here.layers), here.work, here.speed)
     assert whole is not None
@@ -138,3 +162,14 @@ def test_no_arrangement_is_faster_than_its_first_bound(name, per_node, drawn, se
             assert 0 < first.least_s(at) <= alone.best.seconds
             assert alone.bound <= alone.best.seconds
             assert whole.bound <= alone.best.seconds * (1 + 1e-9), str(at)
+
+
+def test_sharding_costs_what_the_unit_of_each_block_takes():
+    figures = {name: most for name, (_, most) in FIGURES.items()}
+    here = OnCluster("partly frozen", RANKS, figures, Host(sharded_s=sharded_s))
+    at = Arrangement(data=RANKS, zero=1, per_node=RANKS, rows=ROWS)
+    nodes = ways_of(here.layers, here.work, at, here.speed).choices.nodes
+    sent = [node.options[0].sent_s for node in nodes if node.options[0].label == "whole"]
+    units = {tuple(unit): unit for unit in here.work.unit_of.values()}.values()
+    expected = sum(sharded_s("kept", sum(param.bytes for param in unit), len(unit), Layout(4, 4)) for unit in units)
+    assert sum(sent) == pytest.approx(expected)

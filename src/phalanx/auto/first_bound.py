@@ -10,7 +10,8 @@ least that each decision adds to it, and a step takes at least each of these sum
   sum w / v + (m - 1 / v) x max w + max after. The largest w is no less than an even share of the sum and, of n pieces
   that cost the same, no less than ceil(n / p) of them, as some rank has so many; so is the most that comes after. Each
   border between stages keeps two ranks waiting: there are v x p - 1, after different pieces, and each rank has at least
-  2 v - 1 of them. What gradients of weights fill with zero bubble is taken off as it is for a pick.
+  2 v - 1 of them. What gradients of weights fill with zero bubble is taken off as it is for a pick, and leaves no
+  less than m x max w + max after.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.auto.arrangement import Arrangement
-from phalanx.auto.layer_work import LayerWork, Work
+from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Way
 from phalanx.auto.rates import Speed
 from phalanx.auto.way_cost import WayCost
@@ -42,7 +43,7 @@ class FirstBound:
         self._listing, self._work, self._speed = listing, work, speed
         pieces = listing.layers.pieces
         self._crossing = [] if pieces is None else sorted(pieces.crossing)
-        self._distinct = _Distinct(work.all, (0,) * len(work.all) if pieces is None else pieces.of)
+        self._distinct = _Distinct(work, (0,) * len(work.all) if pieces is None else pieces.of)
         self._costs: dict[tuple[object, ...], _Costs] = {}
 
     def least_s(self, at: Arrangement) -> float:
@@ -83,13 +84,14 @@ class FirstBound:
         sends = self._sends(at)
         sent = np.full(len(some), (2 * v - 1) * sends[0])
         sent[0] = 2 * sum(sends) / p
-        longest, latest = (m - 1 / v) * (some @ work), some @ after
+        busiest, latest = some @ work, some @ after
         # The smallest of three sums is taken off, so each of them gives a bound.
         fills = costs.fills[:, None, None] if at.zero_bubble else 0.0
         own = work / v - (1 - 1 / p) * fills
-        each = self._distinct.all @ own + longest[:, None] + latest[None]
+        each = self._distinct.all @ own + (m - 1 / v) * busiest[:, None] + latest[None]
         seconds = costs.least(each) + ((m - 1 / v) * sent + 2 * sum(sends) / v)[:, None]
-        return float(seconds.max())
+        working = costs.least(m * busiest[:, None] + latest[None]) + m * sent[:, None]
+        return float(max(seconds.max(), working.max()))
 
     def _sends(self, at: Arrangement) -> list[float]:
         """Return the seconds that the cheapest borders between all stages cost each of two ranks."""
@@ -120,26 +122,27 @@ class _Costs(NamedTuple):
 class _Distinct:
     """The segments of a model, those that cost the same seconds under every arrangement counted as one kind."""
 
-    def __init__(self, works: tuple[Work, ...], piece_of: tuple[int, ...]) -> None:
+    def __init__(self, works: LayerWork, piece_of: tuple[int, ...]) -> None:
         kinds: dict[tuple[object, ...], int] = {}
-        kind_of, first_with, told = list[int](), dict[str, int](), set[int]()
-        for place, work in enumerate(works):
+        kind_of, first_with, told, decision_of = list[int](), dict[str, int](), set[int](), list[str]()
+        for place, work in enumerate(works.all):
             names = {param.name for param in work.segment.parameters}
             met = frozenset(names & first_with.keys())
-            key = work.segment.like, work.is_first, work.trains, work.opens_block, met
+            key = works.alike(work), met
             if key not in kinds:
                 told.add(place)
+                decision_of.append(str(work.segment.like))
             # Prices of what was met before have to know those who met it first.
             told |= {first_with[name] for name in met}
             first_with |= {name: place for name in names - met}
             kind_of.append(kinds.setdefault(key, len(kinds)))
-        self.priced = [(kind_of[place], works[place]) for place in sorted(told)]
+        self.priced = [(kind_of[place], works.all[place]) for place in sorted(told)]
         """One segment or more of every kind, in the order of the model."""
 
-        self.decisions = list(dict.fromkeys(str(like) for like, *_ in kinds))
+        self.decisions = list(dict.fromkeys(decision_of))
         inside = np.zeros((piece_of[-1] + 1, len(kinds)))
         np.add.at(inside, (np.array(piece_of), np.array(kind_of)), 1.0)
-        self._of_decision = np.array([[str(like) == name for like, *_ in kinds] for name in self.decisions])
+        self._of_decision = np.array([[one == name for one in decision_of] for name in self.decisions])
         self._pieces, self._count = np.unique(inside, axis=0, return_counts=True)
         self.all: Floats = self._of_decision * inside.sum(axis=0)
         """How often each kind counts for a decision: by decision and kind."""

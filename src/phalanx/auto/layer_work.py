@@ -107,6 +107,13 @@ class LayerWork:
             self._again[key] = times_of(again, self._speed, share, is_first=True).forward
         return self._again[key]
 
+    def alike(self, work: Work) -> tuple[object, ...]:
+        """Return what prices know of a segment, but for what was met before it: those with the same cost the same."""
+        units = (self.unit_of[param.name] for param in work.segment.parameters)
+        # What sharding adds is a part of what a whole unit takes.
+        sizes = tuple((len(unit), sum(param.bytes for param in unit)) for unit in units)
+        return work.segment.like, work.is_first, work.trains, work.opens_block, work.kept_inside, sizes
+
     def least_s(self, arrangement: Arrangement) -> float:
         """Return seconds that one micro-batch takes through all stages and back, in whatever ways.
 

@@ -41,9 +41,7 @@ class WayCost:
     def options(self, work: Work, ways: Iterable[Way]) -> tuple[Option, ...]:
         """Return what the ways of the next segment cost."""
         names, chosen = {param.name for param in work.segment.parameters}, tuple(ways)
-        # Segments of repeated blocks cost the same, but for the ends of blocks and parameters that were met before.
-        alike = work.segment.like, work.is_first, work.opens_block, work.kept_inside
-        key = *alike, frozenset(names & self._seen), chosen
+        key = self._work.alike(work), frozenset(names & self._seen), chosen
         if key not in self._known:
             self._known[key] = tuple(self._option(work, way) for way in chosen)
         self._seen |= names
