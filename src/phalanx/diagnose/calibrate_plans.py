@@ -79,10 +79,12 @@ def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
     narrow, wide = torch.ones(_NARROW, WIDTH), torch.ones(WIDTH, WIDTH)
     meet()
     in_step = _more(clock, meet, _nothing, quick=quick)
-    once = clock.seconds(lambda: torch.mm(narrow, wide))
+    # As much work on every rank, whatever each one's clock says: else it is the difference that is waited for.
+    once = torch.tensor(clock.seconds(lambda: torch.mm(narrow, wide)))
+    dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
     seconds = []
     for asked in seconds_of_work:
-        count = max(1, round(asked / once))
+        count = max(1, round(asked / once.item()))
 
         def work(count: int = count) -> None:
             for _ in range(count):
