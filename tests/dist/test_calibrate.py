@@ -42,6 +42,7 @@ def check_rates(found: Measured) -> None:
         assert 0 < found.at(2).layer_s(layer_kind, 2**16, 2) < 100
     assert 0 < found.at(2).placed_s(2, 0, 2) <= found.at(2).placed_s(2, 2, 2) < 100
     assert 0 < found.at(2).waiting_s(1e-3, 2) < 100
+    assert 0 < found.at(2).averaged_s(2) < 1
     for how in get_args(Sharding):
         assert 0 < found.at(2).sharded_s(how, 2**18, 4, 2) < 100
 

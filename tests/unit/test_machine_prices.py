@@ -59,6 +59,26 @@ def test_ranks_wait_where_they_meet_after_the_work_of_a_layer(answer: Planned) -
     assert first_layer(found, "column") == pytest.approx(2, abs=0.01), "once each way"
 
 
+def test_work_of_layers_that_do_not_meet_is_waited_for_as_after_a_step(answer: Planned) -> None:
+    def seconds(host: Host) -> float:
+        choices = choices_of(answer, host)
+        options = choices.picked({node.decision: 0 for node in choices.nodes})
+        return sum(one.forward_s + one.backward_s for one in options)
+
+    alone = seconds(Host())
+    assert seconds(Host(waiting_s=lambda work_s, layout: 3.0)) == pytest.approx(alone + 3, rel=1e-6)
+
+
+def test_the_host_hears_of_every_gradient_that_is_averaged(answer: Planned) -> None:
+    def backward(label: str, host: Host) -> float:
+        return next(one.backward_s for one in choices_of(answer, host).nodes[0].options if one.label == label)
+
+    averaging = Host(averaged_s=lambda layout: float(layout.ranks))
+    assert backward("whole", averaging) - backward("whole", Host()) == pytest.approx(4), "a weight and a bias"
+    assert backward("row", averaging) - backward("row", Host()) == pytest.approx(2), "the bias is whole"
+    assert backward("column", averaging) == pytest.approx(backward("column", Host())), "each rank has its part"
+
+
 @pytest.mark.parametrize(("zero", "expected"), [(1, "kept"), (2, "kept"), (3, "freed")])
 def test_sharding_costs_what_its_units_take(answer: Planned, zero: Zero, expected: Sharding) -> None:
     def sharded_s(how: Sharding, size: float, tensors: float, layout: Layout) -> float:
@@ -90,6 +110,7 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
             "placed 2": ops,
             "placed parameter 2": one,
             "waiting 2": line,
+            "averaged 2": one,
         },
     )
     host = speed_of_machine(rates).host
@@ -102,6 +123,9 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
     assert host.sharded_s("kept", 1024, 8, Layout(1, 1)) == 0
     assert host.placed_s is not None
     assert host.placed_s(8, 3, Layout(2, 2)) == pytest.approx(8 + 3)
+    assert host.averaged_s is not None
+    assert host.averaged_s(Layout(2, 2)) == pytest.approx(1)
+    assert host.averaged_s(Layout(1, 1)) == 0
     assert host.waiting_s is not None
     assert host.waiting_s(2048, Layout(2, 2)) == pytest.approx(2)
     assert host.waiting_s(512, Layout(2, 2)) == pytest.approx(0.5), "in proportion to work too short to be measured"

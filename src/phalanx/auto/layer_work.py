@@ -99,6 +99,11 @@ class LayerWork:
             self._times[key] = times_of(work.operators, self._speed, share, is_first=work.is_first, trains=work.trains)
         return self._times[key]
 
+    def whole_s(self, rows: float) -> float:
+        """Return the seconds of both passes through all segments, of a part of the rows."""
+        passes = ((count, self.times(work, Share(rows=rows))) for work, count in self._distinct)
+        return sum(count * (found.forward + found.backward) for count, found in passes)
+
     def again_s(self, work: Work, share: Share, recompute: Recompute) -> float:
         """Return the seconds of what is computed again of it; `selective` keeps the results of products."""
         key = work.segment.like, recompute, share

@@ -64,6 +64,9 @@ class Host:
     waiting_s: Callable[[float, Layout], float] | None = None
     """Where ranks meet after so many seconds of work, what they wait for the slowest; nothing when None."""
 
+    averaged_s: Callable[[Layout], float] | None = None
+    """Of a gradient that is averaged, whatever its size; nothing when None."""
+
     sharded_s: Units | None = None
     """Of sharded units; those of their collectives when None."""
 
@@ -109,7 +112,10 @@ def speed_of_machine(rates: Rates, backend: str = "shm") -> Speed:
     def waiting_s(work_s: float, layout: Layout) -> float:
         return rates.waiting_s(work_s, layout.ranks)
 
-    host = Host(0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, waiting_s, sharded_s, placed_s)
+    def averaged_s(layout: Layout) -> float:
+        return rates.averaged_s(layout.ranks)
+
+    host = Host(0.0, rates.checkpoint_s, rates.selective_op_s, layer_s, waiting_s, averaged_s, sharded_s, placed_s)
     return Speed(rates, collective_s, min(1.0, rates.contention(backend)), host)
 
 

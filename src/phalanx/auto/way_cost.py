@@ -35,6 +35,8 @@ class WayCost:
         self._layers, self._work, self._at, self._speed = layers, work, arrangement, speed
         whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
         self._bucket = min(whole, BUCKET_BYTES) or 1
+        self._meets = arrangement.over_model if arrangement.model > 1 else arrangement.over_data
+        self._waits = _waits(work.whole_s(1 / arrangement.row_parts), speed, self._meets)
         self._seen: set[str] = set()
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
@@ -60,7 +62,7 @@ class WayCost:
         )
         times = self._work.times(work, share)
         sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
-        sent = self._with_waits(sent, times, at.over_data if own_rows else at.over_model)
+        sent, times = self._with_waits(sent, times)
         held = self._held(work.segment, 1 / part if way.style in CUT_DIM else 1, way)
         kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives != "whole" or way.style == "row" else 1)
         kept += work.taken if own_rows else 0.0
@@ -108,16 +110,24 @@ class WayCost:
         owed = sum(op.written_bytes for op in those) * share.rows * share.outer
         return _Apart(self._work.times(work, share).weights, added, owed)
 
-    def _with_waits(self, sent: Times, work: Times, where: Layout) -> Times:
-        """Return collectives with what ranks wait for the slowest of them after a layer's work.
+    def _with_waits(self, sent: Times, work: Times) -> tuple[Times, Times]:
+        """Return collectives and work of a segment with what ranks wait for the slowest of them after it.
 
-        Those of a pass that are before its work find the ranks in step, if nothing else was done since they last met.
+        A segment whose ranks meet in a pass waits itself, in full. Else the next one that meets waits for this work
+        too: which one that is depends on what is chosen for others, so the work counts with its part of what ranks
+        would wait after a whole step. Collectives before the work find ranks in step, if nothing else was done since
+        they last met.
         """
         waiting_s = self._speed.host.waiting_s
         if waiting_s is None:
-            return sent
-        forward = sent.forward and sent.forward + waiting_s(work.forward, where)
-        return Times(forward, sent.backward and sent.backward + waiting_s(work.backward, where))
+            return sent, work
+        late = 1 + self._waits
+        met = Times(
+            sent.forward and sent.forward + waiting_s(work.forward, self._meets),
+            sent.backward and sent.backward + waiting_s(work.backward, self._meets),
+        )
+        forward, backward = 1.0 if sent.forward else late, 1.0 if sent.backward else late
+        return met, Times(work.forward * forward, work.backward * backward, work.weights * backward)
 
     def _kept_of_products(self, work: Work, share: Share) -> float:
         if self._at.recompute == "full":
@@ -185,7 +195,8 @@ class WayCost:
         copies = at.data if at.model > 1 or parts == 1 else 1
         bucket = self._bucket / parts
         exchange = gather = moved = 0.0
-        terms = _terms(trained, way)
+        added = _added_over_parts(trained, way)
+        terms = sum(param.bytes for param in added)
         if terms and not at.zero:
             exchange += said("all_reduce", bucket, at.over_rows_and_parts) * terms / bucket
         elif terms:
@@ -195,6 +206,10 @@ class WayCost:
             kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
             exchange += said(kind, bucket, at.over_data) * sole / bucket
             moved = self._speed.operators.operator_s("elementwise", sole)
+        if self._speed.host.averaged_s is not None and not at.zero and at.data * at.model > 1:
+            whole = [param for param in trained if not _is_cut(param, way)]
+            hooked = trained if copies > 1 else added if at.model > 1 else whole
+            moved += len(hooked) * self._speed.host.averaged_s(at.over_data if at.data > 1 else at.over_model)
         if at.zero and size + frozen:
             gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
         again = gather if at.zero == 3 else 0.0
@@ -224,6 +239,12 @@ class WayCost:
         return seconds
 
 
+def _waits(step_s: float, speed: Speed, where: Layout) -> float:
+    """Return what ranks wait for the slowest of them, as a part of their work, if they meet once a step."""
+    waiting_s = speed.host.waiting_s
+    return 0.0 if waiting_s is None or not step_s else waiting_s(step_s, where) / step_s
+
+
 def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
     """Return the share of a segment that the rank with the largest part has."""
     weight = next((param for param in segment.parameters if len(param.shape) == 2), None)
@@ -233,13 +254,18 @@ def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
     return -(-size // ranks) / size
 
 
-def _terms(params: Iterable[ParamShape], way: Way) -> float:
-    """Return the bytes of whole parameters of whose gradients each rank has a term, as it sees some of the tokens."""
+def _is_cut(param: ParamShape, way: Way) -> bool:
+    """Return whether each rank has a part of a parameter of a layer."""
+    return way.style in CUT_DIM and (way.style == "column" or len(param.shape) == 2)
+
+
+def _added_over_parts(params: Iterable[ParamShape], way: Way) -> list[ParamShape]:
+    """Return whole parameters of whose gradients each rank has a term, as it sees some of the tokens."""
     if way.style == "sequence":
-        return sum(param.bytes for param in params)
+        return list(params)
     if way.style == "row" and way.gives == "tokens":
-        return sum(param.bytes for param in params if len(param.shape) == 1)
-    return 0.0
+        return [param for param in params if len(param.shape) == 1]
+    return []
 
 
 class _Held(NamedTuple):
@@ -251,7 +277,7 @@ class _Held(NamedTuple):
     gather_s: float
     gather_again_s: float
     moved_s: float
-    """Of gradients into their buckets."""
+    """Of gradients into their buckets, and of the host, which hears of each."""
 
     update_s: float
 

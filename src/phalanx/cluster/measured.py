@@ -22,7 +22,7 @@ from phalanx.cluster.messages import text
 from phalanx.cluster.wrong_values import why_wrong
 from phalanx.errors import ConfigError
 
-SCHEMA: Literal[3] = 3
+SCHEMA: Literal[4] = 4
 """Version of the file; goes up with every change that an older reader would misread."""
 
 Precision = Literal["fp32", "bf16"]
@@ -209,6 +209,10 @@ class Rates(_Frozen):
         grid = self._grid(f"waiting {group}")
         return grid.at(work_s) * min(1.0, work_s / grid.axes[0][0])
 
+    def averaged_s(self, group: int) -> float:
+        """Return what each averaged gradient adds to a step, whatever its size: hooks and a place in a bucket."""
+        return 0.0 if group == 1 else self._grid(f"averaged {group}").at(1)
+
     def sharded_s(self, how: Sharding, size: float, tensors: float, group: int) -> float:
         """Return what sharding adds to a step for a unit of so many bytes in so many tensors, optimizer and all."""
         return 0.0 if group == 1 else self._grid(f"sharded {how} {group}").at(tensors, size)
@@ -236,7 +240,7 @@ def _way(backward: bool) -> str:
 class Measured(_Frozen):
     """One machine, measured."""
 
-    schema_version: Literal[3] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[4] = Field(default=SCHEMA, alias="schema")
     host: str
     processor: str
     cores: int = Field(gt=0)

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.measured import BACKENDS, Kind
-from phalanx.diagnose.calibrate_work import Points, Run, points
+from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
 
 _SAMPLES = 2
+_PAIRS, _IN_A_ROW = 4, 4
+"""Samples of runs in which ranks meet, beside as many in which they do not, and runs a sample."""
+
 _BESIDE_BYTES = 2**23
 
 # Newer releases of torch name them so, and warn of the older names.
@@ -86,6 +89,23 @@ def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Run:
         "send": there_and_back,
     }
     return calls[kind]
+
+
+def more_s(clock: Clock, meeting: Run, alone: Run, *, quick: bool) -> float:
+    """Return how much longer a run takes in which ranks meet than one in which they do not, the median of some pairs.
+
+    Ranks that share a core would seem faster alone than they are in turns, so there it is the processor's time.
+    Collective over all ranks.
+    """
+    more = []
+    for _ in range(2 if quick else _PAIRS):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            meeting()
+        taken = time.perf_counter() - started
+        more.append(taken / _IN_A_ROW - clock.sample(alone, _IN_A_ROW))
+    return max(statistics.median(more), 1e-6)
 
 
 def contention(group: dist.ProcessGroup, *, quick: bool) -> float:

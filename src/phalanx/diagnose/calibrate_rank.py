@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from phalanx.cluster.measured import LAYER_KINDS, Kind, LayerKind, Precision, Rates
 from phalanx.comm.context import init
+from phalanx.diagnose import calibrate_gradients as gradients
+from phalanx.diagnose import calibrate_layers as layers
 from phalanx.diagnose import calibrate_links as links
-from phalanx.diagnose import calibrate_plans as plans
 from phalanx.diagnose import calibrate_work as work
 from phalanx.diagnose.calibrate_work import Points
 
@@ -80,6 +81,7 @@ class _Sheet:
                 yield f"layer {kind} {size}", partial(self._exchange, kind, size, group)
             yield f"waiting {size}", partial(self._wait, size, group)
             yield f"placed {size}", partial(self._place, size, group)
+            yield f"averaged {size}", partial(self._average, size, group)
             yield f"sharded {size}", partial(self._shard, size, group)
 
     def _keep(self, name: str, found: Points) -> None:
@@ -93,19 +95,22 @@ class _Sheet:
             self._note(name, seconds)
 
     def _recompute(self) -> None:
-        for name, seconds in zip(("checkpoint_s", "selective_op_s"), plans.recomputation(self.clock), strict=True):
+        for name, seconds in zip(("checkpoint_s", "selective_op_s"), layers.recomputation(self.clock), strict=True):
             self._note(name, seconds)
 
     def _exchange(self, kind: LayerKind, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"layer {kind} {size}", plans.exchange(self.clock, kind, group, quick=self.quick))
+        self._keep(f"layer {kind} {size}", layers.exchange(self.clock, kind, group, quick=self.quick))
 
     def _wait(self, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"waiting {size}", plans.waiting(self.clock, group, quick=self.quick))
+        self._keep(f"waiting {size}", layers.waiting(self.clock, group, quick=self.quick))
 
     def _place(self, size: int, group: dist.ProcessGroup) -> None:
-        operators, parameter = plans.placed(self.clock, group, quick=self.quick)
+        operators, parameter = layers.placed(self.clock, group, quick=self.quick)
         self._keep(f"placed {size}", operators)
         self._keep(f"placed parameter {size}", parameter)
+
+    def _average(self, size: int, group: dist.ProcessGroup) -> None:
+        self._keep(f"averaged {size}", gradients.averaged(self.clock, group, quick=self.quick))
 
     def _shard(self, size: int, group: dist.ProcessGroup) -> None:
         update = work.settled(self.points["optimizer sgd"])
@@ -113,7 +118,7 @@ class _Sheet:
         def update_s(elements: float, tensors: float) -> float:
             return tensors * update.at(elements / tensors)
 
-        for how, found in plans.sharded(self.clock, group, update_s, quick=self.quick).items():
+        for how, found in gradients.sharded(self.clock, group, update_s, quick=self.quick).items():
             self._keep(f"sharded {how} {size}", found)
 
     def _matmul(self, dtype: Precision) -> None:

@@ -1,28 +1,25 @@
-"""What `phalanx calibrate` times of the techniques of a Plan: exchanges of cut layers, sharded units, recomputation.
+"""What `phalanx calibrate` times of layers as a Plan has them: cut over ranks, computed in parts, computed again.
 
 Each is what training runs, so its copies, hooks, new memory and Python count, and not only what moves between ranks.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.cluster.measured import LayerKind, Sharding
+from phalanx.cluster.measured import LayerKind
 from phalanx.comm import collectives
+from phalanx.diagnose import calibrate_links as links
 from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
 from phalanx.parallel.operators import place_module
 from phalanx.parallel.recompute import apply_recompute
@@ -30,10 +27,7 @@ from phalanx.plan.sites import Site
 from phalanx.plan.value import ModuleRule
 
 WIDTH = 256
-"""Features of the activations that exchanges are timed on, and of the rows of sharded parameters."""
-
-UNITS = 2
-"""Sharded units in a row: the next is gathered beside the one before."""
+"""Features of the activations that exchanges are timed on."""
 
 BLOCKS = 4
 """Modules that are computed again, one after another."""
@@ -50,12 +44,7 @@ _NARROW = 64
 _OWNED = 2
 """Parameters of the operator that has some."""
 
-_IN_A_ROW = 4
-"""Exchanges a sample."""
-
 _SAMPLES = 4
-_WARM_UP, _STEPS = 2, 2
-"""Steps of sharded units: the first ones take new memory, which later ones have again."""
 
 
 def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Points:
@@ -65,7 +54,7 @@ def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: 
     for size in sizes:
         run = _exchanging(kind, size, group)
         run()
-        seconds.append(_more(clock, run, _nothing, quick=quick))
+        seconds.append(links.more_s(clock, run, _nothing, quick=quick))
     return points((sizes,), (1,), seconds)
 
 
@@ -78,7 +67,7 @@ def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
     meet = _exchanging("all_reduce", 2**10, group)
     narrow, wide = torch.ones(_NARROW, WIDTH), torch.ones(WIDTH, WIDTH)
     meet()
-    in_step = _more(clock, meet, _nothing, quick=quick)
+    in_step = links.more_s(clock, meet, _nothing, quick=quick)
     # As much work on every rank, whatever each one's clock says: else it is the difference that is waited for.
     once = torch.tensor(clock.seconds(lambda: torch.mm(narrow, wide)))
     dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
@@ -94,28 +83,12 @@ def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
             work()
             meet()
 
-        seconds.append(max(_more(clock, both, work, quick=quick) - in_step, 1e-6))
+        seconds.append(max(links.more_s(clock, both, work, quick=quick) - in_step, 1e-6))
     return points((seconds_of_work,), (0.5,), seconds)
 
 
 def _nothing() -> None:
     """Do what ranks in step do before they meet."""
-
-
-def _more(clock: Clock, meeting: Run, alone: Run, *, quick: bool) -> float:
-    """Return how much longer a run takes in which ranks meet than one in which they do not, the median of some pairs.
-
-    Ranks that share a core would seem faster alone than they are in turns, so there it is the processor's time.
-    """
-    more = []
-    for _ in range(2 if quick else _SAMPLES):
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(_IN_A_ROW):
-            meeting()
-        taken = time.perf_counter() - started
-        more.append(taken / _IN_A_ROW - clock.sample(alone, _IN_A_ROW))
-    return max(statistics.median(more), 1e-6)
 
 
 def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
@@ -133,91 +106,6 @@ def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
     return calls[kind]
 
 
-class _Unit(nn.Module):
-    """Parameters that a step reads once each way."""
-
-    def __init__(self, size: int, tensors: int) -> None:
-        super().__init__()
-        rows = max(8, size // 4 // WIDTH // tensors)
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(rows, WIDTH)) for _ in range(tensors))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what every weight adds to a row."""
-        return x + sum(F.linear(x, weight).sum() for weight in self.weights)
-
-
-def sharded(
-    clock: Clock, group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
-) -> dict[Sharding, Points]:
-    """Time what sharding adds to a step, a unit, by its tensors and bytes; collective over all ranks.
-
-    What more tensors add does not depend on their size: it is timed on small ones.
-
-    Args:
-        clock: Times what no rank waits for.
-        group: Ranks that hold slices.
-        update_s: What SGD takes for so many elements in so many plain tensors.
-        quick: Few points.
-    """
-    one, many = 1, 8
-    sizes = (2**16, 2**20) if quick else (2**16, 2**20, 2**24)
-    found: dict[Sharding, Points] = {}
-    several = _sharded(clock, group, update_s, many, sizes[0], quick=quick)
-    alone = [_sharded(clock, group, update_s, one, size, quick=quick) for size in sizes]
-    for how in several:
-        seconds = [taken[how] for taken in alone]
-        more = max(several[how] - seconds[0], 0.0)
-        found[how] = points(((one, many), sizes), (1, 1), [*seconds, *(taken + more for taken in seconds)])
-    return found
-
-
-def _sharded(
-    clock: Clock,
-    group: dist.ProcessGroup,
-    update_s: Callable[[float, float], float],
-    tensors: int,
-    size: int,
-    *,
-    quick: bool,
-) -> dict[Sharding, float]:
-    """Return what sharding adds to a step, a unit of so many tensors and bytes."""
-    ranks = dist.get_world_size(group)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    x = torch.ones(1, WIDTH, requires_grad=True)
-    plain = _units(size, tensors)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        # New memory of gradients is in what products are measured to take.
-        model.zero_grad(set_to_none=True)
-        model(x).sum().backward()
-        if optimizer is not None:
-            optimizer.step()
-
-    found: dict[Sharding, float] = {}
-    for how in get_args(Sharding):
-        model = _units(size, tensors)
-        for unit in (*model, model):
-            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=how == "freed", mp_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        more = []
-        for _ in range(_WARM_UP + (1 if quick else _STEPS)):
-            dist.barrier()
-            started = time.perf_counter()
-            step(model, optimizer)
-            taken = time.perf_counter() - started
-            more.append(taken - clock.sample(lambda: step(plain)))
-        update = update_s(UNITS * size / 4 / ranks, UNITS * tensors)
-        found[how] = max((statistics.median(more[_WARM_UP:]) - update) / UNITS, 1e-6)
-        del model, optimizer
-        gc.collect()
-    return found
-
-
-def _units(size: int, tensors: int) -> nn.Sequential:
-    return nn.Sequential(*(_Unit(size, tensors) for _ in range(UNITS)))
-
-
 def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> tuple[Points, Points]:
     """Time what computing operators in parts adds to a step, by their number, and what a parameter adds; collective."""
     counts = (1, 4) if quick else (1, 4, 16)
@@ -233,7 +121,7 @@ def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> tuple[Poin
             model(x).sum().backward()
 
         step(in_parts)
-        return _more(clock, partial(step, in_parts), partial(step, plain), quick=quick)
+        return links.more_s(clock, partial(step, in_parts), partial(step, plain), quick=quick)
 
     found = [seconds(count, owning=False) for count in counts]
     parameter = max((seconds(1, owning=True) - found[0]) / _OWNED, 1e-6)
