@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx import fleet
 from phalanx.errors import ConfigError
 from phalanx.parallel.watch import assembly
-from phalanx.plan.value import Plan
+from phalanx.plan.value import ModuleRule, Plan
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -92,6 +92,8 @@ def of_ranks(plan: Plan | None) -> dict[str, Any]:
     found["other plan"] = refused(lambda: px.distribute(*made(), data(), global_batch=ROWS, plan=mine))
     found["other batch"] = refused(lambda: px.distribute(*made(), data(), global_batch=2 * ROWS, plan=plan))
     found["other data"] = refused(lambda: px.distribute(*made(), wide, global_batch=ROWS, plan=plan))
+    misspelt = plan.model_copy(update={"modules": (*plan.modules, ModuleRule(match="haed", unit=True))})
+    found["no such layer"] = refused(lambda: px.distribute(*made(), data(), global_batch=ROWS, plan=misspelt))
     found["no data"] = refused(lambda: fleet.distributed_model(made()[0], plan=plan))
     return found
 
@@ -112,4 +114,5 @@ def test_distribute_captures_the_step_that_a_plan_of_operators_is_of() -> None:
         assert "could not be captured from the data" in found["other data"]
         assert "mat1 and mat2" in found["other data"]
         assert ("on rank 0:" in found["other data"]) == (rank > 0)
+        assert "modules[haed], which matches no module" in found["no such layer"]
         assert "Give the data beside the Plan, px.distribute(model, optimizer, data, plan=plan), or" in found["no data"]

@@ -258,3 +258,21 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     "Plan value": ("{path}: {why}", "{path}：{why}"),
 }
 """English and Chinese by key; fields in braces."""
+    "Plan without version": (
+        'it has no version. Write "version": 1, as save_plan does',
+        '缺少版本。请像 save_plan 那样写 "version": 1',
+    ),
+    "rule of no module": (
+        (
+            "the Plan has a rule modules[{rule}], which matches no module of this model. Nearest in spelling: "
+            "{nearest}. Correct the rule, or leave it out."
+        ),
+        "方案中的规则 modules[{rule}] 不匹配此模型的任何模块。拼写最接近的有：{nearest}。请改正或删除该规则。",
+    ),
+    "rule of no parameter": (
+        (
+            "the Plan has a rule params[{rule}], which matches no parameter of this model. Nearest in spelling: "
+            "{nearest}. Correct the rule, or leave it out."
+        ),
+        "方案中的规则 params[{rule}] 不匹配此模型的任何参数。拼写最接近的有：{nearest}。请改正或删除该规则。",
+    ),

@@ -43,6 +43,7 @@ from phalanx.parallel.tensor.swap import cut_layers
 from phalanx.plan.files import leave
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.unmatched import check_rules
 from phalanx.plan.value import Plan, Push
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
@@ -137,6 +138,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
     check_fits(plan, model, shape, context)
+    _check_rules(plan, model)
     check_operators(plan, model)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
@@ -168,6 +170,12 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     if context.role.log_dir and context.rank == 0 and len(_applied) == 1:
         leave(plan, shape, Path(context.role.log_dir))
     return model
+
+
+def _check_rules(plan: Plan, model: nn.Module) -> None:
+    """Raise if a rule matches nothing of the whole model."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    check_rules(plan, params=params, modules={name for name, _ in model.named_modules(remove_duplicate=False)})
 
 
 def _set_readers(mesh: Mesh, context: Context) -> None:

@@ -53,13 +53,16 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: If the file cannot be read or does not hold a Plan; names the field and what was found.
     """
     try:
-        return Plan.model_validate_json(Path(path).read_bytes(), strict=True)
+        plan = Plan.model_validate_json(Path(path).read_bytes(), strict=True)
     except FileNotFoundError:
         raise PlanError(text("no Plan file", path=path)) from None
     except OSError as error:
         raise PlanError(text("Plan unreadable", path=path, why=error.strerror)) from None
     except ValidationError as error:
         raise PlanError(text("Plan broken", path=path, why="; ".join(map(_said, error.errors())))) from None
+    if "version" not in plan.model_fields_set:
+        raise PlanError(text("Plan broken", path=path, why=text("Plan without version")))
+    return plan
 
 
 def _said(error: ErrorDetails) -> str:
