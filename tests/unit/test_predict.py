@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx as px
-from benchmarks.bench_predict import PUBLISHED, errors
+from benchmarks.bench_predict import PUBLISHED, UNSEEN, errors, is_measured
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT, constants_of
 from phalanx.auto.described_run import Run
@@ -65,6 +65,19 @@ def test_published_rows_stay_as_close_as_the_page_says() -> None:
     assert median["MPT training A100 bf16"] < 0.04
     assert median["MPT training H100 bf16"] < 0.03
     assert np.median(list(median.values())) < 0.05
+    measured = [abs(predict(r).step_time_s / r.measured_step_time_s - 1) for r in runs if is_measured(r)]
+    assert len(measured) > 300
+    assert np.median(measured) < 0.035
+    assert np.quantile(measured, 0.9) < 0.085
+
+
+def test_rows_that_nothing_was_fitted_to_come_out_too() -> None:
+    with UNSEEN.open() as lines:
+        runs = list(read_runs(lines, UNSEEN.name))
+    off = [abs(predict(run).step_time_s / run.measured_step_time_s - 1) for run in runs]
+    assert len(off) == 68
+    assert np.median(off) < 0.065
+    assert np.quantile(off, 0.9) < 0.15
 
 
 def test_published_memory_stays_as_close_as_the_page_says() -> None:
@@ -157,6 +170,16 @@ def test_gradients_are_added_up_beside_products_until_2021() -> None:
     assert added == pytest.approx(6 * parameters * 7 / 8 / (DEVICES["A100-80GB-SXM"].bandwidth * DEFAULT.stream))
 
 
+def test_shards_cost_two_copies_of_each_parameter_in_every_micro_batch() -> None:
+    def backward(zero: int, micro_batches: int) -> float:
+        run = described(parallel={"zero": zero}, batch={"global": 4 * micro_batches}, software="Megatron-LM 2022")
+        return StepSeconds(read_run(run), DEFAULT).block.backward
+
+    assert backward(2, 1) == backward(3, 8), "of each micro-batch"
+    copies = 8 * 12 * 6144**2 / 8 / (DEVICES["A100-80GB-SXM"].bandwidth * DEFAULT.stream)
+    assert backward(2, 1) - backward(0, 1) == pytest.approx(copies)
+
+
 @pytest.mark.parametrize(("tp", "wait"), [(8, 2 * DEFAULT.last_host_s), (4, 0.0), (1, 0.0)])
 def test_eight_ranks_wait_for_the_last_host_where_hosts_are_not_ahead(tp: int, wait: float) -> None:
     small = read_run(described(model={"hidden": 1024, "seq": 1024}, parallel={"tp": tp}, batch={"micro": 1}))
@@ -246,6 +269,17 @@ def test_groups_that_share_ports_take_as_much_longer() -> None:
     assert shared == pytest.approx(2 * alone, rel=0.01)
     assert links.all_reduce(1e9, Layout(8, 8)) < alone
     assert links.all_reduce(1e9, Layout(1, 1)) == links.all_gather(1e9, Layout(1, 1)) == 0
+
+
+def test_a_gather_goes_round_all_nodes_and_a_sum_up_and_down_a_tree() -> None:
+    links = Links(DEVICES["H100-80GB-SXM"], 3200, DEFAULT)
+
+    def added(layouts: tuple[Layout, Layout], which: str) -> float:
+        few, many = (getattr(links, which)(1.0, layout) for layout in layouts)
+        return float(many - few)
+
+    assert added((Layout(64, 8), Layout(128, 8)), "all_gather") > 7 * DEFAULT.network_hop_s
+    assert added((Layout(64, 8), Layout(128, 8)), "all_reduce") == pytest.approx(2 * DEFAULT.network_hop_s, rel=0.01)
 
 
 def test_ranks_hold_copies_of_keys_and_values_where_heads_are_fewer() -> None:

@@ -47,11 +47,18 @@ class Links:
         return min(inside, self.node_gbps / 8 * 1e9 * self.constants.network * share)
 
     def start(self, layout: Layout) -> float:
-        """Return the seconds before a collective moves its bytes."""
+        """Return the seconds before a collective moves its bytes: up and down a tree of nodes."""
         known = self.constants
         if layout.ranks <= layout.in_node:
             return known.link_start_s + known.link_hop_s * layout.ranks
-        return known.link_start_s + known.network_hop_s * math.log2(layout.ranks)
+        return known.link_start_s + 2 * known.network_hop_s * math.log2(layout.ranks / layout.in_node)
+
+    def ring_start(self, layout: Layout) -> float:
+        """Return the seconds before a gather or a scatter moves its bytes: once round a ring of all ranks."""
+        known = self.constants
+        nodes = layout.ranks / min(layout.ranks, layout.in_node)
+        within, between = known.link_hop_s / 2 * (layout.ranks - nodes), known.network_hop_s * (nodes - 1)
+        return known.link_start_s + within + between
 
     def _measured(self, kind: Kind, size: float, layout: Layout) -> float | None:
         """Return what a collective inside a node took where that was measured, else None."""
@@ -69,7 +76,7 @@ class Links:
             return 0.0
         if (seconds := self._measured("all_gather", whole, layout)) is not None:
             return seconds
-        return self.start(layout) + (layout.ranks - 1) / layout.ranks * whole / self.bandwidth(layout)
+        return self.ring_start(layout) + (layout.ranks - 1) / layout.ranks * whole / self.bandwidth(layout)
 
     def all_reduce(self, size: float, layout: Layout) -> float:
         """Return the seconds of an all-reduce of `size` bytes: each byte goes round twice."""

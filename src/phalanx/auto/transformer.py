@@ -70,12 +70,15 @@ def block(run: Run, kernels: Kernels) -> Work:
 
 
 def _added_up(run: Run) -> float:
-    """Return the bytes that one micro-batch moves to add a block's gradients to those of the ones before it.
+    """Return the bytes that one micro-batch moves to join a block's gradients, or to add them to those before.
 
-    Each is read, and read and written, in half precision. Later Megatron adds within products; gradients that are
-    scattered to shards each time are not added up whole.
+    Shards cost two copies in half precision: PyTorch's first FSDP lays gradients side by side and divides them, its
+    second copies the parameters out of each of two gathers. Stages do so once a step. Without shards each gradient is
+    read, and read and written. Later Megatron adds within products.
     """
-    if run.later_megatron or run.parallel.zero >= 2:
+    if run.parallel.zero >= 2:
+        return 4 * HALF * run.block_parameters / (1 if run.parallel.pp == 1 else run.micro_batches)
+    if run.later_megatron:
         return 0.0
     return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
 

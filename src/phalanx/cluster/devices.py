@@ -90,7 +90,7 @@ def _ampere(name: str, memory_gib: float, bandwidth: float, link: float, sustain
 # Sustained shares: A100 and H100 are fitted to training runs, B200 to products timed back to back. Short bursts of one
 # product reach 0.869 (A100 SXM), 0.811 (A100 PCIe), 0.803 (H100 and H200 SXM), 0.776 (B200) of the peak (S. Bekman,
 # Machine Learning Engineering, table MAMF, bf16).
-A100, H100 = 0.82, 0.63
+A100, H100 = 0.82, 0.632
 _PRESETS = (
     _ampere("A100-80GB-SXM", 80, 2.039e12, 300e9, A100),
     _ampere("A100-40GB-SXM", 40, 1.555e12, 300e9, A100),
