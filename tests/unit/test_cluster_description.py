@@ -192,6 +192,15 @@ def test_this_host_is_a_cluster_by_its_cores() -> None:
     assert any("calibrate" in one for one in two.assumed)
 
 
+def test_devices_that_share_cores_have_their_share_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    two, eight = read_cluster("cpux2").nodes[0].device, read_cluster("cpux8").nodes[0].device
+    assert (two.name, eight.name, eight.multiprocessors) == ("cpu-1-core", "cpu-0.25-core", 1)
+    for of in ("bandwidth", "link", "memory"):
+        assert getattr(eight, of) == pytest.approx(getattr(two, of) / 4)
+    assert eight.flops == pytest.approx({kind: rate / 4 for kind, rate in two.flops.items()})
+
+
 def cards(folder: Path, *names: str) -> Path:
     for number, name in enumerate(names):
         (folder / f"0000:0{number}").mkdir()

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from phalanx.cluster.role import Role
-from phalanx.comm.context import Context
 from phalanx.data import Pipeline
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.ranks import Shard
 from phalanx.errors import ConfigError
-from phalanx.train.plan_ahead import cluster_of, global_batch
+from phalanx.train.job_cluster import cluster_of
+from phalanx.train.plan_ahead import global_batch
 
 ROWS = TensorDataset(torch.arange(60.0).reshape(10, 6), torch.arange(10))
 CPU = torch.device("cpu")
@@ -89,9 +89,9 @@ def test_ranks_that_were_not_measured_are_reckoned_with_as_they_look(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     role = Role(world_size=2, local_world_size=2)
     with caplog.at_level(logging.INFO, "phalanx.train"):
-        found = cluster_of(Context(role=role, device=CPU))
+        found = cluster_of(role, CPU)
     assert found.devices == 2
     assert found.measured is None
     assert "Measure this machine with `phalanx calibrate`" in caplog.text
     several = replace(role, world_size=4, node_count=2)
-    assert cluster_of(Context(role=several, device=CPU)).devices == 4
+    assert cluster_of(several, CPU).devices == 4

@@ -198,6 +198,10 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
             "Asked to detect this host, found different cards: {names}. Choose equal ones with CUDA_VISIBLE_DEVICES, "
             "or describe the cluster in a file (docs/calibrate.md)."
         ),
+    "measured near": (
+        "{ranks} ranks are reckoned from the figures of {near}: `phalanx calibrate -n {ranks}` measures them",
+        "{ranks} 个进程的数值由 {near} 个进程的推算：可用 `phalanx calibrate -n {ranks}` 实测",
+    ),
         (
             "检测本机时发现不同的卡：{names}。请用 CUDA_VISIBLE_DEVICES 选择相同的卡，"
             "或用文件描述集群（docs/calibrate.md）。"

@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.cluster.description import Cluster, Node, usual_gbps
 from phalanx.cluster.devices import DEVICES, GIB, Device
 from phalanx.cluster.measured import Measured, read_measured
+from phalanx.cluster.measured_near import cores_each, with_ranks
 from phalanx.cluster.messages import text
 from phalanx.cluster.role import Role
 from phalanx.errors import ConfigError
@@ -48,20 +49,23 @@ def detect(role: Role) -> Cluster:
 
 
 def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
-    """Return this host as a node of so many devices, each an equal part of its cores, and what was assumed."""
-    cores = max(1, len(os.sched_getaffinity(0)) // devices)
+    """Return this host as a node of so many devices, and what was assumed.
+
+    Each device is an equal number of its cores; where there are more devices than cores, its share of one.
+    """
+    cores = cores_each(len(os.sched_getaffinity(0)), devices)
     info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
     flags = set(_field(info, "flags", "Features").split())
     cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
     hertz = float(_field(info, "cpu MHz") or USUAL_HZ / 1e6) * 1e6
     peak = cores * cycle * hertz
     made = Device(
-        name=f"cpu-{cores}-core",
+        name=f"cpu-{cores:.3g}-core",
         flops={"fp32": peak, "bf16": peak * (2 if "avx512_bf16" in flags else 1)},
         sustained=SUSTAINED,
         memory=memory_bytes() / devices,
         bandwidth=cores * BYTES_A_CORE,
-        multiprocessors=cores,
+        multiprocessors=max(1, int(cores)),
         link=cores * BYTES_A_CORE / 2,
     )
     assumed = (
@@ -71,17 +75,25 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
     return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
 
 
-def measured_node(devices: int | None) -> tuple[Node, Measured, tuple[str, ...]]:
+def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, Measured, tuple[str, ...]]:
     """Return this host as it was measured, with so many devices, or as many as were measured at most.
 
+    Args:
+        devices: How many.
+        exactly: Whether so many must have been measured; else figures of the nearest number will do.
+
     Returns:
-        The node, the figures, and in words what changed since.
+        The node, the figures, and in words what changed since, or what they were reckoned from.
 
     Raises:
         ConfigError: If it was not measured, or not with so many ranks.
     """
     found = read_measured()
     count = devices or found.ranks[-1]
+    said = _changed(found)
+    if not exactly and count not in found.ranks:
+        found, near = with_ranks(found, count)
+        said = (text("measured near", ranks=count, near=near), *said)
     rates, size, stream = found.at(count), 1024, 2**23
     link = stream / rates.collective_s("send", stream, count) if count > 1 else BYTES_A_CORE
     flops = {kind: 2 * size**3 / rates.matmul_s(size, size, size, kind) for kind in ("fp32", "bf16")}
@@ -95,7 +107,7 @@ def measured_node(devices: int | None) -> tuple[Node, Measured, tuple[str, ...]]
         link=link,
         measured=rates,
     )
-    return Node(device=made, devices=count, gbps=CPU_GBPS), found, _changed(found)
+    return Node(device=made, devices=count, gbps=CPU_GBPS), found, said
 
 
 def _changed(found: Measured) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import text
 from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context, current
@@ -26,6 +24,7 @@ from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
 from phalanx.train.batches import LossFunction, inputs_and_target, inputs_of
+from phalanx.train.job_cluster import cluster_of
 
 logger = logging.getLogger("phalanx.train")
 
@@ -175,19 +174,6 @@ def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
     return tree_map(widened, values)
 
 
-def cluster_of(here: Context) -> Cluster:
-    """Return the cluster of the ranks that were launched: as measured, if these were, else as it looks."""
-    role = here.role
-    if here.device.type == "cpu" and role.node_count == 1:
-        try:
-            return read_cluster(f"herex{role.world_size}")
-        except ConfigError as error:
-            logger.info("AUTO_PARALLEL reckons with what this host looks like, as it was not measured: %s", error)
-    found = Cluster.detect(role)
-    per_node = role.world_size // len(found.nodes)
-    return replace(found, nodes=tuple(replace(node, devices=per_node) for node in found.nodes))
-
-
 def _found(
     net: nn.Module,
     sample: tuple[Any, ...],
@@ -205,7 +191,7 @@ def _found(
         net,
         sample,
         loss_fn,
-        cluster=cluster_of(here),
+        cluster=cluster_of(here.role, here.device),
         optimizer=optimizer,
         strategy=strategy,
         top_k=1,

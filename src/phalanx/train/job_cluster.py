@@ -1,0 +1,36 @@
+"""The ranks of this job as a planner sees them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from phalanx.cluster.description import Cluster
+from phalanx.cluster.detect import measured_node
+from phalanx.cluster.role import Role
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.train")
+
+
+def cluster_of(role: Role, device: torch.device) -> Cluster:
+    """Return the cluster of the ranks that were launched: as measured, with as many or others, else as it looks.
+
+    Args:
+        role: Who this process is.
+        device: Where it computes.
+    """
+    if device.type == "cpu" and role.node_count == 1:
+        try:
+            node, measured, said = measured_node(role.world_size, exactly=False)
+        except ConfigError as error:
+            logger.info("the planner reckons with what this host looks like, as it was not measured: %s", error)
+        else:
+            for one in said:
+                logger.info("the planner reckons with figures of this host: %s", one)
+            return Cluster(nodes=(node,), measured=measured, assumed=said)
+    found = Cluster.detect(role)
+    per_node = role.world_size // len(found.nodes)
+    return replace(found, nodes=tuple(replace(node, devices=per_node) for node in found.nodes))
