@@ -1,7 +1,6 @@
-"""What it costs to compute a part of a model in one way: time of both passes, exchange of gradients, memory (pure).
+"""What it costs to compute a part of a model in one way: time of both passes, and memory (pure).
 
-What travels is what the layers of `parallel/tensor` send, the buckets of data parallel, and the gathers and
-reduce-scatters of sharding.
+What travels is what the layers of `parallel/tensor` send; parameters and their gradients are `auto/parameter_cost`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from phalanx.auto.collective_cost import Layout
 from phalanx.auto.layer_work import LayerWork, Work
 from phalanx.auto.layers import WHOLE, Layers, Way
 from phalanx.auto.operator_cost import Share, Times
-from phalanx.auto.rates import STATES, Speed
+from phalanx.auto.parameter_cost import ParameterCost
+from phalanx.auto.rates import Speed
 from phalanx.auto.segments import Segment
-from phalanx.cluster.measured import Kind, Sharding
-from phalanx.plan.shape import ParamShape
+from phalanx.cluster.measured import Kind
 from phalanx.plan.tensor_rules import CUT_DIM
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients travel together until they fill this many bytes, as `plan.value.AllReduce` says."""
 
 _TOLD_BYTES = 72
 """Bytes that ranks tell each other of their rows before a layer gathers them."""
@@ -32,9 +28,8 @@ class WayCost:
     """Prices ways under one arrangement, segment after segment: a parameter counts where it is met first."""
 
     def __init__(self, layers: Layers, work: LayerWork, arrangement: Arrangement, speed: Speed) -> None:
-        self._layers, self._work, self._at, self._speed = layers, work, arrangement, speed
-        whole = sum(param.bytes for param in layers.captured.parameters if param.trainable)
-        self._bucket = min(whole, BUCKET_BYTES) or 1
+        self._work, self._at, self._speed = work, arrangement, speed
+        self._parameters = ParameterCost(layers, work, arrangement, speed)
         self._meets = arrangement.over_model if arrangement.model > 1 else arrangement.over_data
         self._waits = _waits(work.whole_s(1 / arrangement.row_parts), speed, self._meets)
         self._seen: set[str] = set()
@@ -63,7 +58,8 @@ class WayCost:
         times = self._work.times(work, share)
         sent = self._sent_by_rows(work, way) if own_rows else self._sent(work, way)
         sent, times = self._with_waits(sent, times)
-        held = self._held(work.segment, 1 / part if way.style in CUT_DIM else 1, way)
+        own = [param for param in work.segment.parameters if param.name not in self._seen]
+        held = self._parameters.of(own, 1 / part if way.style in CUT_DIM else 1, way)
         kept = work.segment.kept_bytes / at.row_parts / (ranks if way.gives != "whole" or way.style == "row" else 1)
         kept += work.taken if own_rows else 0.0
         if way.style == "column" and way.takes == "tokens":
@@ -185,59 +181,6 @@ class WayCost:
             backward += sum(said("all_gather", one.value.bytes / rows, where) for one in inputs)
         return Times(forward + watched, backward + watched)
 
-    def _held(self, segment: Segment, parts: float, way: Way) -> _Held:
-        """Return what parameters cost that are cut into so many parts in this way."""
-        at, said = self._at, self._speed.collective_s
-        own = [param for param in segment.parameters if param.name not in self._seen]
-        trained = [param for param in own if param.trainable]
-        size, count = sum(param.bytes for param in trained) / parts, sum(param.count for param in trained) / parts
-        frozen = sum(param.bytes for param in own if not param.trainable) / parts
-        copies = at.data if at.model > 1 or parts == 1 else 1
-        bucket = self._bucket / parts
-        exchange = gather = moved = 0.0
-        added = _added_over_parts(trained, way)
-        terms = sum(param.bytes for param in added)
-        if terms and not at.zero:
-            exchange += said("all_reduce", bucket, at.over_rows_and_parts) * terms / bucket
-        elif terms:
-            exchange += said("all_reduce", bucket, at.over_model) * terms / at.data / bucket
-        sole = size if at.zero else size - terms
-        if copies > 1 and sole:
-            kind: Kind = "reduce_scatter" if at.zero else "all_reduce"
-            exchange += said(kind, bucket, at.over_data) * sole / bucket
-            moved = self._speed.operators.operator_s("elementwise", sole)
-        if self._speed.host.averaged_s is not None and not at.zero and at.data * at.model > 1:
-            whole = [param for param in trained if not _is_cut(param, way)]
-            hooked = trained if copies > 1 else added if at.model > 1 else whole
-            moved += len(hooked) * self._speed.host.averaged_s(at.over_data if at.data > 1 else at.over_model)
-        if at.zero and size + frozen:
-            gather = said("all_gather", bucket, at.over_data) * (size + frozen) / bucket
-        again = gather if at.zero == 3 else 0.0
-        if at.zero and self._speed.host.sharded_s is not None:
-            exchange, gather, again, moved = 0.0, self._sharded_s(own, parts), 0.0, 0.0
-        slices = at.data if at.zero else 1
-        state = STATES[self._layers.optimizer] * size / slices
-        # A rank's slices stand beside what is gathered; stages keep that, and whole gradients, for a whole step.
-        keeps_whole = at.zero in (1, 2) or (at.zero > 0 and at.stages > 1)
-        values = (size + frozen) / slices + (size + frozen if keeps_whole else 0.0)
-        gradients = size / slices + (size if at.zero and at.stages > 1 else 0.0)
-        passing = 0.0 if not at.zero or at.stages > 1 else size + (size + frozen if at.zero == 3 else 0.0)
-        update = self._speed.operators.optimizer_s(self._layers.optimizer, count / slices, len(trained))
-        return _Held(values + gradients + state, passing, exchange, gather, again, moved, update if trained else 0.0)
-
-    def _sharded_s(self, own: list[ParamShape], parts: float) -> float:
-        """Return what sharding adds to a step for parameters cut into so many parts, as parts of their units."""
-        sharded_s, where = self._speed.host.sharded_s, self._at.over_data
-        assert sharded_s is not None
-        how: Sharding = "freed" if self._at.zero == 3 and self._at.stages == 1 else "kept"
-        seconds = 0.0
-        for param in own:
-            unit = self._work.unit_of[param.name]
-            started, whole = sharded_s(how, 0.0, len(unit), where), sum(one.bytes for one in unit)
-            seconds += started / len(unit)
-            seconds += (sharded_s(how, whole, len(unit), where) - started) * param.bytes / whole / parts
-        return seconds
-
 
 def _waits(step_s: float, speed: Speed, where: Layout) -> float:
     """Return what ranks wait for the slowest of them, as a part of their work, if they meet once a step."""
@@ -252,34 +195,6 @@ def _largest_part(segment: Segment, way: Way, ranks: int) -> float:
         return 1 / ranks
     size = weight.shape[CUT_DIM[way.style]]
     return -(-size // ranks) / size
-
-
-def _is_cut(param: ParamShape, way: Way) -> bool:
-    """Return whether each rank has a part of a parameter of a layer."""
-    return way.style in CUT_DIM and (way.style == "column" or len(param.shape) == 2)
-
-
-def _added_over_parts(params: Iterable[ParamShape], way: Way) -> list[ParamShape]:
-    """Return whole parameters of whose gradients each rank has a term, as it sees some of the tokens."""
-    if way.style == "sequence":
-        return list(params)
-    if way.style == "row" and way.gives == "tokens":
-        return [param for param in params if len(param.shape) == 1]
-    return []
-
-
-class _Held(NamedTuple):
-    bytes: float
-    whole_bytes: float
-    """Of parameters and gradients that are whole while the layer runs."""
-
-    exchange_s: float
-    gather_s: float
-    gather_again_s: float
-    moved_s: float
-    """Of gradients into their buckets, and of the host, which hears of each."""
-
-    update_s: float
 
 
 class _Apart(NamedTuple):
