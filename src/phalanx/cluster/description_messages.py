@@ -168,6 +168,10 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "{device}, as here, on every server of {path}; device= says another",
         "{path} 的每台服务器都与本机相同（{device}）；可用 device= 另行指定",
     ),
+    "measured near": (
+        "{ranks} ranks are reckoned from the figures of {near}: `phalanx calibrate -n {ranks}` measures them",
+        "{ranks} 个进程的数值由 {near} 个进程的推算：可用 `phalanx calibrate -n {ranks}` 实测",
+    ),
     "measured before": (
         "measured with {name} {then}, which is {now} now: `phalanx calibrate` measures again",
         "测量时 {name} 为 {then}，现为 {now}：请用 `phalanx calibrate` 重新测量",
@@ -198,10 +202,6 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
             "Asked to detect this host, found different cards: {names}. Choose equal ones with CUDA_VISIBLE_DEVICES, "
             "or describe the cluster in a file (docs/calibrate.md)."
         ),
-    "measured near": (
-        "{ranks} ranks are reckoned from the figures of {near}: `phalanx calibrate -n {ranks}` measures them",
-        "{ranks} 个进程的数值由 {near} 个进程的推算：可用 `phalanx calibrate -n {ranks}` 实测",
-    ),
         (
             "检测本机时发现不同的卡：{names}。请用 CUDA_VISIBLE_DEVICES 选择相同的卡，"
             "或用文件描述集群（docs/calibrate.md）。"

@@ -254,10 +254,6 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "{path} 中的方案无法读取：{why}。请给出文件。",
     ),
     "Plan broken": ("{path} does not hold a Plan: {why}", "{path} 中不是方案：{why}"),
-    "Plan field": ("{path}: there is no such field.{nearest}", "{path}：没有此字段。{nearest}"),
-    "Plan value": ("{path}: {why}", "{path}：{why}"),
-}
-"""English and Chinese by key; fields in braces."""
     "Plan without version": (
         'it has no version. Write "version": 1, as save_plan does',
         '缺少版本。请像 save_plan 那样写 "version": 1',
@@ -276,3 +272,7 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
         "方案中的规则 params[{rule}] 不匹配此模型的任何参数。拼写最接近的有：{nearest}。请改正或删除该规则。",
     ),
+    "Plan field": ("{path}: there is no such field.{nearest}", "{path}：没有此字段。{nearest}"),
+    "Plan value": ("{path}: {why}", "{path}：{why}"),
+}
+"""English and Chinese by key; fields in braces."""
