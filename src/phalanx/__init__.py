@@ -12,7 +12,6 @@ from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
-    from phalanx.auto.auto_parallel import auto_parallel
     from phalanx.auto.predict import predict
     from phalanx.checkpoint.checkpointer import Checkpointer
     from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
         reset_auto_parallel_context,
         set_auto_parallel_context,
     )
+    from phalanx.train.auto_parallel import auto_parallel
     from phalanx.train.callbacks.base import Callback
     from phalanx.train.callbacks.checkpoint import ModelCheckpoint
     from phalanx.train.callbacks.early_stopping import EarlyStopping
@@ -94,7 +94,7 @@ _HOMES = {
     "clip_grad_norm_": "phalanx.parallel.recipe.clip",
     "current": "phalanx.comm.context",
     "distribute": "phalanx.train.distribute",
-    "auto_parallel": "phalanx.auto.auto_parallel",
+    "auto_parallel": "phalanx.train.auto_parallel",
     "correct_at": "phalanx.train.metrics",
     "ema_of": "phalanx.parallel.recipe.ema",
     "evaluate": "phalanx.train.evaluate",

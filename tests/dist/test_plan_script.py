@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.cells import cell_len
 
 from phalanx.cli.plan import command
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.files import load_plan
 from phalanx.train.plan_script import plan_script
 
@@ -57,6 +57,17 @@ net.eval()(torch.randn(2, 64))
 for rows in torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16):
     net.train()(rows)
     raise SystemExit("it went on to train")
+"""
+
+TABLES = """
+import torch
+from phalanx import fleet, ps
+fleet.init()
+net = torch.nn.Sequential(ps.SparseEmbedding(4), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+net = fleet.distributed_model(net)
+net(torch.zeros(4, 2, dtype=torch.long)).sum().backward()
+raise SystemExit("it went on to train")
 """
 
 NAMED = """
@@ -206,3 +217,10 @@ def test_a_model_is_planned_with_what_it_adds_to_its_strategy(tmp_path):
     base = plan_script(tmp_path / "model.py", (), cluster="a100x2").base
     assert base.graph
     assert base.gradient_scale_configs["scale_strategy"] == "sum"
+
+
+def test_a_model_with_tables_is_not_planned(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TABLES)
+    for cluster in ("a100x1", "a100x2"):
+        with pytest.raises(PlanError, match=r"whose parameter '0\..*' stands for a table .* --server_num 1"):
+            plan_script(tmp_path / "train.py", (), cluster=cluster)

@@ -62,8 +62,8 @@ def auto_parallel(
         sample: One global batch, as `phalanx.auto.capture` takes it: with a loss, its last column is the target. Only
             shapes and dtypes count.
         loss_fn: Takes the model's output and the target.
-        cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; this host, as measured by
-            `phalanx calibrate`, when None.
+        cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; when None, in a job the
+            ranks of it (`px.auto_parallel`), else this host, as measured by `phalanx calibrate`.
         optimizer: The optimizer that trains the model, or one of `sgd`, `momentum` and `adam`.
         limits: What is fixed: of the arrangement, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
             `classifier.*=whole`, or `column`, `row`, `vocab`. Repeated blocks are cut alike: a limit on one is on all.

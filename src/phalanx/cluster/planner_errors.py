@@ -156,6 +156,17 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
         "AUTO_PARALLEL 面向持有全部参数的工作进程，而本任务有参数服务器。请不带服务器启动，或改用 DATA_PARALLEL。",
     ),
+    "plan with tables": (
+        (
+            "The planner was asked for a Plan of a model whose parameter {name!r} stands for a table of rows, which "
+            "live on parameter servers. It plans models that hold all their parameters. Train this one as its strategy "
+            "says, `phalanx run --server_num 1 --worker_num 2 train.py`, or build it with torch.nn.Embedding."
+        ),
+        (
+            "规划器面向持有全部参数的模型，而此模型的参数 {name!r} 是参数服务器上的表。请按其策略训练，"
+            "`phalanx run --server_num 1 --worker_num 2 train.py`，或用 torch.nn.Embedding 构造模型。"
+        ),
+    ),
     "explain unknown": (
         "explain was asked for {layer!r}, which this model does not call.{nearest} It calls {known}.",
         "explain 查询的 {layer!r} 未被此模型调用。{nearest}被调用的有 {known}。",

@@ -316,8 +316,8 @@ def _run_forward(_: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> 
     if model.training and torch.is_grad_enabled():
         raise ConfigError(
             f"training {type(model).__name__}, which is cut into stages, needs px.train_step: step = px.train_step("
-            "model, loss_fn, optimizer), then step(inputs, target) for each batch. To evaluate, use px.evaluate or "
-            "torch.no_grad()."
+            "model, loss_fn, optimizer), then step(inputs, target) for each batch. For a loop of your own plan without "
+            'stages, px.auto_parallel(..., limits=["pp=1"]). To evaluate, use px.evaluate or torch.no_grad().'
         )
     return pipeline.forward(*inputs)
 

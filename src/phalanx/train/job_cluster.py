@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+import phalanx.comm.context as context_of
 from phalanx.cluster.description import Cluster
 from phalanx.cluster.detect import measured_node
 from phalanx.cluster.role import Role
@@ -34,3 +35,14 @@ def cluster_of(role: Role, device: torch.device) -> Cluster:
     found = Cluster.detect(role)
     per_node = role.world_size // len(found.nodes)
     return replace(found, nodes=tuple(replace(node, devices=per_node) for node in found.nodes))
+
+
+def job_cluster() -> Cluster | None:
+    """Return the cluster of this process's job; None where nobody launched it and it joined none."""
+    if context_of.is_initialized():
+        here = context_of.current()
+        return cluster_of(here.role, here.device)
+    role = Role.detect()
+    if role.launcher == "none":
+        return None
+    return cluster_of(role, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

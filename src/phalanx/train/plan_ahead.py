@@ -23,6 +23,7 @@ from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
+from phalanx.train.auto_parallel import check_no_tables
 from phalanx.train.batches import LossFunction, inputs_and_target, inputs_of
 from phalanx.train.job_cluster import cluster_of
 
@@ -58,6 +59,7 @@ def plan_ahead(
     """
     if here.role.server_endpoints:
         raise ConfigError(text("plan with servers"))
+    check_no_tables(net)
     sample: tuple[Any, ...] = ()
 
     def look() -> None:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from torch import nn
 
 import phalanx.comm.context as context_of
-from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.planned import Planned
 from phalanx.auto.written_plan import PLANNED
 from phalanx.cluster.description import read_cluster
@@ -23,6 +22,7 @@ from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.watch import Training, assembly
 from phalanx.strategy import DistributedStrategy
+from phalanx.train.auto_parallel import auto_parallel, check_no_tables
 from phalanx.train.plan_ahead import global_batch, rows_of, with_rows
 
 logger = logging.getLogger("phalanx.train")
@@ -90,11 +90,14 @@ def _stop(training: Training) -> NoReturn:
 def _planned(training: Training, options: dict[str, Any]) -> Planned:
     assembly.planner = None
     model = training.model
-    sample = _sample(training, read_cluster(options.get("cluster") or "here").devices)
+    check_no_tables(model)
+    cluster = read_cluster(options.get("cluster") or "here")
+    sample = _sample(training, cluster.devices)
     logger.info("%s", text("planning", model=type(model).__name__, rows=rows_of(sample)))
     if training.optimizer is None and "optimizer" not in options:
         logger.info("%s", text("planning adam"))
     options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
+    options["cluster"] = cluster
     return auto_parallel(model, sample, training.loss_fn, **options)
 
 
