@@ -201,6 +201,17 @@ def test_devices_that_share_cores_have_their_share_of_one(monkeypatch: pytest.Mo
     assert eight.flops == pytest.approx({kind: rate / 4 for kind, rate in two.flops.items()})
 
 
+def test_the_highest_frequency_counts_not_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "khz").write_text("3200000\n")
+    (tmp_path / "cpuinfo").write_text("cpu MHz\t\t: 800.000\nflags\t\t: avx2\n")
+    monkeypatch.setattr(detect, "PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(detect, "HIGHEST_KHZ", tmp_path / "none")
+    cores = len(os.sched_getaffinity(0))
+    assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 0.8e9)
+    monkeypatch.setattr(detect, "HIGHEST_KHZ", tmp_path / "khz")
+    assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 3.2e9)
+
+
 def cards(folder: Path, *names: str) -> Path:
     for number, name in enumerate(names):
         (folder / f"0000:0{number}").mkdir()

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+import phalanx as px
 from phalanx.cluster.role import Role
 from phalanx.data import Pipeline
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.ranks import Shard
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.train.job_cluster import cluster_of
 from phalanx.train.plan_ahead import global_batch
 
@@ -95,3 +96,14 @@ def test_ranks_that_were_not_measured_are_reckoned_with_as_they_look(
     assert "Measure this machine with `phalanx calibrate`" in caplog.text
     several = replace(role, world_size=4, node_count=2)
     assert cluster_of(several, CPU).devices == 4
+
+
+def test_a_model_with_tables_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(px.ps.SparseEmbedding(4), nn.Flatten(), nn.Linear(8, 2))
+    with pytest.raises(PlanError, match=r"'0\.\w+' stands for a table of rows, which live on parameter servers"):
+        px.auto_parallel(net, torch.zeros(4, 2).long(), cluster="a100x2")
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    with pytest.raises(PlanError, match=r"此模型的参数 '0\.\w+' 是参数服务器上的表"):
+        px.auto_parallel(model=net, sample=torch.zeros(4, 2).long(), cluster="a100x2")
+    with pytest.raises(TypeError, match="missing a required argument: 'sample'"):
+        px.auto_parallel(net)

@@ -18,6 +18,7 @@ from phalanx.errors import ConfigError
 
 CARDS = Path("/proc/driver/nvidia/gpus")
 PROCESSORS = Path("/proc/cpuinfo")
+HIGHEST_KHZ = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -57,7 +58,7 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
     info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
     flags = set(_field(info, "flags", "Features").split())
     cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
-    hertz = float(_field(info, "cpu MHz") or USUAL_HZ / 1e6) * 1e6
+    hertz = _hertz(info)
     peak = cores * cycle * hertz
     made = Device(
         name=f"cpu-{cores:.3g}-core",
@@ -73,6 +74,13 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
         text("assumed memory", rate=f"{BYTES_A_CORE / 1e9:g}"),
     )
     return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
+
+
+def _hertz(info: str) -> float:
+    """Return the highest frequency of a core where the system says it: every rank that asks is told the same."""
+    if HIGHEST_KHZ.exists():
+        return float(HIGHEST_KHZ.read_text()) * 1e3
+    return float(_field(info, "cpu MHz") or USUAL_HZ / 1e6) * 1e6
 
 
 def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, Measured, tuple[str, ...]]:
