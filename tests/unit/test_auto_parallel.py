@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.auto import planner
 from phalanx.auto.choices import Choices
+from phalanx.auto.figures import percent, read_size, size_in_words
 from phalanx.auto.first_bound import FirstBound
 from phalanx.auto.layers import EVERY_WAY, PARTS, Way
 from phalanx.auto.operator_cost import Share
@@ -296,7 +297,7 @@ def test_more_memory_is_never_slower_and_too_little_says_how_much():
     times = [planned("hybrid", SLOW, memory=best.memory * share).seconds for share in (0.7, 0.8, 1.0, 2.0)]
     assert times == sorted(times, reverse=True)
     with pytest.raises(
-        PlanError, match=r"every one needs \d+\.\d+ MiB a rank or more .*, most of it parameters.* there are 1 MiB"
+        PlanError, match=r"every one needs [\d.]+ MiB a rank or more .*, most of it parameters.* there are 1 MiB"
     ):
         planned("hybrid", SLOW, memory=2**20)
 
@@ -337,12 +338,67 @@ def test_an_answer_says_what_was_searched_and_why():
         ({"model": "net"}, "plans a torch.nn.Module, found str"),
         ({"limits": "tp=2"}, r"Write limits=\['tp=2'\]"),
         ({"memory": 0}, "memory=0. Give a number above 0"),
+        ({"memory": -1}, "memory=-1. Give a number above 0"),
+        ({"memory": "much"}, "memory='much'. Give bytes, or an amount such as '8GiB'"),
+        ({"memory": "0GiB"}, "memory=0.0. Give a number above 0"),
+        ({"memory": [8]}, r"memory=\[8\]. Give bytes"),
         ({"top_k": 0}, "top_k=0. Give a number above 0"),
+        ({"top_k": "5"}, "top_k=5. Give a number above 0"),
+        ({"time_limit": -1}, "time_limit=-1. Give seconds, 0 or more"),
+        ({"time_limit": "5"}, "time_limit='5'. Give seconds, 0 or more"),
     ],
 )
 def test_what_could_never_be_planned_is_named(asked, message):
     with pytest.raises(ConfigError, match=message):
         px.auto_parallel(asked.pop("model", Hybrid()), IMAGES, F.cross_entropy, cluster="a100x2", **asked)
+
+
+@pytest.mark.parametrize(("words", "size"), [("1GiB", 2**30), ("1.5 Gi", 1.5 * 2**30), ("900MB", 9e8), ("7", 7)])
+def test_sizes_are_read_as_people_write_them(words, size):
+    assert read_size(words) == size
+
+
+def test_memory_may_be_said_in_words():
+    assert planned("hybrid", SLOW, memory="2GiB").room == 2**31
+
+
+def test_percentages_and_sizes_are_said_with_their_digits():
+    assert [percent(gap) for gap in (0.0, 0.123, 9.96, 12.3, 99.7, 200.0)] == ["0", "0.12", "10", "12", "100", "200"]
+    assert size_in_words(1.0641 * 2**30, up=True) == "1.065 GiB"
+    assert size_in_words(1.0641 * 2**30) == "1.064 GiB"
+
+
+@pytest.mark.parametrize("limits", [("pp=1", "micro=4"), ("micro>=3",), ("micro=4", "zero=1", "pp=1")])
+def test_gradient_accumulation_is_named_as_not_searched(limits):
+    cluster = "a100x1" if "pp=1" not in limits else SLOW
+    with pytest.raises(
+        PlanError, match=r"not searched: micro-batches without stages.*strategy\.gradient_merge adds up"
+    ):
+        planned("hybrid", cluster, *limits)
+    with pytest.raises(PlanError) as error:
+        planned("hybrid", SLOW, "pp=2", "micro=3")
+    assert "without stages" not in str(error.value)
+    shown = " ".join(str(planned("hybrid", SLOW)).split())
+    assert "not searched: micro-batches without stages, which is gradient accumulation" in shown
+    assert "micro_batches (how many, of stages) 1, 2" in shown
+
+
+@pytest.mark.parametrize("limits", [("dp=2", "zero=1"), ("dp=2", "zero=3"), ("pp=2", "dp=2", "zero=2")])
+def test_sharding_is_a_part_of_its_own(limits):
+    best = planned("tokens", "a100x4" if "pp=2" in limits else "a100x2", *limits).searched.best
+    parts = best.parts
+    assert parts["sharding"] > 0
+    assert parts["collectives of layers"] == parts["exchange of gradients"] == 0
+    assert sum(parts.values()) == pytest.approx(best.seconds)
+
+
+def test_collectives_of_layers_are_told_from_sharding():
+    both = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=1").searched.best
+    assert both.parts["collectives of layers"] > 0
+    assert both.parts["sharding"] > 0
+    assert sum(both.parts.values()) == pytest.approx(both.seconds)
+    plain = planned("tokens", "a100x4", "tp=2", "dp=2", "zero=0").searched.best
+    assert plain.parts["sharding"] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from phalanx.auto.arrangement import Arrangement, Zero
 from phalanx.auto.auto_parallel import auto_parallel
 from phalanx.auto.choices import Choices
 from phalanx.auto.collective_cost import Layout
+from phalanx.auto.figures import in_words
 from phalanx.auto.planned import Planned
 from phalanx.auto.rates import Host, speed_of_machine
 from phalanx.auto.ways import ways_of
-from phalanx.cluster.measured import Grid, Kind, Rates, Sharding
+from phalanx.cluster.description import Cluster, read_cluster
+from phalanx.cluster.measured import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +133,55 @@ def test_a_machine_says_what_layers_and_units_take() -> None:
     assert host.waiting_s(2048, Layout(2, 2)) == pytest.approx(2)
     assert host.waiting_s(512, Layout(2, 2)) == pytest.approx(0.5), "in proportion to work too short to be measured"
     assert host.waiting_s(0, Layout(2, 2)) == host.waiting_s(2048, Layout(1, 1)) == 0
+
+
+def grid(seconds: float, axes: int = 1, power: float = 1.0) -> Grid:
+    return Grid(axes=((1.0,),) * axes, seconds=(seconds,), powers=(power,) * axes)
+
+
+def machine(each_s: float) -> Cluster:
+    """Return two ranks of a machine on which everything that they do with each other takes so long."""
+    alone = {
+        "matmul fp32": grid(1e-9, 3),
+        "elementwise forward": grid(1e-12),
+        "elementwise backward": grid(1e-12),
+        "optimizer sgd": grid(1e-9),
+    }
+    kinds = (*LAYER_KINDS, "reduce_scatter", "send")
+    names = [*(f"{kind} shm 2" for kind in kinds), *(f"layer {kind} 2" for kind in LAYER_KINDS)]
+    met = dict.fromkeys((*names, "waiting 2", "averaged 2", "placed 2", "placed parameter 2"), grid(each_s, power=0.0))
+    met |= dict.fromkeys(("sharded kept 2", "sharded freed 2"), grid(each_s, 2, power=0.0))
+    rates = {
+        ranks: Rates(
+            threads=1, launch_s=1e-6, backward_launch_s=1e-6, checkpoint_s=1e-3, selective_op_s=1e-5, grids=alone | more
+        )
+        for ranks, more in ((1, {}), (2, met))
+    }  # fmt: skip
+    measured = Measured(host="h", processor="p", cores=2, memory=2**30, torch="2", date="2026", rates=rates)
+    return replace(read_cluster("cpux2"), measured=measured)
+
+
+def on_machine(each_s: float, **settings: Any) -> Planned:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    sample = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
+    loss = nn.functional.cross_entropy
+    return auto_parallel(model, sample, loss, cluster=machine(each_s), optimizer="sgd", **settings)
+
+
+def test_a_process_that_would_be_faster_alone_is_named(answer: Planned) -> None:
+    slow, fast = on_machine(1.0), on_machine(1e-12)
+    assert slow.alone_s is not None
+    assert slow.alone_s == pytest.approx(fast.alone_s or 0.0)
+    assert slow.alone_s < slow.seconds
+    assert f"one process alone: {in_words(slow.alone_s)} a step" in str(slow)
+    assert fast.seconds < (fast.alone_s or 0.0)
+    assert "one process alone" not in str(fast)
+    assert slow.to_json()["one_process_s"] == slow.alone_s
+    assert answer.alone_s is None, "this machine was not measured"
+    assert on_machine(1.0, limits=["0=column"]).alone_s == slow.alone_s, "limits are of the ranks together"
+
+
+def test_sharding_is_a_part_of_its_own_on_a_measured_machine() -> None:
+    parts = on_machine(1.0, limits=["zero=1", "tp=1"]).searched.best.parts
+    assert max(parts, key=lambda name: parts[name]) == "sharding"
+    assert parts["collectives of layers"] == parts["exchange of gradients"] == 0

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.capture import LossFunction, capture
-from phalanx.auto.figures import some
+from phalanx.auto.figures import read_size, some
 from phalanx.auto.graph import Captured
 from phalanx.auto.job import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
 from phalanx.auto.layer_work import LayerWork
@@ -26,7 +26,7 @@ from phalanx.auto.left_out import (
     why_unsplit,
 )
 from phalanx.auto.planned import Planned
-from phalanx.auto.planner import Candidate, Searched, arrangements_of, search_plans
+from phalanx.auto.planner import Candidate, NothingFitsError, Searched, arrangements_of, search_plans
 from phalanx.auto.predict import USABLE
 from phalanx.auto.rates import STATES, Speed, speed_of_devices, speed_of_machine
 from phalanx.auto.segments import Segment, segments
@@ -47,7 +47,7 @@ def auto_parallel(
     cluster: str | Cluster | None = None,
     optimizer: Optimizer | str = "adam",
     limits: Iterable[str] = (),
-    memory: float | None = None,
+    memory: float | str | None = None,
     strategy: DistributedStrategy | None = None,
     top_k: int = 5,
     time_limit: float | None = None,
@@ -67,7 +67,7 @@ def auto_parallel(
         optimizer: The optimizer that trains the model, or one of `sgd`, `momentum` and `adam`.
         limits: What is fixed: of the arrangement, `tp<=2`, `dp=4`, `zero=0`, `recompute=none`; of layers,
             `classifier.*=whole`, or `column`, `row`, `vocab`. Repeated blocks are cut alike: a limit on one is on all.
-        memory: Bytes that a rank may use; what the cluster's devices have when None.
+        memory: Bytes that a rank may use, or words such as `8GiB`; what the cluster's devices have when None.
         strategy: Settings of everything that the planner does not decide, such as `amp`.
         top_k: Arrangements of which the fastest Plan is proved.
         time_limit: Seconds after which the best so far is returned with its gap.
@@ -80,9 +80,11 @@ def auto_parallel(
     """
     base = strategy or DistributedStrategy()
     check_base(base)
-    check_asked(model, limits, memory, top_k)
+    _check_numbers(top_k, time_limit)
+    given = None if memory is None else _bytes_of(memory)
+    check_asked(model, limits, given, top_k)
     found = read_cluster("here" if cluster is None else cluster).weakest()
-    room = USABLE * found.nodes[0].device.memory if memory is None else memory
+    room = USABLE * found.nodes[0].device.memory if given is None else given
     _check_sparse(model)
     captured = capture(model, sample, loss_fn)
     found_segments, said = segments(captured), tuple(limits)
@@ -115,7 +117,22 @@ def auto_parallel(
         base=base,
         left_out=tuple(dict.fromkeys(why for why in not_tried if why is not None)),
         search_again=lambda more: search((*said, *more)),
+        alone=lambda: search.alone_s(given),
     )
+
+
+def _check_numbers(top_k: object, time_limit: object) -> None:
+    if not isinstance(top_k, int):
+        raise ConfigError(text("not above zero", name="top_k", value=top_k))
+    if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit >= 0):
+        raise ConfigError(text("no seconds", name="time_limit", value=time_limit))
+
+
+def _bytes_of(memory: float | str) -> float:
+    found = read_size(memory)
+    if found is None:
+        raise ConfigError(text("no bytes", name="memory", value=memory))
+    return found
 
 
 def _apart(search: _Search) -> tuple[str, ...]:
@@ -176,19 +193,26 @@ class _Search:
             raise PlanError(none_left(limits, left_out_of_limits(shape, self.unstaged, self.unsharded, self.unsplit)))
         while True:
             layers = replace(self.layers, unwanted=unwanted)
-            searched = search_plans(
-                layers,
-                self.work,
-                arrangements,
-                self.speed,
-                room=self.room,
-                top_k=self.top_k,
-                time_limit=None if stop is None else stop - time.monotonic(),
-                limits=limits,
-            )
-            failing = {region for one in searched.candidates for region in self._failing(one)}
+            found: Searched | NothingFitsError
+            try:
+                found = search_plans(
+                    layers,
+                    self.work,
+                    arrangements,
+                    self.speed,
+                    room=self.room,
+                    top_k=self.top_k,
+                    time_limit=None if stop is None else stop - time.monotonic(),
+                    limits=limits,
+                )
+            except NothingFitsError as error:
+                found = error
+            told = found.candidates if isinstance(found, Searched) else (found.least,)
+            failing = {region for one in told for region in self._failing(one)}
             if not failing:
-                return searched
+                if isinstance(found, Searched):
+                    return found
+                raise PlanError(str(found))
             # Other ways that leave tokens apart would most likely meet the same code.
             apart = {region for region in failing if any("tokens" in (way.takes, way.gives) for _, way in region.ways)}
             self.layers = replace(
@@ -196,6 +220,24 @@ class _Search:
                 failing=self.layers.failing | (failing - apart),
                 on_tokens=self.layers.on_tokens and not apart,
             )
+
+    def alone_s(self, memory: float | None) -> float | None:
+        """Return the seconds of a step of one process alone, where that was measured; None too if it does not fit.
+
+        Args:
+            memory: Bytes that it may use; those of the machine when None.
+        """
+        measured, blocks = self.cluster.measured, self.layers.blocks
+        if measured is None or 1 not in measured.rates or self.cluster.devices == 1:
+            return None
+        layers, speed = replace(self.layers, unwanted=frozenset()), speed_of_machine(measured.at(1))
+        work = LayerWork(layers.captured, layers.segments, blocks, speed.operators)
+        one = arrangements_of(1, has_blocks=bool(blocks), rows=_rows(layers.segments))
+        room = USABLE * measured.memory if memory is None else memory
+        try:
+            return search_plans(layers, work, one, speed, room=room, top_k=1, time_limit=self.time_limit).best.seconds
+        except PlanError:
+            return None
 
     def _arrangements(self) -> Iterator[Arrangement]:
         pieces = self.layers.pieces

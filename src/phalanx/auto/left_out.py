@@ -71,6 +71,8 @@ def left_out_of_limits(
     asked = [one for one in limits if one.knob in _PLAIN and not one.allows(_PLAIN)]
     in_stages = any(one.knob != "zero" for one in asked)
     why = [unstaged] if in_stages else []
+    if in_stages and all(one.knob in ("zero", "micro") for one in asked):
+        why.append(text("left out accumulation"))
     why += unsharded.values() if any(one.knob == "zero" for one in asked) else ()
     why += [unsplit] if any(one.value == "zero_bubble" for one in asked) else []
     found = dict.fromkeys(one for one in why if one is not None)
@@ -84,12 +86,13 @@ def none_left(limits: Sequence[str], found: str) -> str:
 
 
 def left_out_in_stages(searched: Iterable[Arrangement], unsplit: str | None) -> Iterator[str]:
-    """Yield what of stages was not searched.
+    """Yield what of stages and micro-batches was not searched.
 
     Args:
         searched: The arrangements that were.
         unsplit: Why no backward pass of them is in two parts (`why_unsplit`).
     """
+    yield text("left out accumulation")
     in_stages = [at for at in searched if at.stages > 1]
     if any(at.model > 1 for at in in_stages):
         yield text("left out staged parts")

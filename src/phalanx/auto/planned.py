@@ -51,6 +51,9 @@ class Planned:
     search_again: Callable[..., Searched]
     """The same search with further limits."""
 
+    alone: Callable[[], float | None] = lambda: None
+    """Finds the seconds of a step of one process of this machine, without any other; None if that is not known."""
+
     @cached_property
     def plan(self) -> Plan:
         """The fastest Plan."""
@@ -65,6 +68,11 @@ class Planned:
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.searched.best.seconds
+
+    @cached_property
+    def alone_s(self) -> float | None:
+        """Predicted seconds of a step of one process alone, where it fits a machine that was measured."""
+        return self.alone()
 
     @property
     def bound(self) -> float:
@@ -165,6 +173,7 @@ class Planned:
             "step_time_s": found.best.seconds,
             "bound_s": found.bound,
             "gap_percent": found.gap,
+            "one_process_s": self.alone_s,
             "limited_by": self.limited_by,
             "memory_bytes": found.best.peak,
             "room_bytes": self.room,
@@ -217,6 +226,8 @@ class Planned:
     def _notes(self) -> Iterator[str]:
         """Yield what is to be known of the model, and what was not searched."""
         captured = self.layers.captured
+        if self.alone_s is not None and self.alone_s < self.seconds:
+            yield text("plan alone", step=in_words(self.alone_s))
         if captured.reasons:
             yield text("plan captured", level=captured.level, why=captured.reasons[0])
         if self.searched.best.arrangement.stages > 1:

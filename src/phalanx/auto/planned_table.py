@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.auto.figures import in_words, size_in_words
+from phalanx.auto.figures import in_words, percent, size_in_words
 from phalanx.auto.planner import Candidate, Searched
 from phalanx.cluster.messages import text
 
@@ -36,7 +36,7 @@ def planned_table(
         "plan head",
         where=where,
         step=in_words(best.seconds),
-        gap=f"{found.gap:.2g}",
+        gap=percent(found.gap),
         memory=size_in_words(best.peak),
         cause=text(f"plan {max(best.parts, key=lambda name: best.parts[name])}"),
     )

@@ -15,16 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.auto.arrangement import RECOMPUTE, ZERO, Arrangement, divisors
-from phalanx.auto.choices import Choices
+from phalanx.auto.choices import ROUNDING, Choices
 from phalanx.auto.figures import size_in_words
 from phalanx.auto.first_bound import FirstBound
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import WHOLE, Layers, Way
+from phalanx.auto.least_memory import Least, least_of_space, low_peak, most_held
 from phalanx.auto.left_out import none_left
 from phalanx.auto.rates import Speed
 from phalanx.auto.solve import Solved, solve
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
+from phalanx.auto.step_parts import parts_of, sent_by_layers
 from phalanx.auto.ways import Listing, Ways, ways_of
 from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
@@ -89,6 +91,24 @@ class Searched:
         return round((self.best.seconds / self.bound - 1) * 100, 6)
 
 
+class NothingFitsError(PlanError):
+    """No Plan fits. Its message says what the Plan needs that needs the least."""
+
+    def __init__(self, message: str, least: Candidate) -> None:
+        """Keep that Plan.
+
+        Args:
+            message: For the user.
+            least: The Plan.
+        """
+        super().__init__(message)
+        self.least = least
+
+
+_LEAST_S = 20.0
+"""Seconds of the search for what a Plan needs at least."""
+
+
 def search_plans(
     layers: Layers,
     work: LayerWork,
@@ -113,7 +133,8 @@ def search_plans(
         limits: What left arrangements and ways out, in the user's words, for the error.
 
     Raises:
-        PlanError: If nothing fits, and says the least bytes that any Plan needs; or nothing keeps to the limits.
+        NothingFitsError: If nothing fits; says the least bytes that a Plan needs.
+        PlanError: If nothing keeps to the limits.
     """
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     space = tuple(arrangements)
@@ -140,6 +161,8 @@ def search_plans(
                 heapq.heappush(queue, (low, i, True))
             continue
         listed[i] = ways = ways_of(layers, work, space[i], speed, room, listing.of(space[i]))
+        if low_peak(ways.choices) > room * (1 + 2 * ROUNDING):
+            continue
         # The first is solved whatever the time: there is to be a Plan.
         try:
             solved = _solved(ways.choices, time_limit=None if stop == math.inf or not found else left, below=mark)
@@ -148,12 +171,13 @@ def search_plans(
             break
         if solved is not None:
             solved = replace(solved, bound=max(low, solved.bound))  # of one that time stopped it may be nothing
-            found.append(_candidate(layers, space[i], ways, solved))
+            found.append(_candidate(layers, work, space[i], ways, solved, speed))
             bound = min(bound, solved.bound)
     if not listed:
         raise PlanError(none_left(limits, text("layers left", count=len(space)) if space else ""))
     if not found:
-        raise PlanError(_too_large([(space[i], ways) for i, ways in listed.items()], room))
+        tried = [(space[i], ways) for i, ways in listed.items()]
+        raise _too_large(layers, work, speed, tried, room, limits)
     found.sort(key=lambda one: one.seconds)
     return Searched(
         candidates=tuple(found[:top_k]),
@@ -224,9 +248,10 @@ def _schedules(stages: int, pieces: int, micro_batches: list[int]) -> Iterator[t
             yield from ((virtual, micro) for micro in fitting)
 
 
-def _candidate(layers: Layers, at: Arrangement, ways: Ways, solved: Solved) -> Candidate:
+def _candidate(layers: Layers, work: LayerWork, at: Arrangement, ways: Ways, solved: Solved, speed: Speed) -> Candidate:
     picked = tuple(ways.ways[str(one.like)][solved.pick[str(one.like)]] for one in layers.segments)
     by_path = {one.path: way for one, way in zip(layers.segments, picked, strict=True) if not one.is_glue}
+    layers_s = sent_by_layers(layers, work, at, speed, picked) if at.zero else None
     return Candidate(
         arrangement=at,
         picked=picked,
@@ -234,7 +259,7 @@ def _candidate(layers: Layers, at: Arrangement, ways: Ways, solved: Solved) -> C
         stages=_starts(layers, solved.stages),
         seconds=solved.seconds,
         peak=_peak(ways.choices, solved),
-        parts=_parts(ways.choices, solved),
+        parts=parts_of(ways.choices, solved, at.zero > 0, layers_s),
         bound=solved.bound,
     )
 
@@ -252,46 +277,32 @@ def _peak(choices: Choices | StagedChoices, solved: Solved) -> float:
     return max(choices.peaks(solved.pick, solved.stages))
 
 
-def _parts(choices: Choices | StagedChoices, solved: Solved) -> dict[str, float]:
-    """Return the seconds of a step by what takes them; of stages, what an average rank does."""
-    options = [node.options[solved.pick[node.decision]] for node in choices.nodes]
-    sent = sum(one.sent_s for one in options)
-    update = sum(one.update_s for one in options)
-    passes = sum(one.forward_s + one.backward_s for one in options)
+def _too_large(
+    layers: Layers,
+    work: LayerWork,
+    speed: Speed,
+    space: list[tuple[Arrangement, Ways]],
+    room: float,
+    limits: Sequence[str],
+) -> PlanError:
+    """Return what to raise where no arrangement has a way that fits."""
+    found = least_of_space([ways.choices for _, ways in space], _LEAST_S)
+    if found.least is None and found.bound == math.inf:
+        return PlanError(none_left(limits, text("layers left", count=len(space))))
+    said = {"bound": size_in_words(found.bound), "room": size_in_words(room)}
+    if found.least is None:
+        return PlanError(text("nothing fits in time", **said, found=""))
+    (at, ways), least = space[found.place], found.least
+    said |= {"least": size_in_words(least.peak, up=True), "where": str(at), "bytes": str(math.ceil(least.peak))}
+    said["part"] = text(f"plan {most_held(ways.choices, least)}")
+    seconds = _seconds(ways.choices, least)
+    solved = Solved(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)
+    key = "nothing fits" if found.is_proved else "nothing fits in time"
+    more = {} if found.is_proved else {"found": text("enough was found", **said)}
+    return NothingFitsError(text(key, **said, **more), _candidate(layers, work, at, ways, solved, speed))
+
+
+def _seconds(choices: Choices | StagedChoices, least: Least) -> float:
     if isinstance(choices, Choices):
-        return {
-            "compute": passes - sent,
-            "collectives of layers": sent,
-            "exchange of gradients": solved.seconds - choices.fixed_s - passes - update,
-            "optimizer": update,
-            "stages": 0.0,
-        }
-    each = choices.micro_batches / choices.ranks
-    parts = {
-        "compute": each * (passes - sent),
-        "collectives of layers": each * sent,
-        "exchange of gradients": sum(one.exchange_s for one in options) / choices.ranks,
-        "optimizer": update / choices.ranks,
-    }
-    return {**parts, "stages": solved.seconds - sum(parts.values())}
-
-
-def _too_large(space: list[tuple[Arrangement, Ways]], room: float) -> str:
-    least, where, part = math.inf, space[0][0], ""
-    for at, ways in space:
-        found = _least_peak(ways.choices)
-        if found[0] < least:
-            (least, part), where = found, at
-    held, given = size_in_words(least), size_in_words(room)
-    return text("nothing fits", least=held, where=where, part=text(f"plan {part}"), room=given)
-
-
-def _least_peak(choices: Choices | StagedChoices) -> tuple[float, str]:
-    """Return bytes that every pick needs at least, and what most of them are."""
-    held = sum(min(one.held for one in node.options) for node in choices.nodes)
-    kept = sum(min(one.kept for one in node.options) for node in choices.nodes)
-    working = max(min(one.working for one in node.options) for node in choices.nodes)
-    ranks = 1 if isinstance(choices, Choices) else choices.ranks
-    held, kept = held / ranks, kept / ranks  # the most loaded rank has the mean at least
-    parts = {"parameters, gradients and optimizer state": held, "activations": kept + working}
-    return max(held + kept, held + working), max(parts, key=lambda name: parts[name])
+        return choices.seconds(least.pick)
+    return choices.seconds(least.pick, least.stages)

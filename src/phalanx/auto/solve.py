@@ -38,7 +38,8 @@ def solve(choices: Choices, *, time_limit: float | None = None, below: float = m
     """
     program = Program(choices, unit_of(choices.nodes))
     _add_times(program, choices)
-    _add_memory(program, choices)
+    if choices.room < math.inf:
+        add_memory(program, choices, choices.room)
     while True:
         answer = program.solved(time_limit=time_limit, below=(below - choices.fixed_s) / program.second)
         if answer is None:
@@ -109,22 +110,27 @@ _ROUNDING = 1e-12
 """What differences of sums leave where they should be 0, in units near 1."""
 
 
-def _add_memory(program: Program, choices: Choices) -> None:
+def add_memory(program: Program, choices: Choices, unit: float, most: int | None = None) -> None:
     """Add a row for each node that may be the one that needs the most.
 
     Of nodes of one decision that need the same while they run, that is the last: what is kept only grows.
+
+    Args:
+        program: What the rows are added to.
+        choices: What can be chosen.
+        unit: Bytes that a program counts in.
+        most: The column that no row is above, in units; one unit when None.
     """
-    if choices.room == math.inf:
-        return
+    limit, upper = ([], 1.0) if most is None else ([(most, -1.0)], 0.0)
     needed = _Sums(len(program))
     for node in choices.nodes:
         for o, option in enumerate(node.options):
-            needed.add(program.option(node.decision, o), option.held / choices.room)
+            needed.add(program.option(node.decision, o), option.held / unit)
     last = {(node.decision, tuple(o.working for o in node.options)): place for place, node in enumerate(choices.nodes)}
     for place, node in enumerate(choices.nodes):
         working = tuple(option.working for option in node.options)
         for o, option in enumerate(node.options):
-            needed.add(program.option(node.decision, o), option.kept / choices.room)
+            needed.add(program.option(node.decision, o), option.kept / unit)
         if last[node.decision, working] == place:
-            own = [(program.option(node.decision, o), size / choices.room) for o, size in enumerate(working)]
-            program.row([*needed.terms(1.0), *own], -math.inf, 1.0)
+            own = [(program.option(node.decision, o), size / unit) for o, size in enumerate(working)]
+            program.row([*needed.terms(1.0), *own, *limit], -math.inf, upper)

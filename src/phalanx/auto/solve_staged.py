@@ -53,7 +53,7 @@ def solve_staged(choices: StagedChoices, *, time_limit: float | None = None, bel
 
 
 def _by_program(choices: StagedChoices, time_limit: float | None, below: float) -> Solved | None:
-    made = _Staged(choices)
+    made = StagedProgram(choices)
     program = made.program
     while True:
         answer = program.solved(time_limit=time_limit, below=below / program.second)
@@ -82,8 +82,16 @@ class _Cell(NamedTuple):
     working: float
 
 
-class _Staged:
-    def __init__(self, choices: StagedChoices) -> None:
+class StagedProgram:
+    """A step in stages as a program, whose goal is its seconds within the room, or the bytes of its fullest rank."""
+
+    def __init__(self, choices: StagedChoices, goal_bytes: float | None = None) -> None:
+        """Build it.
+
+        Args:
+            choices: What can be chosen.
+            goal_bytes: Bytes of one unit of the goal, if that is bytes.
+        """
         self._choices = choices
         self.program = Program(choices, unit_of(choices.nodes))
         self._count = choices.pieces[-1] + 1
@@ -92,10 +100,12 @@ class _Staged:
         self._columns = [[self.program.column() for _ in range(choices.stages)] for _ in self._cells]
         self._add_stages()
         self._add_products()
-        borders = self._add_borders()
-        self._add_times(borders)
+        if goal_bytes is not None:
+            self._add_memory(goal_bytes, self.program.column(1.0))
+            return
+        self._add_times(self._add_borders())
         if choices.room < math.inf:
-            self._add_memory()
+            self._add_memory(choices.room)
 
     def stages(self, values: Sequence[float]) -> tuple[int, ...]:
         """Return the stage of every piece."""
@@ -208,12 +218,14 @@ class _Staged:
         for row in rows:
             program.row(row, 0.0, math.inf)
 
-    def _add_memory(self) -> None:
+    def _add_memory(self, unit: float, most: int | None = None) -> None:
+        """Add rows that no rank holds more than a unit, or than a column says."""
         choices = self._choices
+        limit, upper = ([], 1.0) if most is None else ([(most, -1.0)], 0.0)
         for rank in range(choices.ranks):
             mine = range(rank, choices.stages, choices.ranks)
             always: list[Term] = [
-                (columns[stage], (cell.held + passing) / choices.room)
+                (columns[stage], (cell.held + passing) / unit)
                 for cell, columns in zip(self._cells, self._columns, strict=True)
                 for stage in mine
                 for passing in (choices.in_flight(stage) * cell.kept + choices.in_debt(stage) * cell.owed,)
@@ -221,6 +233,6 @@ class _Staged:
             groups: dict[tuple[int, str], list[Term]] = {}
             for cell, columns in zip(self._cells, self._columns, strict=True):
                 terms = groups.setdefault((cell.piece, cell.decision), [])
-                terms += [(columns[stage], cell.working / choices.room) for stage in mine]
+                terms += [(columns[stage], cell.working / unit) for stage in mine]
             for terms in groups.values():
-                self.program.row([*always, *terms], -math.inf, 1.0)
+                self.program.row([*always, *terms, *limit], -math.inf, upper)

@@ -84,6 +84,14 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "auto_parallel was asked for {name}={value}. Give a number above 0.",
         "auto_parallel 的 {name}={value} 无效。请给出大于 0 的数。",
     ),
+    "no bytes": (
+        "auto_parallel was asked for {name}={value!r}. Give bytes, or an amount such as '8GiB', '500MiB' or '8GB'.",
+        "auto_parallel 的 {name}={value!r} 无效。请给出字节数，或 '8GiB'、'500MiB'、'8GB' 这样的量。",
+    ),
+    "no seconds": (
+        "auto_parallel was asked for {name}={value!r}. Give seconds, 0 or more, or None for a whole search.",
+        "auto_parallel 的 {name}={value!r} 无效。请给出不小于 0 的秒数，或 None 表示完整搜索。",
+    ),
     "not a module": (
         "auto_parallel plans a torch.nn.Module, found {found}. Hand in the model itself.",
         "auto_parallel 为 torch.nn.Module 制定方案，实际为 {found}。请传入模型本身。",
@@ -112,13 +120,27 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     ),
     "nothing fits": (
         (
-            "No Plan fits: every one needs {least} a rank or more ({where}), most of it {part}, and there are {room}. "
-            "Take more ranks, ranks with more memory, or a smaller batch."
+            "No Plan fits: every one needs {least} a rank or more ({where}: {bytes} bytes), most of it {part}, and "
+            "there are {room}. Take more ranks, ranks with more memory, or a smaller batch."
         ),
         (
-            "没有放得下的方案：每个方案每进程至少需要 {least}（{where}），其中最多的是{part}，而可用 {room}。"
+            "没有放得下的方案：每个方案每进程至少需要 {least}（{where}：{bytes} 字节），其中最多的是{part}，"
+            "而可用 {room}。请用更多进程、更大内存的设备或更小的批。"
+        ),
+    ),
+    "nothing fits in time": (
+        (
+            "No Plan fits: every one needs at least {bound} a rank{found}, and there are {room}. Take more ranks, "
+            "ranks with more memory, or a smaller batch."
+        ),
+        (
+            "没有放得下的方案：每个方案每进程至少需要 {bound}{found}，而可用 {room}。"
             "请用更多进程、更大内存的设备或更小的批。"
         ),
+    ),
+    "enough was found": (
+        "; {least} is enough ({where}: {bytes} bytes, most of it {part}), and less may be",
+        "（{least} 足够，更少也许可行；{where}：{bytes} 字节，其中最多的是{part}）",
     ),
     "no choice fits": (
         (

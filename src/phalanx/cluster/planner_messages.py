@@ -46,6 +46,10 @@ PLANNER: dict[str, tuple[str, str]] = {
         "{where}: {step} a step, at most {gap} % over the best; {memory} a rank; mostly {cause}",
         "{where}：每步 {step}，最多比最优慢 {gap} %；每个进程 {memory}；耗时最多的是{cause}",
     ),
+    "plan alone": (
+        "one process alone: {step} a step, faster than these ranks together",
+        "单个进程：每步 {step}，比这些进程一起更快",
+    ),
     "plan fastest": ("Fastest of each arrangement", "各种排布中最快的方案"),
     "plan arrangement": ("arrangement", "排布"),
     "plan step": ("a step", "每步"),
@@ -63,6 +67,13 @@ PLANNER: dict[str, tuple[str, str]] = {
     "left out staged parts": (
         "modules in parts together with stages, but for those that a limit asks for",
         "与流水线阶段一起使用的分部计算（parts），限制中要求的除外",
+    ),
+    "left out accumulation": (
+        (
+            "micro-batches without stages, which is gradient accumulation: take a smaller global batch, and "
+            "strategy.gradient_merge adds up several"
+        ),
+        "没有流水线阶段的微批（即梯度累积）：请用较小的全局批，并用 strategy.gradient_merge 累积若干批",
     ),
     "left out zero bubble": (
         "zero bubble together with sharding, recomputation or parts, or with two stages of each rank in a V",
@@ -93,7 +104,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     "space model": ("model", "层切分 model"),
     "space stages": ("stages", "阶段 stages"),
     "space virtual": ("virtual", "虚拟阶段 virtual"),
-    "space micro_batches": ("micro_batches", "微批 micro"),
+    "space micro_batches": ("micro_batches (how many, of stages)", "微批 micro（个数，随流水线阶段）"),
     "space schedule": ("schedule", "调度 schedule"),
     "space zero": ("zero", "ZeRO"),
     "space recompute": ("recompute", "重计算 recompute"),
@@ -120,6 +131,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     ),
     "plan compute": ("compute", "计算"),
     "plan collectives of layers": ("collectives of layers", "层内集合通信"),
+    "plan sharding": ("sharding", "ZeRO 切分"),
     "plan exchange of gradients": ("exchange of gradients", "梯度交换"),
     "plan optimizer": ("optimizer", "优化器"),
     "plan stages": ("waits of stages", "流水线等待"),
@@ -159,6 +171,7 @@ PLANNER: dict[str, tuple[str, str]] = {
         "参数、梯度与优化器状态",
     ),
     "plan activations": ("activations", "激活"),
+    "plan what one layer needs": ("what one layer needs while it runs", "单层运行时的需要"),
     "spent compute": ("compute", "计算"),
     "spent exposed_communication": ("exposed communication", "未被掩盖的通信"),
     "spent pipeline_send": ("pipeline send", "流水线发送"),

@@ -1,0 +1,116 @@
+"""The least memory that a planner names is what some Plan attains, and no Plan needs less."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx as px
+from phalanx.auto import least_memory
+from phalanx.auto.choices import Choices
+from phalanx.auto.least_memory import Least, least_of_space, least_peak, low_peak, most_held
+from phalanx.auto.solve import solve
+from phalanx.auto.solve_staged import solve_staged
+from phalanx.auto.staged import StagedChoices
+from phalanx.errors import PlanError
+from unit.test_choices import all_picks
+from unit.test_choices import random_choices as choices_together
+from unit.test_staged import random_choices, repeated_choices, uneven_choices
+
+
+def tried(choices: Choices | StagedChoices) -> float:
+    """Return the least peak of all picks and cuts that are allowed."""
+    found = [math.inf]
+    count = 1 if isinstance(choices, Choices) else choices.pieces[-1] + 1
+    for pick in all_picks(choices):
+        if isinstance(choices, Choices):
+            found += [choices.peak(pick)] * (choices.seconds(pick) < math.inf)
+            continue
+        for cut in itertools.combinations(range(1, count), choices.stages - 1):
+            stages = [sum(piece >= start for start in cut) for piece in range(count)]
+            found += [max(choices.peaks(pick, stages))] * (choices.seconds(pick, stages) < math.inf)
+    return min(found)
+
+
+def checked(choices: Choices | StagedChoices, found: Least | None) -> None:
+    """Check that what was found is what trying everything finds, and what a search needs."""
+    least = tried(choices)
+    assert low_peak(choices) <= least * (1 + 1e-9)
+    if found is None:
+        assert least == math.inf
+        return
+    assert found.peak == pytest.approx(least, rel=1e-6)
+    assert found.bound <= least * (1 + 1e-9)
+    solved = solve if isinstance(choices, Choices) else solve_staged
+    assert solved(replace(choices, room=found.peak)) is not None
+    assert solved(replace(choices, room=found.peak * 0.999)) is None
+    assert most_held(choices, found)
+
+
+def test_the_least_without_stages_is_that_of_all_picks() -> None:
+    random = Random(0)
+    for _ in range(100):
+        choices = choices_together(random)
+        checked(choices, least_peak(choices))
+
+
+@pytest.mark.parametrize("make", [random_choices, repeated_choices, uneven_choices])
+def test_the_least_in_stages_is_that_of_all_picks_and_cuts(make) -> None:
+    random = Random(1)
+    for _ in range(40):
+        choices = make(random)
+        checked(choices, least_peak(choices))
+
+
+def test_the_least_in_stages_is_the_same_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least_memory, "merged", lambda _: None)
+    random = Random(2)
+    for _ in range(20):
+        choices = random_choices(random)
+        checked(choices, least_peak(choices))
+
+
+def test_the_least_of_a_space_is_that_of_all_its_choices() -> None:
+    random = Random(3)
+    for _ in range(20):
+        space = [choices_together(random), random_choices(random), uneven_choices(random)]
+        found, least = least_of_space(space, 60.0), min(map(tried, space))
+        if least < math.inf:
+            assert found.is_proved
+            assert found.least is not None
+            assert found.least.peak == pytest.approx(least, rel=1e-6)
+            assert tried(space[found.place]) == pytest.approx(least, rel=1e-6)
+
+
+def test_what_was_not_found_in_time_is_bounded() -> None:
+    space = [random_choices(Random(4)) for _ in range(2)]
+    found = least_of_space(space, 0.0)
+    assert found.least is None
+    assert not found.is_proved
+    assert 0 < found.bound <= min(map(tried, space))
+
+
+def perceptron(*limits: str, memory: float, cluster: str = "h100x2", rows: int = 65536):
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    sample, target = torch.empty(rows, 1024, device="meta"), torch.empty(rows, dtype=torch.long, device="meta")
+    return px.auto_parallel(
+        model.to("meta"), (sample, target), nn.functional.cross_entropy, cluster=cluster, optimizer="sgd",
+        limits=limits, memory=memory,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [("pp=1",), ("pp=1", "zero=3"), ("pp=2",), ("dp=1",), ()])
+def test_the_least_that_an_error_names_is_enough_and_less_is_not(limits: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError, match=r"every one needs .* a rank or more \(.*: \d+ bytes\), most of it") as error:
+        perceptron(*limits, memory=2**20)
+    least = int(re.findall(r"(\d+) bytes", str(error.value))[0])
+    assert perceptron(*limits, memory=least).memory <= least
+    with pytest.raises(PlanError, match=f"{least} bytes"):
+        perceptron(*limits, memory=0.999 * least)
