@@ -16,10 +16,12 @@ import phalanx as px
 from phalanx.auto import least_memory
 from phalanx.auto.choices import Choices
 from phalanx.auto.least_memory import Least, least_of_space, least_peak, low_peak, most_held
+from phalanx.auto.planned import Planned
 from phalanx.auto.solve import solve
 from phalanx.auto.solve_staged import solve_staged
 from phalanx.auto.staged import StagedChoices
 from phalanx.errors import PlanError
+from unit.test_auto_parallel import FixedHeads
 from unit.test_choices import all_picks
 from unit.test_choices import random_choices as choices_together
 from unit.test_staged import random_choices, repeated_choices, uneven_choices
@@ -114,3 +116,20 @@ def test_the_least_that_an_error_names_is_enough_and_less_is_not(limits: tuple[s
     assert perceptron(*limits, memory=least).memory <= least
     with pytest.raises(PlanError, match=f"{least} bytes"):
         perceptron(*limits, memory=0.999 * least)
+
+
+def test_the_least_is_of_a_plan_that_the_models_code_runs() -> None:
+    """Of code that names its heads, which a rank with some of them does not run."""
+    sample, target = torch.zeros(64, 16, 64), torch.zeros(64)
+
+    def planned(memory: float) -> Planned:
+        return px.auto_parallel(
+            FixedHeads(), (sample, target), nn.functional.mse_loss, cluster="a100x2", limits=["tp=2"], memory=memory
+        )
+
+    with pytest.raises(PlanError, match="every one needs") as error:
+        planned(1)
+    least = int(re.findall(r"(\d+) bytes", str(error.value))[0])
+    assert planned(least).memory <= least
+    with pytest.raises(PlanError, match=f"{least} bytes"):
+        planned(0.999 * least)
