@@ -68,7 +68,7 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
         ("h100", r"Write DEVICExCOUNT,nodes=N"),
         ("h100x0", r"Write DEVICExCOUNT,nodes=N"),
         ("cpux0", r"Write DEVICExCOUNT,nodes=N"),
-        ("h100x8,device=a100", r"nodes=, gbps= are known"),
+        ("h100x8,device=a100", r"nodes=, gbps=, usd= are known"),
         (
             {"nodes": [{"device": "h100", "devices": 8, "gbps": 100, "strided_gbps": 200}]},
             r"strided_gbps = 200 over gbps = 100",
@@ -277,3 +277,14 @@ def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_cluster("herex2") == here
     with pytest.raises(ConfigError, match="Asked for 4 ranks of h, which was measured with 2"):
         read_cluster("herex4")
+
+
+def test_a_cluster_has_a_price_in_words_and_in_files(tmp_path: Path) -> None:
+    (tmp_path / "priced.toml").write_text("usd_per_device_hour = 1.5\n" + MIXED)
+    (tmp_path / "mixed.toml").write_text(MIXED)
+    assert read_cluster("h100x8,usd=2.5,nodes=2").usd_per_device_hour == 2.5
+    assert read_cluster(tmp_path / "priced.toml").weakest().usd_per_device_hour == 1.5
+    assert read_cluster(f"{tmp_path / 'mixed.toml'},usd=3").usd_per_device_hour == 3
+    assert read_cluster("h100x8").usd_per_device_hour is None
+    with pytest.raises(ConfigError, match=r"Asked for usd=-1 of a cluster\. Give a number above 0"):
+        read_cluster("h100x8,usd=-1")

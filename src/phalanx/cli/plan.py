@@ -24,7 +24,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command("plan", context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS]...")
-@click.option("--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16. Default: the file's own, or here.")
+@click.option(
+    "--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16,usd=2.5. Default: the file's own, or here."
+)
 @click.option(
     "--limit", "limits", multiple=True, help="Something to keep to, such as tp<=8 or recompute=none; repeat it."
 )

@@ -3,6 +3,7 @@
 A cluster is named in a few words, or described by a file:
 
     h100x8,nodes=16             16 nodes of 8 H100, with the network such nodes usually have
+    h100x8,usd=2.5              the same, one node; a device costs 2.50 USD an hour
     a100-40gbx4,nodes=2,gbps=200
     cpux2, cpu                  this host's cores, dealt to two devices or one
     herex2, here                the same, as `phalanx calibrate` measured it
@@ -56,6 +57,9 @@ class Cluster:
 
     measured: Measured | None = field(default=None, compare=False, repr=False)
     """The figures of `phalanx calibrate`, for the cluster `here`."""
+
+    usd_per_device_hour: float | None = field(default=None, compare=False)
+    """What renting a device costs; None if it is not known."""
 
     @classmethod
     def detect(cls, role: Role | None = None) -> Cluster:
@@ -151,19 +155,24 @@ def read_cluster(said: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
         return description_file.described(said, "the cluster")
     first, *rest = (word.strip() for word in str(said).split(","))
     if first.endswith((".toml", ".json")):
-        device = _settings(rest, {"device": ""})["device"] if rest else ""
-        return description_file.read(Path(first), str(device))
+        settings = _settings(rest, {"device": "", "usd": 0.0})
+        return _priced(description_file.read(Path(first), str(settings["device"])), settings)
     return _worded(str(said), first, rest)
 
 
 def _worded(said: str, first: str, rest: list[str]) -> Cluster:
     made = _here(first) or _named(said, first)
     node = made.nodes[0]
-    settings = _settings(rest, {"nodes": 1.0, "gbps": node.gbps})
+    settings = _settings(rest, {"nodes": 1.0, "gbps": node.gbps, "usd": 0.0})
     nodes, gbps = float(settings["nodes"]), float(settings["gbps"])
     if nodes % 1:
         raise ConfigError(text("cluster nodes", nodes=f"{nodes:g}"))
-    return replace(made, nodes=(replace(node, gbps=gbps),) * int(nodes))
+    return _priced(replace(made, nodes=(replace(node, gbps=gbps),) * int(nodes)), settings)
+
+
+def _priced(cluster: Cluster, settings: Mapping[str, float | str]) -> Cluster:
+    usd = float(settings["usd"])
+    return replace(cluster, usd_per_device_hour=usd) if usd else cluster
 
 
 def _named(said: str, first: str) -> Cluster:

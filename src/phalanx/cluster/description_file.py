@@ -53,6 +53,7 @@ class _ClusterFile(BaseModel):
 
     nodes: list[_NodeFile] = Field(min_length=1)
     devices: list[_DeviceFile] = Field(default_factory=list)
+    usd_per_device_hour: float | None = Field(default=None, gt=0)
 
 
 def read(path: Path, device: str) -> Cluster:
@@ -90,7 +91,8 @@ def described(content: Any, where: str) -> Cluster:
         path = ".".join(str(part) for part in found["loc"]) or text("the whole")
         raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(found))) from None
     own = {device.name: _device(device) for device in file.devices}
-    return Cluster(nodes=tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count))
+    nodes = tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count)
+    return Cluster(nodes=nodes, usd_per_device_hour=file.usd_per_device_hour)
 
 
 def _node(said: _NodeFile, own: dict[str, Device], where: str) -> Node:
