@@ -366,7 +366,7 @@ def test_an_object_left_open_is_named_by_the_line_it_begins_in() -> None:
 
 
 def test_every_value_of_a_long_file_is_told_by_its_line() -> None:
-    places = [place for place, _ in described_in(["[", "1]", ""] * 5_000, "r")]
+    places = [place for place, _ in described_in(["[", "1]", ""] * 5_000, "r")[0]]
     assert places == [f"r, line {line}" for line in range(1, 15_000, 3)]
 
 
@@ -382,10 +382,27 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "gpt-22B" in shown.output
     assert "compute" in shown.output
-    lines = CliRunner().invoke(phalanx, ["predict", str(file), "--json"]).output.splitlines()
+    assert "skipped single collectives, which are no runs: 1 (1 all_reduce)" in shown.stderr
+    lines = CliRunner().invoke(phalanx, ["predict", str(file), "--json"]).stdout.splitlines()
     (found,) = [json.loads(line) for line in lines]
     assert found["step_time_s"] == px.predict(RUN).step_time_s
     assert found["memory_gib"] * GIB == pytest.approx(footprint(read_run(RUN)).total)
+
+
+def test_the_order_of_ranks_says_which_groups_cross_nodes() -> None:
+    shape = {"tp": 2, "pp": 4, "dp": 8}
+
+    def seconds(order: str) -> dict[str, float]:
+        cluster = {"device": "A100-80GB-SXM", "per_node": 8, "nodes": 8, "node_gbps": 100}
+        run = described(cluster=cluster, parallel={**shape, "order": order}, batch={"global": 64, "micro": 1})
+        return px.predict(run).breakdown
+
+    plain, stages_inside, copies_inside = map(seconds, ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp"))
+    assert stages_inside["pipeline_send_s"] < plain["pipeline_send_s"]
+    assert stages_inside["gradients_s"] > plain["gradients_s"]
+    assert copies_inside["exposed_communication_s"] > plain["exposed_communication_s"]
+    assert copies_inside["gradients_s"] < plain["gradients_s"]
+    assert seconds("tp-dp-pp") == plain
 
 
 def test_a_file_without_runs_is_an_error(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from phalanx.auto.job import read_job
 from phalanx.auto.predict import predict
-from phalanx.auto.search import choices_of, lower_bound, search
+from phalanx.auto.search import SIMULATED, choices_of, cut_seconds, lower_bound, search
+from phalanx.auto.simulate_run import simulate_run
 from phalanx.cli.group import phalanx
 from phalanx.errors import ConfigError, PlanError
 
@@ -39,31 +40,46 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     }
     cluster = f"{draw(st.sampled_from(['a100', 'h100']))}x{draw(st.sampled_from([1, 2, 4]))}"
     cluster += f",nodes={draw(st.sampled_from([1, 2, 4]))},gbps={draw(st.sampled_from([10, 400]))}"
-    return {"model": model, "batch": {"global": draw(st.sampled_from([16, 48]))}}, cluster
+    job = {"model": model, "batch": {"global": draw(st.sampled_from([16, 48]))}}
+    job["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
+    job["software"] = draw(st.sampled_from(["", "Megatron-Core"]))
+    job["overlap"] = {"tp": draw(st.booleans()), "dp": draw(st.booleans())}
+    return job, cluster
 
 
 @settings(max_examples=20, deadline=None)
 @given(jobs())
 def test_the_best_is_that_of_trying_everything(job: tuple[dict[str, Any], str]) -> None:
-    found = search(*job, top_k=3)
+    found = search(*job, top_k=SIMULATED)
     everything = sorted(p.step_time_s for p in map(predict, choices_of(read_job(*job))) if p.fits)
-    assert [c.prediction.step_time_s for c in found.top_k] == everything[:3]
+    assert sorted(c.prediction.step_time_s for c in found.top_k) == everything[:SIMULATED]
+    assert found.closed_form_s == found.bound == everything[0]
     assert found.gap == 0
     assert found.priced <= found.choices
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs())
+def test_the_fastest_are_simulated_and_in_that_order(job: tuple[dict[str, Any], str]) -> None:
+    found = search(*job)
+    steps = [choice.step_time_s for choice in found.top_k]
+    assert steps == sorted(steps)
+    assert steps == [simulate_run(choice.run).simulation.step_time_s for choice in found.top_k]
+    assert search(*job, top_k=1).best == found.best
 
 
 @settings(max_examples=20, deadline=None)
 @given(jobs())
 def test_the_bound_of_a_choice_is_below_its_time(job: tuple[dict[str, Any], str]) -> None:
     for run in choices_of(read_job(*job)):
-        assert lower_bound(run) <= predict(run).step_time_s
+        assert lower_bound(run, cut_seconds(run)) <= predict(run).step_time_s * (1 + 1e-12)
 
 
 @settings(max_examples=15, deadline=None)
 @given(jobs())
 def test_stopped_early_the_bound_still_holds(job: tuple[dict[str, Any], str]) -> None:
     stopped, whole = search(*job, top_k=1, time_limit=0.0), search(*job, top_k=1)
-    assert stopped.bound <= whole.best.prediction.step_time_s <= stopped.best.prediction.step_time_s
+    assert stopped.bound <= whole.closed_form_s <= stopped.closed_form_s
     assert stopped.gap >= 0
 
 
@@ -73,21 +89,35 @@ def test_more_of_a_network_never_makes_the_best_slower(job: tuple[dict[str, Any]
     described, cluster = job
     words, gbps = cluster.rsplit("=", 1)
     faster = search(described, f"{words}={int(gbps) * more}")
-    assert faster.best.prediction.step_time_s <= search(*job).best.prediction.step_time_s * (1 + 1e-12)
+    assert faster.closed_form_s <= search(*job).closed_form_s * (1 + 1e-12)
 
 
 def test_gpt3_on_1024_devices_is_proved_optimal() -> None:
     found = search(GPT3, "a100x8,nodes=128")
     assert found.gap == 0
     assert found.best.prediction.fits
-    assert {"dp", "tp", "pp", "vpp", "zero", "micro", "recompute"} == set(found.dimensions)
+    assert {"dp", "tp", "pp", "vpp", "zero", "micro", "recompute", "order"} == set(found.dimensions)
     assert set(found.dimensions["zero"]) == {0, 1, 2, 3}
     assert set(found.dimensions["recompute"]) == {"none", "selective", "full"}
+    assert set(found.dimensions["order"]) == {"tp-dp-pp", "tp-pp-dp", "dp-tp-pp"}
+
+
+def test_layers_may_be_cut_across_nodes_of_few_devices() -> None:
+    assert 4 in search(GPT3, "a100x2,nodes=128").dimensions["tp"]
+    on_one = search({"model": {**GPT3["model"], "layers": 2}, "batch": {"global": 16}}, "h100x8")
+    assert on_one.dimensions["order"] == ("tp-dp-pp",)  # all orders are the same
+
+
+def test_what_takes_long_to_simulate_is_left_at_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.auto.search._PASSES", 1)
+    found = search(GPT3, "h100x8,nodes=16")
+    assert found.simulated == 1
+    assert [choice.simulated_s is None for choice in found.top_k] == [False, True, True, True, True]
 
 
 def test_more_memory_never_makes_the_best_slower() -> None:
     small, large = (search(GPT3, f"{device}x8,nodes=64") for device in ("A100-40GB-SXM", "A100-80GB-SXM"))
-    assert large.best.prediction.step_time_s <= small.best.prediction.step_time_s
+    assert large.closed_form_s <= small.closed_form_s
 
 
 def test_limits_are_kept_and_their_price_is_said() -> None:
@@ -124,6 +154,10 @@ def test_what_cannot_fit_says_the_least_memory_and_what_fills_it() -> None:
         (["recompute=half-way"], "one of none, selective, full"),
         (["recompute=half"], "one of none, selective, full"),
         (["tp=x"], "no whole number"),
+        (["order=pp-tp-dp"], "one of tp-dp-pp, tp-pp-dp, dp-tp-pp"),
+        (["ep=8"], "ep is not searched: every choice has ep=1"),
+        (["cp<=2"], "cp is not searched"),
+        (["schedule=gpipe"], "schedule is not searched: it is the file's"),
     ],
 )
 def test_limits_that_cannot_be_are_named(limits: list[str], message: str) -> None:
@@ -141,22 +175,55 @@ def test_the_command_shows_choices_and_prints_json(tmp_path: Path) -> None:
     file.write_text(json.dumps(GPT3))
     shown = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=16", "--why-not", "tp=1"])
     assert shown.exit_code == 0
-    assert "within 0 % of the best" in " ".join(shown.output.split())
-    assert "With tp=1" in shown.output
+    words = " ".join(shown.output.split())
+    assert "priced by a formula: none is faster than" in words
+    assert "within 0 % of the best by it" in words
+    assert "The 8 fastest by it were simulated event by event" in words
+    assert "not searched: cp, ep and hsdp (1 in every choice); schedules other than the file's (1f1b)" in words
+    assert "With tp=1" in words
     printed = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=16", "--json"]).output
     found = json.loads(printed)
     assert found["gap_percent"] == 0
     assert len(found["top"]) == 5
+    assert found["priced"] > found["simulated"] == SIMULATED
+    steps = [one["simulated_step_time_s"] for one in found["top"]]
+    assert steps == sorted(steps)
     file.write_text("[")
     assert isinstance(CliRunner().invoke(phalanx, ["plan", str(file)]).exception, ConfigError)
+
+
+def test_what_is_not_searched_is_said_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    file = tmp_path / "gpt3.json"
+    file.write_text(json.dumps(GPT3))
+    shown = CliRunner().invoke(phalanx, ["plan", str(file), "--cluster", "h100x8,nodes=16,usd=2"]).output
+    assert "未搜索：cp、ep 和 hsdp" in shown
+    assert "第一种每步" in shown
+
+
+def test_a_run_keeps_its_price_on_another_cluster() -> None:
+    own = {"device": "H100-80GB-SXM", "per_node": 8, "nodes": 2, "node_gbps": 3200, "usd_per_device_hour": 2.0}
+    for described, cluster, price in [
+        (own, "h100x8,nodes=16", 2.0),
+        (own, "h100x8,nodes=16,usd=2.5", 2.5),
+        ("h100x8,nodes=2,usd=3", "h100x8,nodes=16", 3.0),
+        ("nowhere.toml", "h100x8,nodes=16", None),
+    ]:
+        assert read_job({**GPT3, "cluster": described}, cluster).base.cluster.usd_per_device_hour == price
+    best = search({**GPT3, "cluster": own}, "h100x8,nodes=16", limits=["tp=8", "pp=16"]).best
+    assert best.usd_per_step == pytest.approx(2.0 / 3600 * 128 * best.step_time_s)
 
 
 def test_the_command_counts_no_collectives_as_runs(tmp_path: Path) -> None:
     file, words = tmp_path / "gpt3.jsonl", ["--cluster", "h100x8,nodes=16", "--top", "1", "--json"]
     collective = json.dumps({"name": "a", "collective": "all_reduce", "bytes": 1})
     file.write_text(collective + "\n" + json.dumps(GPT3))
-    assert CliRunner().invoke(phalanx, ["plan", str(file), *words]).exit_code == 0
-    file.write_text(collective)
-    assert "has no run. Write each as a JSON object" in CliRunner().invoke(phalanx, ["plan", str(file), *words]).output
+    done = CliRunner().invoke(phalanx, ["plan", str(file), *words])
+    assert done.exit_code == 0
+    assert "skipped single collectives, which are no runs: 1 (1 all_reduce)" in done.stderr
+    json.loads(done.stdout)
+    file.write_text(collective * 2)
+    said = CliRunner().invoke(phalanx, ["plan", str(file), *words]).output
+    assert "has no run, only single collectives: 2 (2 all_reduce). Write each run as a JSON object" in said
     file.write_text(json.dumps(GPT3) * 2)
     assert "has 2. Give one of them." in CliRunner().invoke(phalanx, ["plan", str(file), *words]).output

@@ -25,7 +25,7 @@ from phalanx.auto.simulate_gradients import Reduction
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.auto.simulate_values import Pipeline, Simulation, Slice, StageWork, Work
 from phalanx.cli.group import phalanx
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import Schedule
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2)]
@@ -297,6 +297,12 @@ def test_schedules_of_a_run_differ_as_they_should() -> None:
     assert plain.peaks[0] > plain.peaks[1] > plain.peaks[2]
     with pytest.raises(PlanError, match="gpipe has one stage a rank, asked for 2"):
         described(schedule="gpipe", parallel={"vpp": 2})
+
+
+def test_a_mapping_is_simulated_as_it_is_predicted() -> None:
+    assert simulate_run(RUN) == simulate_run(read_run(RUN))
+    with pytest.raises(ConfigError, match=r"the run: modl is not known"):
+        simulate_run({"modl": 1})
 
 
 def test_tokens_and_price_follow_from_the_step() -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 from rich import box
@@ -17,8 +17,8 @@ from rich.table import Table
 from phalanx.auto.described_run import Run
 from phalanx.auto.job import read_limit
 from phalanx.auto.predict import Prediction, predict
-from phalanx.auto.run_file import described_in, read_runs
-from phalanx.auto.search import Found, search
+from phalanx.auto.run_file import described_in, read_run
+from phalanx.auto.search import Choice, Found, search
 from phalanx.auto.simulate_files import check_folders, draw, drawn_options
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError
@@ -34,9 +34,7 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
     Needs no model and no devices. The format is that of docs/predict.md.
     """
     check_folders(trace, timeline)
-    runs = read_runs(file, file.name)
-    if not runs:
-        raise click.UsageError(text("no run", path=file.name))
+    runs = [read_run(one, place) for place, one in _described(file)]
     if len(runs) > 1 and (trace or timeline):
         raise click.UsageError(text("one run", options=text("show"), path=file.name, count=len(runs)))
     found = [predict(run) for run in runs]
@@ -46,6 +44,22 @@ def command(file: TextIO, as_json: bool, trace: Path | None, timeline: Path | No
     else:
         Console().print(_table(runs, found))
     draw(runs[0], trace, timeline)
+
+
+def _described(file: TextIO) -> list[tuple[str, Any]]:
+    """Return the runs of a file as `described_in` does, and say on standard error what else it has.
+
+    Raises:
+        UsageError: If it has none.
+    """
+    runs, collectives = described_in(file, file.name)
+    said = {"path": file.name, "count": collectives.total()}
+    said["kinds"] = ", ".join(f"{count} {kind}" for kind, count in collectives.most_common())
+    if not runs:
+        raise click.UsageError(text("no run but collectives" if collectives else "no run", **said))
+    if collectives:
+        click.echo(text("collectives skipped", **said), err=True)
+    return runs
 
 
 def _table(runs: Sequence[Run], found: Sequence[Prediction]) -> Table:
@@ -112,9 +126,7 @@ def plan_described(
     Raises:
         ConfigError: If the file describes no run.
     """
-    runs = described_in(file, file.name)
-    if not runs:
-        raise click.UsageError(text("no run", path=file.name))
+    runs = _described(file)
     if len(runs) > 1:
         raise click.UsageError(text("one run", options=text("plan takes"), path=file.name, count=len(runs)))
     place, described = runs[0]
@@ -139,26 +151,30 @@ def _print(found: Found, reasons: Sequence[str]) -> None:
         "choices proved",
         choices=f"{found.choices:,}",
         priced=f"{found.priced:,}",
+        simulated=found.simulated,
         bound=f"{found.bound:.4g}",
         gap=f"{found.gap:.2g}",
     )
     console.print(proved, highlight=False)
+    if (usd := found.best.usd_per_step) is not None:
+        console.print(text("choices price", usd=f"{usd:.4g}"), highlight=False)
     console.print(text("choices searched", space="; ".join(spaces)), style="dim", highlight=False)
+    console.print(text("plan not searched", why=found.not_searched), style="dim", highlight=False)
     for reason in reasons:
         console.print(reason, highlight=False)
 
 
 def _choices(found: Found) -> Table:
-    grid = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # eleven columns in eighty places
-    for name in (*found.best.values, text("predicted step"), "tokens/s", "TFLOP/s", "GiB"):
+    grid = Table(box=box.SIMPLE, pad_edge=False, padding=0)  # twelve columns in eighty places
+    for name in (*found.best.values, text("predicted step"), text("choices formula"), "tokens/s", "GiB"):
         grid.add_column(name, justify="right", no_wrap=True)
     for choice in found.top_k:
         one = choice.prediction
         grid.add_row(
             *map(str, choice.values.values()),
+            "-" if choice.simulated_s is None else f"{choice.simulated_s:.4g}",
             f"{one.step_time_s:.4g}",
-            f"{one.tokens_per_s_per_device:,.0f}",
-            f"{one.model_tflops_per_device:.0f}",
+            f"{one.tokens_per_s_per_device * one.step_time_s / choice.step_time_s:,.0f}",
             f"{one.memory_gib:.1f}",
         )
     return grid
@@ -169,7 +185,17 @@ def _as_json(found: Found) -> dict[str, object]:
         "bound_s": found.bound,
         "gap_percent": found.gap,
         "choices": found.choices,
-        "simulated": found.priced,
+        "priced": found.priced,
+        "simulated": found.simulated,
         "dimensions": found.dimensions,
-        "top": [choice.values | {"prediction": asdict(choice.prediction)} for choice in found.top_k],
+        "not_searched": found.not_searched,
+        "top": [_choice_as_json(choice) for choice in found.top_k],
+    }
+
+
+def _choice_as_json(choice: Choice) -> dict[str, object]:
+    return choice.values | {
+        "simulated_step_time_s": choice.simulated_s,
+        "usd_per_step": choice.usd_per_step,
+        "prediction": asdict(choice.prediction),
     }

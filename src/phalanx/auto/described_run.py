@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import prod
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
@@ -12,6 +13,11 @@ from phalanx.cluster.devices import Device, device_named
 from phalanx.cluster.messages import text
 
 logger = logging.getLogger("phalanx.auto")
+
+Axis = Literal["tp", "cp", "dp", "pp"]
+Order = Literal["tp-dp-pp", "tp-pp-dp", "dp-tp-pp"]
+ORDERS: tuple[Order, ...] = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp")
+"""Orders of the ranks: those of the first axis are neighbours, those of the last are furthest apart."""
 
 
 class _Part(BaseModel):
@@ -118,6 +124,7 @@ class ClusterOf(_Part):
             "node_gbps": node.gbps,
             "strided": node.strided,
             "figures": node.device,
+            "usd_per_device_hour": cluster.usd_per_device_hour,
         }
 
 
@@ -133,11 +140,17 @@ class ParallelOf(_Part):
     zero: Literal[0, 1, 2, 3] = 0
     hsdp: int = Field(default=1, gt=0)
     sequence_parallel: bool = False
+    order: Order = "tp-dp-pp"
 
     @property
     def ranks(self) -> int:
         """Devices the run needs; experts are dealt to ranks of the other axes."""
         return self.tp * self.pp * self.dp * self.cp
+
+    def stride(self, axis: Axis) -> int:
+        """Return how many ranks apart two neighbours along an axis are: `cp` lies between `tp` and what follows it."""
+        axes = self.order.replace("tp", "tp-cp").split("-")
+        return prod(getattr(self, inner) for inner in axes[: axes.index(axis)])
 
 
 def why_uncut(model: ModelOf, par: ParallelOf) -> str | None:

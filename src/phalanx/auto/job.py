@@ -5,23 +5,35 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.auto.arrangement import RECOMPUTE, SCHEDULES
-from phalanx.auto.described_run import Run
+from phalanx.auto.described_run import ORDERS, Run
 from phalanx.auto.run_file import read_run
 from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import meant, text
 from phalanx.errors import ConfigError
 
-KNOBS = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
-"""What a search chooses, and what limits may name."""
+_SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 
-PLAN_KNOBS = (*KNOBS, "schedule")
+KNOBS = (*_SHARED, "order")
+"""What a search chooses for a described run, and what limits may name."""
+
+PLAN_KNOBS = (*_SHARED, "schedule")
 """The same of a search for a module; the schedule of a described run is part of its description."""
 
-_WORDS: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES}
+_FIXED = {
+    "cp": "fixed",
+    "ep": "fixed",
+    "hsdp": "fixed",
+    "schedule": "fixed schedule",
+    "sequence_parallel": "fixed sequence_parallel",
+}
+"""What a described run has besides, which is not searched, and the message that says why."""
+
+_WORDS: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
 
 STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
 """How a limit may have layers computed."""
@@ -64,6 +76,9 @@ def read_limit(said: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
     if found is None:
         raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=""))
     knob, compare, value = found.groups()
+    if knob not in knobs and knobs == KNOBS and knob in _FIXED:
+        why = text(_FIXED[knob], knob=knob)
+        raise ConfigError(text("limit not searched", said=said, knob=knob, why=why, knobs=", ".join(knobs)))
     if knob not in knobs:
         raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
     if knob in _WORDS:
@@ -127,7 +142,7 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     Args:
         described: A run as `phalanx predict` takes it; what the search chooses (`parallel`, `batch.micro`,
             `recompute`) may be left out and does not count.
-        cluster: Words or a cluster; that of `described` when None.
+        cluster: Words or a cluster; that of `described` when None. Without a price it costs what that one does.
         limits: What is fixed, such as `tp<=8`.
 
     Raises:
@@ -135,7 +150,7 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     """
     run = dict(described)
     if cluster is not None:
-        run["cluster"] = read_cluster(cluster)
+        run["cluster"] = _priced(read_cluster(cluster), run.get("cluster"))
     if "cluster" not in run:
         raise ConfigError(text("no cluster"))
     batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
@@ -143,3 +158,14 @@ def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits
     run.setdefault("precision", "bf16")
     read = [one if isinstance(one, Limit) else read_limit(one) for one in limits]
     return Job(base=read_run(run, str(run["name"])), limits=tuple(read))
+
+
+def _priced(cluster: Cluster, described: Any) -> Cluster:
+    """Return a cluster with its price, or that of the one which a run describes."""
+    if cluster.usd_per_device_hour is not None:
+        return cluster
+    own = described.get("usd_per_device_hour") if isinstance(described, Mapping) else None
+    if isinstance(described, str | Cluster):
+        with suppress(ConfigError):  # it is not asked for
+            own = read_cluster(described).usd_per_device_hour
+    return cluster if own is None else replace(cluster, usd_per_device_hour=own)

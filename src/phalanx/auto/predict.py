@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.auto.collective_cost import Layout, Links
 from phalanx.auto.constants import DEFAULT, Constants, constants_of
-from phalanx.auto.described_run import Run
+from phalanx.auto.described_run import Axis, Run
 from phalanx.auto.footprint import FLOAT, footprint
 from phalanx.auto.kernels import Kernels
 from phalanx.auto.run_file import read_run
@@ -48,7 +48,7 @@ def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Pre
     Raises:
         ConfigError: If the run cannot be; says which key, what was found and what is known.
     """
-    run = run if isinstance(run, Run) else read_run(dict(run))
+    run = run if isinstance(run, Run) else read_run(run)
     seconds = StepSeconds(run, constants).breakdown()
     total, held = sum(seconds.values()), footprint(run)
     per_device = run.batch.whole * run.model.seq / run.parallel.ranks / total
@@ -61,6 +61,13 @@ def predict(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Pre
         fits=held.total <= USABLE * run.device.memory,
         breakdown=seconds | {f"{name}_gib": getattr(held, name) / GIB for name in held.__dataclass_fields__},
     )
+
+
+def layout_of(run: Run, axis: Axis) -> Layout:
+    """Return where the ranks of one axis lie, by the order of the ranks."""
+    ranks, stride = getattr(run.parallel, axis), run.parallel.stride(axis)
+    per_node = run.cluster.per_node
+    return Layout(ranks, max(1, min(ranks, per_node // stride)), min(stride, per_node))
 
 
 class StepSeconds:
@@ -184,7 +191,7 @@ class StepSeconds:
     def cut_layers(self) -> float:
         """Seconds of the collectives of one pass through a block that is cut over ranks, or deals tokens to experts."""
         run, par = self.run, self.run.parallel
-        layout = Layout(par.tp, min(par.tp, run.cluster.per_node))
+        layout = layout_of(run, "tp")
         # Gathers of what is multiplied in 8 bit carry 8 bit; reduce-scatters and all-reduces carry 16.
         share = 0.75 if run.precision == "fp8" and par.sequence_parallel else 1.0
         seconds = 2 * self.links.all_reduce(share * boundary_bytes(run), layout)  # or all-gather and reduce-scatter
@@ -196,7 +203,7 @@ class StepSeconds:
             seconds += 2 * self.links.all_to_all(boundary_bytes(run) * run.model.top_k, experts)
         if par.cp > 1:
             kv = 2 * boundary_bytes(run) * run.model_as_cut.keys_heads / run.model.heads / par.tp
-            ring = Layout(par.cp, min(par.cp, max(1, run.cluster.per_node // par.tp)), par.tp)
+            ring = layout_of(run, "cp")
             # The ring runs beside attention, and shows where it is the longer.
             seconds += max(0.0, self.links.all_gather(kv * par.cp, ring) - self.block.attention)
         return seconds
@@ -209,10 +216,10 @@ class StepSeconds:
 
     @cached_property
     def replicas(self) -> Layout:
-        """The ranks that hold the same part of the model: neighbours `tp` apart."""
-        par, per_node = self.run.parallel, self.run.cluster.per_node
-        ranks = par.dp * par.cp
-        return Layout(ranks, max(1, min(ranks, per_node // par.tp)), min(par.tp, per_node))
+        """The ranks that hold the same part of the model: all copies of it, and all parts of their sequences."""
+        par = self.run.parallel
+        in_node = layout_of(self.run, "dp").in_node * layout_of(self.run, "cp").in_node
+        return Layout(par.dp * par.cp, in_node, max(1, self.run.cluster.per_node // in_node))
 
     @cached_property
     def held(self) -> float:
@@ -246,10 +253,10 @@ class StepSeconds:
         run, par = self.run, self.run.parallel
         if par.pp == 1:
             return 0.0
-        beside = par.tp * par.cp * par.dp
-        across = beside * par.pp > run.cluster.per_node
+        stride = par.stride("pp")
+        across = stride * par.pp > run.cluster.per_node
         size = boundary_bytes(run) / par.tp
-        return self.links.send(size, across=across, sharing=min(beside, run.cluster.per_node))
+        return self.links.send(size, across=across, sharing=min(stride, run.cluster.per_node))
 
     @cached_property
     def _send(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,10 +28,10 @@ def read_run(described: Any, where: str = "the run") -> Run:
     Raises:
         ConfigError: If a key is unknown or missing, or a value cannot be; names the place and what was found.
     """
-    if not isinstance(described, dict):
+    if not isinstance(described, Mapping):
         raise ConfigError(text("not an object", place=where, found=type(described).__name__))
     try:
-        run = Run.model_validate(described)
+        run = Run.model_validate(dict(described))
         run.device.rate(run.precision)
     except ValidationError as error:
         raise ConfigError(_first(error, where)) from None
@@ -49,11 +50,13 @@ def read_runs(lines: Iterable[str], where: str) -> list[Run]:
     Raises:
         ConfigError: If it is not JSON, or holds a run that cannot be; names the line.
     """
-    return [read_run(one, place) for place, one in described_in(lines, where)]
+    return [read_run(one, place) for place, one in described_in(lines, where)[0]]
 
 
-def described_in(lines: Iterable[str], where: str) -> list[tuple[str, Any]]:
-    """Return the runs of a file, unchecked, and the line that each begins in; objects about collectives are left out.
+def described_in(lines: Iterable[str], where: str) -> tuple[list[tuple[str, Any]], Counter[str]]:
+    """Return the runs of a file, unchecked, with the line that each begins in; and how many collectives of each kind.
+
+    An object about a single collective is no run: `collective` says its kind.
 
     Args:
         lines: JSON values one after the other, on one line or several each.
@@ -67,6 +70,7 @@ def described_in(lines: Iterable[str], where: str) -> list[tuple[str, Any]]:
     except UnicodeDecodeError:
         raise ConfigError(text("not text", path=where)) from None
     found, decoder, at, line = [], json.JSONDecoder(), 0, 1
+    collectives: Counter[str] = Counter()
     while start := _SOMETHING.search(content, at):
         line += content.count("\n", at, start.start())
         at, place = start.start(), text("line of", path=where, number=line)
@@ -76,9 +80,11 @@ def described_in(lines: Iterable[str], where: str) -> list[tuple[str, Any]]:
             why = text("not JSON", place=place, why=error.msg, line=error.lineno, column=error.colno)
             raise ConfigError(why) from None
         line, at = line + content.count("\n", at, end), end
-        if not (isinstance(value, dict) and "collective" in value):
+        if isinstance(value, dict) and "collective" in value:
+            collectives[str(value["collective"])] += 1
+        else:
             found.append((place, value))
-    return found
+    return found, collectives
 
 
 def _first(error: ValidationError, where: str) -> str:

@@ -4,6 +4,9 @@ The space is everything that `dimensions` says. Its choices are taken in the ord
 products alone, at the rate of large ones, with the pipeline's idle time. As soon as that bound reaches the best time
 found, no choice that is left can be better, so the result is the optimum and the gap is 0 %. Stopped before, the bound
 of the next choice bounds all that are left. (Best-first branch and bound; A. Land and A. Doig, 1960.)
+
+All that is about the closed form of `predict`. The fastest few by it are simulated event by event, which may order them
+otherwise, and are returned in the order of that.
 """
 
 from __future__ import annotations
@@ -11,23 +14,43 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from phalanx.auto.arrangement import RECOMPUTE, divisors
 from phalanx.auto.constants import DEFAULT, Constants
-from phalanx.auto.described_run import Run, why_uncut
+from phalanx.auto.described_run import ORDERS, Order, Run, why_uncut
 from phalanx.auto.footprint import Footprint, footprint
 from phalanx.auto.job import Job, read_job, read_limit
-from phalanx.auto.predict import USABLE, Prediction, predict
+from phalanx.auto.predict import USABLE, Prediction, StepSeconds, layout_of, predict
+from phalanx.auto.simulate import WHOLE_ROUNDS
+from phalanx.auto.simulate_run import simulate_run
 from phalanx.cluster.description import Cluster
 from phalanx.cluster.devices import GIB
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PlanError
 
+_T = TypeVar("_T")
+
 _MAX_VIRTUAL = 12
+_MOST_CUT = 8
+"""Ranks that layers are cut over in published runs, and so in clusters of smaller nodes."""
+
+_OF_BYTES = ("dp", "tp", "pp", "vpp", "zero", "micro", "recompute")
+"""Knobs that `footprint` depends on."""
+
+_OF_CUT = ("tp", "micro", "recompute", "order", "dp")
+"""Knobs that `cut_seconds` depends on."""
+
+SIMULATED = 8
+"""How many of the fastest are simulated at least, so that the first is the same whatever smaller number is shown."""
+
+_PASSES = 100_000
+"""How many passes of stages are simulated at most, about a second of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +59,22 @@ class Choice:
 
     run: Run
     prediction: Prediction
+    """By the closed form."""
+
+    simulated_s: float | None = None
+    """Seconds of a step that is simulated event by event; None where that would take too long."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step, simulated if it was."""
+        return self.prediction.step_time_s if self.simulated_s is None else self.simulated_s
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """Price of a step on all devices; None if it is not known."""
+        cluster = self.run.cluster
+        an_hour = cluster.usd_per_device_hour
+        return None if an_hour is None else an_hour / 3600 * cluster.per_node * cluster.nodes * self.step_time_s
 
     @property
     def values(self) -> dict[str, int | str]:
@@ -52,29 +91,42 @@ class Found:
 
     job: Job
     top_k: tuple[Choice, ...]
-    """The fastest choices that fit, best first."""
+    """The fastest choices that fit by the closed form, in the order of their simulated steps."""
+
+    closed_form_s: float
+    """Seconds of a step of the fastest choice found, by the closed form."""
 
     bound: float
-    """Seconds of a step that no choice of the space beats."""
+    """Seconds of a step that no choice of the space beats by the closed form."""
 
     choices: int
     """Choices of the space, those that do not fit among them."""
 
     priced: int
-    """How many were simulated; the bound ruled out the others, or their memory did."""
+    """How many the closed form was asked for; the bound ruled out the others, or their memory did."""
+
+    simulated: int
+    """How many of the fastest by the closed form were simulated event by event."""
 
     dimensions: dict[str, tuple[int | str, ...]]
     """The values of every knob that the space has."""
 
     @property
     def best(self) -> Choice:
-        """The fastest choice."""
+        """The choice whose simulated step is the fastest."""
         return self.top_k[0]
 
     @property
     def gap(self) -> float:
-        """How much slower than the bound the best choice may be, in %."""
-        return (self.best.prediction.step_time_s / self.bound - 1) * 100
+        """How much slower than the bound the fastest choice found is by the closed form, in %."""
+        return (self.closed_form_s / self.bound - 1) * 100
+
+    @property
+    def not_searched(self) -> str:
+        """What a described run may be and no choice is, as the end of a sentence."""
+        return text(
+            "left out described", schedule=self.job.base.schedule, virtual=_MAX_VIRTUAL, cut=most_cut(self.job.base)
+        )
 
     def why_not(self, *limits: str) -> str:
         """Return what it would cost to keep to further limits, such as `tp=1`.
@@ -96,13 +148,13 @@ class Found:
         changes = {name: theirs.breakdown[name] - mine.breakdown[name] for name in mine.breakdown}
         cause = max((name for name in changes if name.endswith("_s")), key=lambda name: changes[name])
         if other.best == self.best:
-            return text("why not same", limits=said, arrangement=self.best, step=f"{mine.step_time_s:.4g} s")
+            return text("why not same", limits=said, arrangement=self.best, step=f"{self.best.step_time_s:.4g} s")
         return text(
             "why not choice",
             limits=said,
             choice=other.best,
-            step=f"{theirs.step_time_s:.4g} s",
-            change=f"{theirs.step_time_s / mine.step_time_s - 1:+.1%}",
+            step=f"{other.best.step_time_s:.4g} s",
+            change=f"{other.best.step_time_s / self.best.step_time_s - 1:+.1%}",
             memory=f"{theirs.memory_gib - mine.memory_gib:+.1f} GiB",
             cause=text(f"spent {cause.removesuffix('_s')}"),
             more=f"{changes[cause]:+.3g} s",
@@ -144,10 +196,11 @@ def search_job(job: Job, *, top_k: int = 5, time_limit: float | None = None, con
     room = USABLE * job.base.device.memory
     least: tuple[float, Run, Footprint | None] = (math.inf, runs[0], None)
     ordered: list[tuple[float, int, Run]] = []
+    bytes_of, seconds_of = _once(footprint, *_OF_BYTES), _once(partial(cut_seconds, constants=constants), *_OF_CUT)
     for number, run in enumerate(runs):
-        held = footprint(run)
+        held = bytes_of(run)
         if held.total <= room:
-            ordered.append((lower_bound(run), number, run))
+            ordered.append((lower_bound(run, seconds_of(run)), number, run))
         elif held.total < least[0]:
             least = (held.total, run, held)
     if not ordered:
@@ -166,10 +219,10 @@ def _best_first(
 ) -> Found:
     stop = math.inf if time_limit is None else time.monotonic() + time_limit
     kept: list[tuple[float, int, Choice]] = []  # a heap whose first is the slowest kept
-    priced, bound = 0, math.inf
+    priced, bound, most = 0, math.inf, max(top_k, SIMULATED)
     for low, number, run in ordered:
-        # All of the top k must be proved, so the slowest of them is the mark.
-        if len(kept) == top_k and low >= -kept[0][0]:
+        # All that are simulated must be proved, so the slowest of them is the mark.
+        if len(kept) == most and low >= -kept[0][0]:
             break
         if kept and time.monotonic() > stop:
             bound = low
@@ -177,29 +230,88 @@ def _best_first(
         found = predict(run, constants)
         priced += 1
         heapq.heappush(kept, (-found.step_time_s, -number, Choice(run, found)))
-        if len(kept) > top_k:
+        if len(kept) > most:
             heapq.heappop(kept)
     best = [choice for _, _, choice in sorted(kept, reverse=True)]
+    shown = _by_events(best, constants)
     return Found(
         job=job,
-        top_k=tuple(best),
+        top_k=tuple(shown[:top_k]),
+        closed_form_s=best[0].prediction.step_time_s,
         bound=min(bound, best[0].prediction.step_time_s),
         choices=len(runs),
         priced=priced,
-        dimensions={
-            name: tuple(
-                sorted({knobs_of(run)[name] for run in runs}, key=RECOMPUTE.index if name == "recompute" else int)
-            )
-            for name in knobs_of(runs[0])
-        },
+        simulated=sum(choice.simulated_s is not None for choice in shown),
+        dimensions=_dimensions(runs),
     )
 
 
-def lower_bound(run: Run) -> float:
+def _by_events(best: Iterable[Choice], constants: Constants) -> list[Choice]:
+    """Return choices in the order of their simulated steps; those that would take too long to simulate come last."""
+    found: list[Choice] = []
+    rest: list[Choice] = []
+    passes = 0
+    for choice in best:
+        passes += _passes(choice.run)
+        if passes > _PASSES and found:
+            rest.append(choice)
+        else:
+            step = simulate_run(choice.run, constants).simulation.step_time_s
+            found.append(replace(choice, simulated_s=step))
+    return sorted(found, key=lambda choice: choice.step_time_s) + rest
+
+
+def _passes(run: Run) -> int:
+    """Return about how many passes the simulation of a run takes: it leaves out what comes again and again."""
+    par, count = run.parallel, math.ceil(run.micro_batches)
+    if run.schedule == "zero-bubble":
+        return 3 * par.pp * par.vpp * count
+    return 2 * par.pp * par.vpp * min(count, WHOLE_ROUNDS * par.pp)
+
+
+def _dimensions(runs: Iterable[Run]) -> dict[str, tuple[int | str, ...]]:
+    """Return the values of every knob of a space."""
+    found: dict[str, set[int | str]] = {}
+    for run in runs:
+        for name, value in knobs_of(run).items():
+            found.setdefault(name, set()).add(value)
+    words: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "order": ORDERS}
+    rank = {name: known.index for name, known in words.items()}
+    return {name: tuple(sorted(values, key=rank.get(name, int))) for name, values in found.items()}
+
+
+def _once(function: Callable[[Run], _T], *knobs: str) -> Callable[[Run], _T]:
+    """Return a function of a run that is asked once for all runs of a job with the same of these knobs."""
+    known: dict[tuple[int | str, ...], _T] = {}
+    knobs_in = operator.itemgetter(*knobs)
+
+    def of(run: Run) -> _T:
+        key = knobs_in(knobs_of(run))
+        if key not in known:
+            known[key] = function(run)
+        return known[key]
+
+    return of
+
+
+def cut_seconds(run: Run, constants: Constants = DEFAULT) -> float:
+    """Return the seconds at least in which a block, forward and backward, waits for collectives of cut layers."""
+    if run.parallel.tp == 1 or run.overlap.tp:
+        return 0.0
+    seconds = StepSeconds(run, constants)
+    return seconds.cut_layers + seconds.cut_backward
+
+
+def lower_bound(run: Run, cut_s: float = 0.0) -> float:
     """Return seconds that a step of a run takes at least, whatever else it has to do.
 
-    Products at the rate of large ones, spread over all devices with nothing in between, and the idle time of its
-    pipeline. Attention, element-wise kernels, the host, communication and the optimizer come on top.
+    Products at the rate of large ones, spread over all devices with nothing in between, collectives of cut layers, and
+    the idle time of its pipeline. Attention, element-wise kernels, the host, other communication and the optimizer come
+    on top.
+
+    Args:
+        run: The run.
+        cut_s: As `cut_seconds` returns it.
     """
     model, par = run.model, run.parallel
     rows = run.batch.whole * model.seq
@@ -207,6 +319,7 @@ def lower_bound(run: Run) -> float:
     passes = 4 if run.recompute == "full" else 3
     rate = run.device.rate(run.precision)
     blocks = 2 * passes * rows * model.layers * block / par.ranks / rate
+    blocks += run.micro_batches * model.layers / par.pp * cut_s
     idle = (par.pp - 1) / par.vpp / run.micro_batches if run.schedule != "zero-bubble" else 0.0
     return blocks * (1 + idle)
 
@@ -221,16 +334,34 @@ def choices_of(job: Job) -> Iterator[Run]:
         if base.batch.whole % dp:
             continue
         sizes = divisors(base.batch.whole // dp)
-        virtual = _virtual_stages(base.model.layers, pp)
+        virtual = _virtual_stages(base, pp)
         zeros = (0,) if dp == 1 else (0, 1, 2, 3)
-        for micro, vpp, zero, recompute in itertools.product(sizes, virtual, zeros, RECOMPUTE):
+        orders = _orders(base, tp=tp, pp=pp, dp=dp)
+        for micro, vpp, zero, recompute, order in itertools.product(sizes, virtual, zeros, RECOMPUTE, orders):
             if recompute == "selective" and zero < 2 and base.model.flash:
                 continue  # fused attention keeps no scores: the same as none
-            if vpp > 1 and (base.batch.whole // dp // micro) % pp:
-                continue  # interleaved stages take micro-batches in groups of the number of stages
-            run = _with(base, tp=tp, pp=pp, dp=dp, vpp=vpp, zero=zero, micro=micro, recompute=recompute)
+            if not _runs(base.schedule, base.batch.whole // dp // micro, pp, vpp):
+                continue
+            run = _with(base, micro=micro, recompute=recompute, tp=tp, pp=pp, dp=dp, vpp=vpp, zero=zero, order=order)
             if all(limit.allows(knobs_of(run)) for limit in job.limits):
                 yield run
+
+
+def _orders(base: Run, **sizes: int) -> list[Order]:
+    """Return the orders of ranks that differ in what lies on one node; of equal ones the first."""
+    found: dict[tuple[tuple[int, int] | None, ...], Order] = {}
+    for order in ORDERS:
+        run = base.model_copy(update={"parallel": base.parallel.model_copy(update={**sizes, "order": order})})
+        layouts = (layout_of(run, axis) for axis in ("tp", "dp", "pp"))
+        found.setdefault(tuple((at.in_node, at.sharing) if at.in_node < at.ranks else None for at in layouts), order)
+    return list(found.values())
+
+
+def _runs(schedule: str, micro_batches: int, pp: int, vpp: int) -> bool:
+    """Return whether a schedule takes so many micro-batches."""
+    if vpp > 1:  # interleaved stages take them in groups of the number of stages
+        return micro_batches % pp == 0
+    return schedule not in ("interleaved", "zero-bubble") or micro_batches % max(1, micro_batches // pp) == 0
 
 
 def knobs_of(run: Run) -> dict[str, int | str]:
@@ -244,25 +375,31 @@ def knobs_of(run: Run) -> dict[str, int | str]:
         "zero": par.zero,
         "micro": run.batch.micro,
         "recompute": run.recompute,
+        "order": par.order,
     }
 
 
-def _with(base: Run, *, micro: int, recompute: str, **cut: int) -> Run:
+def _with(base: Run, *, micro: int, recompute: str, tp: int, **cut: int | str) -> Run:
     # Values of a checked run and whole numbers: nothing to check again, some hundred thousand times.
-    parallel = base.parallel.model_copy(update={**cut, "sequence_parallel": cut["tp"] > 1})
+    parallel = base.parallel.model_copy(update={**cut, "tp": tp, "sequence_parallel": tp > 1})
     batch = base.batch.model_copy(update={"micro": micro})
     return base.model_copy(update={"parallel": parallel, "batch": batch, "recompute": recompute})
 
 
 def _can_cut(base: Run, tp: int, pp: int) -> bool:
     cut = base.parallel.model_copy(update={"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
-    return tp <= base.cluster.per_node and why_uncut(base.model, cut) is None
+    return tp <= most_cut(base) and why_uncut(base.model, cut) is None
 
 
-def _virtual_stages(layers: int, pp: int) -> list[int]:
-    if pp == 1 or layers % pp:
+def most_cut(base: Run) -> int:
+    """Return how many ranks layers are cut over at most: those of a node, or as many as published runs do."""
+    return max(base.cluster.per_node, _MOST_CUT)
+
+
+def _virtual_stages(base: Run, pp: int) -> list[int]:
+    if pp == 1 or base.model.layers % pp or base.schedule == "gpipe":
         return [1]
-    return [v for v in divisors(layers // pp) if v <= _MAX_VIRTUAL]
+    return [v for v in divisors(base.model.layers // pp) if v <= _MAX_VIRTUAL]
 
 
 def _too_large(job: Job, total: float, run: Run, held: Footprint | None) -> str:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from phalanx.auto.constants import DEFAULT, Constants
 from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import block_bytes, logits_bytes, parameters_held, stage_footprint
 from phalanx.auto.predict import StepSeconds
+from phalanx.auto.run_file import read_run
 from phalanx.auto.simulate import simulate
 from phalanx.auto.simulate_values import Pipeline, Simulated, StageWork, Work
 from phalanx.auto.transformer import HALF
 from phalanx.plan.value import Schedule
 
 
-def simulate_run(run: Run, constants: Constants = DEFAULT) -> Simulated:
+def simulate_run(run: Run | Mapping[str, Any], constants: Constants = DEFAULT) -> Simulated:
     """Return one step of a described run, event by event.
 
+    Args:
+        run: A `Run`, or a mapping, as `predict` takes them.
+        constants: The physical quantities to compute with.
+
     Raises:
+        ConfigError: If the run cannot be; says which key, what was found and what is known.
         PlanError: If the schedule does not take so many stages a rank or micro-batches.
     """
+    run = run if isinstance(run, Run) else read_run(run)
     step, cluster = simulate(pipeline_of(run, constants)), run.cluster
     an_hour = cluster.usd_per_device_hour
     devices = cluster.per_node * cluster.nodes

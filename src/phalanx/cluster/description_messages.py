@@ -11,6 +11,36 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "{path} has no run. Write each as a JSON object; docs/predict.md has the format.",
         "{path} 中没有任务描述。请把每个任务写成一个 JSON 对象；格式见 docs/predict.md。",
     ),
+    "no run but collectives": (
+        (
+            "{path} has no run, only single collectives: {count} ({kinds}). Write each run as a JSON object; "
+            "docs/predict.md has the format."
+        ),
+        (
+            "{path} 中没有任务描述，只有单次集合通信的描述 {count} 个（{kinds}）。"
+            "请把每个任务写成一个 JSON 对象；格式见 docs/predict.md。"
+        ),
+    ),
+    "collectives skipped": (
+        "{path}: skipped single collectives, which are no runs: {count} ({kinds}).",
+        "{path}：已跳过单次集合通信的描述 {count} 个（{kinds}），它们不是训练任务。",
+    ),
+    "limit not searched": (
+        "Asked for the limit {said!r}, and {knob} is not searched: {why}. Limits may be on {knobs}.",
+        "限制 {said!r} 中的 {knob} 不在搜索范围内：{why}。可限制的有 {knobs}。",
+    ),
+    "fixed": (
+        "every choice has {knob}=1, and px.predict prices a run with another",
+        "每种选择中 {knob}=1，其他值可用 px.predict 计算",
+    ),
+    "fixed schedule": (
+        "it is the file's, so write another there",
+        "以文件所写为准，请在文件中修改",
+    ),
+    "fixed sequence_parallel": (
+        "it is on wherever tp is above 1",
+        "tp 大于 1 时均启用",
+    ),
     "one run": (
         "{options} one run, {path} has {count}. Give one of them.",
         "{options} 只接受一个任务描述，{path} 中有 {count} 个。请只给出其中一个。",

@@ -60,6 +60,16 @@ PLANNER: dict[str, tuple[str, str]] = {
         "搜索范围：{count} 种排布，其中 {listed} 种逐层求解；{space}",
     ),
     "plan not searched": ("not searched: {why}", "未搜索：{why}"),
+    "left out described": (
+        (
+            "cp, ep and hsdp (1 in every choice); schedules other than the file's ({schedule}); tp above {cut}; "
+            "vpp above {virtual}; dp and micro-batches that do not divide the batch; other orders of ranks"
+        ),
+        (
+            "cp、ep 和 hsdp（每种选择中均为 1）；文件所写以外的调度（{schedule}）；大于 {cut} 的 tp；"
+            "大于 {virtual} 的 vpp；不能整除批的 dp 和微批；其他进程顺序"
+        ),
+    ),
     "left out tokens": (
         "tokens apart between layers, as the model's code does not run on some",
         "层间按 token 切分，因为模型代码不能在部分 token 上运行",
@@ -197,14 +207,18 @@ PLANNER: dict[str, tuple[str, str]] = {
     "predicted too large": ("; ! does not fit", "；! 表示放不下"),
     "choices proved": (
         (
-            "{choices} choices, {priced} simulated; none is faster than {bound} s: the first is within {gap} % of the "
-            "best, by this model of time. docs/predict.md says how good that model is."
+            "{choices} choices, {priced} priced by a formula: none is faster than {bound} s by it, and the fastest "
+            "found is within {gap} % of the best by it. The {simulated} fastest by it were simulated event by event, "
+            "and the choices are in the order of that time (step s). docs/predict.md says how good both are."
         ),
         (
-            "{choices} 种选择，模拟了 {priced} 种；没有快于 {bound} s 的：按此时间模型，"
-            "第一种与最优相差不超过 {gap} %。该模型的精度见 docs/predict.md。"
+            "{choices} 种选择，用公式计算了 {priced} 种：按公式没有快于 {bound} s 的，找到的最快者与公式的最优"
+            "相差不超过 {gap} %。公式最快的 {simulated} 种经逐事件模拟，并按模拟时间（每步 s）排列。"
+            "二者的精度见 docs/predict.md。"
         ),
     ),
+    "choices formula": ("formula s", "公式 s"),
+    "choices price": ("The first costs {usd} USD a step.", "第一种每步 {usd} 美元。"),
     "choices searched": ("searched: {space}", "搜索范围：{space}"),
     "why not choice": (
         "With {limits} the best is {choice}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",
