@@ -173,3 +173,17 @@ def test_sharding_costs_what_the_unit_of_each_block_takes():
     units = {tuple(unit): unit for unit in here.work.unit_of.values()}.values()
     expected = sum(sharded_s("kept", sum(param.bytes for param in unit), len(unit), Layout(4, 4)) for unit in units)
     assert sum(sent) == pytest.approx(expected)
+
+
+def test_a_plan_of_a_model_costs_what_its_cluster_does() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    for words, price in (("a100x2,nodes=2,usd=1.5", 6.0), ("a100x2,nodes=2", None)):
+        found = px.auto_parallel(model, torch.zeros(8, 64), cluster=words)
+        simulated = found.simulate()
+        if price is None:
+            assert found.usd_per_step is simulated.usd_per_step is found.to_json()["usd_per_step"] is None
+            assert "USD" not in str(found)
+        else:
+            assert found.usd_per_step == found.to_json()["usd_per_step"] == pytest.approx(price / 3600 * found.seconds)
+            assert simulated.usd_per_step == pytest.approx(price / 3600 * simulated.simulation.step_time_s)
+            assert "USD a step" in str(found)

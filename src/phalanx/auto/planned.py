@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,9 @@ class Planned:
     alone: Callable[[], float | None] = lambda: None
     """Finds the seconds of a step of one process of this machine, without any other; None if that is not known."""
 
+    usd_per_hour: float | None = None
+    """What all devices of the cluster cost; None if it is not known."""
+
     @cached_property
     def plan(self) -> Plan:
         """The fastest Plan."""
@@ -68,6 +71,14 @@ class Planned:
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.searched.best.seconds
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """Price of a step on all devices; None if it is not known."""
+        return self._price(self.seconds)
+
+    def _price(self, seconds: float) -> float | None:
+        return None if self.usd_per_hour is None else self.usd_per_hour / 3600 * seconds
 
     @cached_property
     def alone_s(self) -> float | None:
@@ -163,7 +174,8 @@ class Planned:
         Args:
             place: Which; the fastest when omitted.
         """
-        return simulate_plan(self.searched.candidates[place], self.layers, self.work, self.speed)
+        found = simulate_plan(self.searched.candidates[place], self.layers, self.work, self.speed)
+        return replace(found, usd_per_step=self._price(found.simulation.step_time_s))
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer in plain values."""
@@ -171,6 +183,7 @@ class Planned:
         return {
             "where": self.where,
             "step_time_s": found.best.seconds,
+            "usd_per_step": self.usd_per_step,
             "bound_s": found.bound,
             "gap_percent": found.gap,
             "one_process_s": self.alone_s,
@@ -226,6 +239,8 @@ class Planned:
     def _notes(self) -> Iterator[str]:
         """Yield what is to be known of the model, and what was not searched."""
         captured = self.layers.captured
+        if self.usd_per_step is not None:
+            yield text("plan price", usd=f"{self.usd_per_step:.4g}")
         if self.alone_s is not None and self.alone_s < self.seconds:
             yield text("plan alone", step=in_words(self.alone_s))
         if captured.reasons:

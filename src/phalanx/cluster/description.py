@@ -85,6 +85,11 @@ class Cluster:
         return sum(node.devices for node in self.nodes)
 
     @property
+    def usd_per_hour(self) -> float | None:
+        """What all devices cost an hour; None if it is not known."""
+        return None if self.usd_per_device_hour is None else self.usd_per_device_hour * self.devices
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all nodes are equal."""
         return all(node == self.nodes[0] for node in self.nodes)

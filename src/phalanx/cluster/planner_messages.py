@@ -218,6 +218,7 @@ PLANNER: dict[str, tuple[str, str]] = {
         ),
     ),
     "choices formula": ("formula s", "公式 s"),
+    "plan price": ("{usd} USD a step", "每步 {usd} 美元"),
     "choices price": ("The first costs {usd} USD a step.", "第一种每步 {usd} 美元。"),
     "choices searched": ("searched: {space}", "搜索范围：{space}"),
     "why not choice": (
