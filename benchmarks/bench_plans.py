@@ -122,7 +122,7 @@ def chosen_of(found: list[Candidate], most: int) -> list[Candidate]:
 
 def train(chosen: list[Trained], name: str, ranks: int, *, steps: int, rounds: int) -> None:
     """Train all Plans for some more rounds, a few of them in each job."""
-    before = len(chosen[0].rounds)
+    before = max(len(one.rounds) for one in chosen)
     numbers = range(before, before + rounds)
     for first in numbers[::ROUNDS_A_JOB]:
         told = _job(chosen, name, ranks, steps, numbers[first - before :][:ROUNDS_A_JOB])
@@ -184,6 +184,9 @@ def main() -> None:
         metavar="FOLDER",
         help="keep what is measured, a file a case; Plans that are kept there get further rounds, with --rounds 0 none",
     )
+    parser.add_argument(
+        "--nearest", type=int, metavar="N", help="with --keep: give further rounds to the N fastest of those kept only"
+    )
     parser.add_argument("--quick", action="store_true", help="a few Plans, only to see that it works")
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
     asked = parser.parse_args()
@@ -203,7 +206,8 @@ def main() -> None:
             chosen = chosen_of(everything, 4 if asked.quick else asked.most)
             count, found = len(everything), [Trained.of(one, answer) for one in chosen]
         if asked.rounds:
-            train(found, name, ranks, steps=3 if asked.quick else 5, rounds=1 if asked.quick else asked.rounds)
+            again = _fastest(found, asked.nearest) if asked.nearest and found[0].rounds else found
+            train(again, name, ranks, steps=3 if asked.quick else 5, rounds=1 if asked.quick else asked.rounds)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
@@ -215,9 +219,20 @@ def main() -> None:
         _show(told)
 
 
+def _usual(found: list[Trained]) -> float:
+    """Return what the yardstick takes in the median over all rounds."""
+    return statistics.median(beside for one in found for _, beside, _ in one.rounds)
+
+
+def _fastest(found: list[Trained], count: int) -> list[Trained]:
+    """Return the fastest so far: which of them is the fastest is what few rounds cannot tell."""
+    usual = _usual(found)
+    return sorted(found, key=lambda one: one.seconds(usual))[:count]
+
+
 def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
     predicted = [predicted_s(answer, one) for one in found]
-    usual = statistics.median(beside for one in found for _, beside, _ in one.rounds)
+    usual = _usual(found)
     seconds = [one.seconds(usual) for one in found]
     halves = [[one.seconds(usual, first, 2) for one in found] for first in (0, 1)] if len(found[0].rounds) > 1 else []
     pairs = list(zip(predicted, seconds, strict=True))
@@ -225,7 +240,7 @@ def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[
         "case": case,
         "plans": count,
         "measured": len(found),
-        "rounds": len(found[0].rounds),
+        "rounds": min(len(one.rounds) for one in found),
         "spearman": spearman(predicted, seconds),
         "halves": spearman(*halves) if halves else None,
         "regret": min(pairs)[1] / min(seconds) - 1,

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.auto.described_run import Run
+from phalanx.auto.figures import percent
 from phalanx.auto.job import read_limit
 from phalanx.auto.predict import Prediction, predict
 from phalanx.auto.run_file import described_in, read_run
@@ -146,14 +147,14 @@ def plan_described(
 def _print(found: Found, reasons: Sequence[str]) -> None:
     console = Console()
     console.print(_choices(found))
-    spaces = (f"{name} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
+    spaces = (f"{_searched(name)} {', '.join(map(str, values))}" for name, values in found.dimensions.items())
     proved = text(
         "choices proved",
         choices=f"{found.choices:,}",
         priced=f"{found.priced:,}",
         simulated=found.simulated,
         bound=f"{found.bound:.4g}",
-        gap=f"{found.gap:.2g}",
+        gap=percent(found.gap),
     )
     console.print(proved, highlight=False)
     if (usd := found.best.usd_per_step) is not None:
@@ -162,6 +163,11 @@ def _print(found: Found, reasons: Sequence[str]) -> None:
     console.print(text("plan not searched", why=found.not_searched), style="dim", highlight=False)
     for reason in reasons:
         console.print(reason, highlight=False)
+
+
+def _searched(name: str) -> str:
+    """Return what a dimension is; `micro` is a number elsewhere (`auto/job`)."""
+    return text("choices micro") if name == "micro" else name
 
 
 def _choices(found: Found) -> Table:

@@ -19,10 +19,11 @@ from phalanx.errors import ConfigError
 _SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
 
 KNOBS = (*_SHARED, "order")
-"""What a search chooses for a described run, and what limits may name."""
+"""What a search chooses for a described run, and what limits may name; `micro` is the sequences of a micro-batch."""
 
 PLAN_KNOBS = (*_SHARED, "schedule")
-"""The same of a search for a module; the schedule of a described run is part of its description."""
+"""The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a described run
+is part of its description."""
 
 _FIXED = {
     "cp": "fixed",

@@ -28,7 +28,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--cluster", help="DEVICExCOUNT,nodes=N, such as h100x8,nodes=16,usd=2.5. Default: the file's own, or here."
 )
 @click.option(
-    "--limit", "limits", multiple=True, help="Something to keep to, such as tp<=8 or recompute=none; repeat it."
+    "--limit",
+    "limits",
+    multiple=True,
+    help="Something to keep to, such as tp<=8 or recompute=none; repeat it. In a script micro is the number of "
+    "micro-batches, in a described run the sequences of one.",
 )
 @click.option("--why-not", "alternatives", multiple=True, help="Say what it would cost to keep to this limit too.")
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many choices to show.")

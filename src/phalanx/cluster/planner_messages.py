@@ -220,6 +220,7 @@ PLANNER: dict[str, tuple[str, str]] = {
     "choices formula": ("formula s", "公式 s"),
     "plan price": ("{usd} USD a step", "每步 {usd} 美元"),
     "choices price": ("The first costs {usd} USD a step.", "第一种每步 {usd} 美元。"),
+    "choices micro": ("micro (sequences of a micro-batch)", "micro（每个微批的序列数）"),
     "choices searched": ("searched: {space}", "搜索范围：{space}"),
     "why not choice": (
         "With {limits} the best is {choice}: {step} a step, {change}, {memory}; most of it {cause} ({more}).",

@@ -17,7 +17,7 @@ _SAMPLES = 2
 _PAIRS, _IN_A_ROW = 4, 4
 """Samples of runs in which ranks meet, beside as many in which they do not, and runs a sample."""
 
-_BESIDE_BYTES = 2**23
+_BESIDE_BYTES, _BESIDE_SAMPLES = 2**23, 5
 
 # Newer releases of torch name them so, and warn of the older names.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -126,16 +126,20 @@ def contention(group: dist.ProcessGroup, *, quick: bool) -> float:
         if started is not None:
             started.wait()
 
-    link = _median(reduce)
-    times = max(1, round(link / (_median(lambda: work(20)) / 20)))
-    alone, both = _median(lambda: work(times)), _median(beside)
+    samples = _SAMPLES if quick else _BESIDE_SAMPLES
+    link = _median(reduce, samples)
+    # As much work on every rank, whatever each one's clock says: else it is the difference that is waited for.
+    asked = torch.tensor(max(1.0, link / (_median(lambda: work(20), samples) / 20)))
+    dist.all_reduce(asked, dist.ReduceOp.MAX, group=group)
+    times = round(asked.item())
+    alone, both = _median(lambda: work(times), samples), _median(beside, samples)
     return max(0.0, (both - max(alone, link)) / min(alone, link))
 
 
-def _median(run: Run) -> float:
+def _median(run: Run, samples: int) -> float:
     run()
     taken = []
-    for _ in range(_SAMPLES):
+    for _ in range(samples):
         dist.barrier()
         started = time.perf_counter()
         run()

@@ -26,7 +26,7 @@ NOT_YET = frozenset(
 
 _PLANNED = (
     "the planner needs a batch of the model's data. Leave it out, and write plan = px.auto_parallel(model, sample, "
-    "loss_fn).plan, then fleet.distributed_model(model, plan=plan)"
+    'loss_fn, limits=["pp=1"]).plan, then fleet.distributed_model(model, plan=plan)'
 )
 
 INSTEAD = {

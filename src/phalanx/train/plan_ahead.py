@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.auto.figures import percent
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.messages import text
 from phalanx.comm.agreement import agree, share
@@ -202,12 +203,12 @@ def _found(
     best = answer.searched.best
     cut = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
     logger.info(
-        "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %.2g %% over the best Plan, "
+        "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %s %% over the best Plan, "
         "%.4g MiB a rank",
         best.arrangement,
         cut,
         answer.seconds * 1e3,
-        answer.gap,
+        percent(answer.gap),
         answer.memory / 2**20,
     )
     return answer.plan
