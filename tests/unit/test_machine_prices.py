@@ -72,6 +72,23 @@ def test_work_of_layers_that_do_not_meet_is_waited_for_as_after_a_step(answer: P
     assert seconds(Host(waiting_s=lambda work_s, layout: 3.0)) == pytest.approx(alone + 3, rel=1e-6)
 
 
+def test_stages_average_once_a_step() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    sample = torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)
+    answer = auto_parallel(model, sample, nn.functional.cross_entropy, cluster="cpux4", optimizer="sgd")
+
+    def added(micro_batches: int) -> float:
+        at = Arrangement(data=2, stages=2, micro_batches=micro_batches, per_node=4, rows=64)
+        hosts = (Host(averaged_s=lambda layout: 1.0), Host())
+        found = [ways_of(answer.layers, answer.work, at, replace(answer.speed, host=one)).choices for one in hosts]
+        pick = {node.decision: 0 for node in found[0].nodes}
+        options = [[node.options[pick[node.decision]] for node in one.nodes] for one in found]
+        assert sum(one.backward_s for one in options[0]) == pytest.approx(sum(one.backward_s for one in options[1]))
+        return sum(one.exchange_s for one in options[0]) - sum(one.exchange_s for one in options[1])
+
+    assert added(1) == pytest.approx(added(8)) == pytest.approx(8), "weights and biases"
+
+
 def test_the_host_hears_of_every_gradient_that_is_averaged(answer: Planned) -> None:
     def backward(label: str, host: Host) -> float:
         return next(one.backward_s for one in choices_of(answer, host).nodes[0].options if one.label == label)

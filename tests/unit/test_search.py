@@ -42,9 +42,33 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     cluster += f",nodes={draw(st.sampled_from([1, 2, 4]))},gbps={draw(st.sampled_from([10, 400]))}"
     job = {"model": model, "batch": {"global": draw(st.sampled_from([16, 48]))}}
     job["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
+    job["precision"] = draw(st.sampled_from(["bf16", "fp8"])) if cluster.startswith("h100") else "bf16"
     job["software"] = draw(st.sampled_from(["", "Megatron-Core"]))
     job["overlap"] = {"tp": draw(st.booleans()), "dp": draw(st.booleans())}
     return job, cluster
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_limit_on_the_order_takes_what_lies_alike(nodes: int) -> None:
+    """Where another order puts the same ranks on each node, a limit to it leaves the same choices."""
+    model = {"layers": 8, "hidden": 1024, "heads": 8, "seq": 1024, "vocab": 1024}
+    job, cluster = {"model": model, "batch": {"global": 32}}, f"h100x8,nodes={nodes}"
+    alike = (search(job, cluster, limits=["pp=1", f"order={order}"]) for order in ("tp-dp-pp", "tp-pp-dp"))
+    assert len({(found.closed_form_s, found.choices) for found in alike}) == 1
+
+
+def test_the_bound_of_wide_layers_leaves_out_what_shards_do() -> None:
+    """Products are nearly all of such a step, and one of a block is not computed again where it is sharded."""
+    model = {"layers": 2, "hidden": 32768, "heads": 64, "seq": 512, "vocab": 1024}
+    described = {"model": model, "batch": {"global": 2048}, "precision": "fp8", "software": "Megatron-Core"}
+    wide = list(choices_of(read_job(described, "b200x8,nodes=4", ["recompute=full", "micro>=8"])))
+    assert any(run.parallel.zero >= 2 for run in wide)
+    assert all(lower_bound(run, cut_seconds(run)) <= predict(run).step_time_s for run in wide)
+
+
+def test_no_choice_can_be_asked_for() -> None:
+    with pytest.raises(ConfigError, match="top_k"):
+        search(GPT3, "h100x8,nodes=16", top_k=0)
 
 
 @settings(max_examples=20, deadline=None)

@@ -54,7 +54,7 @@ class Links:
         return known.link_start_s + 2 * known.network_hop_s * math.log2(layout.ranks / layout.in_node)
 
     def ring_start(self, layout: Layout) -> float:
-        """Return the seconds before a gather or a scatter moves its bytes: once round a ring of all ranks."""
+        """Return the seconds before a gather, a scatter or a send moves its bytes: once round a ring of all ranks."""
         known = self.constants
         nodes = layout.ranks / min(layout.ranks, layout.in_node)
         within, between = known.link_hop_s / 2 * (layout.ranks - nodes), known.network_hop_s * (nodes - 1)
@@ -104,4 +104,4 @@ class Links:
             sharing: Ranks of a node that send at the same time.
         """
         pair = Layout(2, 1 if across else 2, sharing if across else 1)
-        return self.start(pair) + size / self.bandwidth(pair)
+        return self.ring_start(pair) + size / self.bandwidth(pair)

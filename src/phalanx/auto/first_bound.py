@@ -54,8 +54,9 @@ class FirstBound:
         listed = self._listing.of(at)
         if not all(listed.ways.values()) or (at.model > 1 and not listed.needed):
             return math.inf
-        # Prices know of stages only whether there are some, and of schedules whether these take backward passes apart.
-        pricing = at.row_parts, at.stages > 1, at.zero_bubble
+        # Prices know of stages only whether there are some, unless ranks wait for the slowest, and of schedules whether
+        # these take backward passes apart.
+        pricing = at.row_parts, at.stages if self._speed.host.waiting_s else at.stages > 1, at.zero_bubble
         key = at.data, at.model, at.zero, at.recompute, *pricing, at.over_data, at.over_model
         if key not in self._costs:
             self._costs[key] = self._priced(at, listed.ways)

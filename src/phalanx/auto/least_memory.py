@@ -205,7 +205,9 @@ def _by_trying(choices: StagedChoices, below: float, time_limit: float | None) -
         if not _is_allowed(choices, pick):
             continue
         if time.monotonic() > stop:
-            raise TimeoutError("no choice was proved to need the least in time")
+            if best is None:
+                raise TimeoutError("no choice was found in time")
+            return replace(best, bound=min(best.peak, low_peak(choices)))
         peak, stages = _best_cut(choices, [costs[one] for one in pick.items()], below)
         if peak < below:
             below = peak

@@ -31,7 +31,7 @@ class Held(NamedTuple):
     gather_s: float
     gather_again_s: float
     moved_s: float
-    """Of gradients into their buckets, and of the host, which hears of each."""
+    """Of gradients into their buckets, in every backward pass, and of the host, which hears of each."""
 
     update_s: float
 
@@ -90,7 +90,8 @@ class ParameterCost:
             whole = [param for param in trained if not _is_cut(param, way)]
             hooked = trained if copies > 1 else added if at.model > 1 else whole
             moved += len(hooked) * host.averaged_s(at.over_data if at.data > 1 else at.over_model)
-        return exchange, moved
+        # Stages average once a step, after all micro-batches.
+        return (exchange + moved, 0.0) if at.stages > 1 else (exchange, moved)
 
     def _collective_s(self, kind: Kind, size: float, parts: float) -> float:
         """Return the seconds of a part of the buckets of ranks that read other rows."""

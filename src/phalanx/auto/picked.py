@@ -36,7 +36,9 @@ def collectives_of(
         speed: How fast the ranks are.
         collective_s: Seconds of collectives, and no more than these; with what starting one takes when None.
     """
-    host = replace(speed.host, checkpoint_s=0.0, selective_op_s=0.0) if collective_s is None else Host()
+    host = (
+        replace(speed.host, checkpoint_s=0.0, selective_op_s=0.0, averaged_s=None) if collective_s is None else Host()
+    )
     only = replace(speed, operators=_FREE, collective_s=collective_s or speed.collective_s, host=host)
     work = LayerWork(layers.captured, layers.segments, layers.blocks, _FREE)
     return options_of(candidate, layers, work, only)

@@ -189,6 +189,8 @@ def search(
 
 def search_job(job: Job, *, top_k: int = 5, time_limit: float | None = None, constants: Constants = DEFAULT) -> Found:
     """See `search`."""
+    if top_k < 1:
+        raise ConfigError(text("not above zero", name="top_k", value=top_k))
     runs = list(choices_of(job))
     if not runs:
         kept = ", ".join(map(str, job.limits)) or text("none cut")
@@ -233,7 +235,7 @@ def _best_first(
         if len(kept) > most:
             heapq.heappop(kept)
     best = [choice for _, _, choice in sorted(kept, reverse=True)]
-    shown = _by_events(best, constants)
+    shown = _by_events(best, constants, stop)
     return Found(
         job=job,
         top_k=tuple(shown[:top_k]),
@@ -246,14 +248,17 @@ def _best_first(
     )
 
 
-def _by_events(best: Iterable[Choice], constants: Constants) -> list[Choice]:
-    """Return choices in the order of their simulated steps; those that would take too long to simulate come last."""
+def _by_events(best: Iterable[Choice], constants: Constants, stop: float) -> list[Choice]:
+    """Return choices in the order of their simulated steps; those that would take too long to simulate come last.
+
+    After the time `stop` only the first is simulated.
+    """
     found: list[Choice] = []
     rest: list[Choice] = []
     passes = 0
     for choice in best:
         passes += _passes(choice.run)
-        if passes > _PASSES and found:
+        if found and (passes > _PASSES or time.monotonic() > stop):
             rest.append(choice)
         else:
             step = simulate_run(choice.run, constants).simulation.step_time_s
@@ -266,6 +271,8 @@ def _passes(run: Run) -> int:
     par, count = run.parallel, math.ceil(run.micro_batches)
     if run.schedule == "zero-bubble":
         return 3 * par.pp * par.vpp * count
+    if run.schedule == "gpipe":
+        return 2 * par.pp * par.vpp * count
     return 2 * par.pp * par.vpp * min(count, WHOLE_ROUNDS * par.pp)
 
 
@@ -316,7 +323,9 @@ def lower_bound(run: Run, cut_s: float = 0.0) -> float:
     model, par = run.model, run.parallel
     rows = run.batch.whole * model.seq
     block = model.attention_parameters + max(1, model.top_k) * model.expert_parameters
-    passes = 4 if run.recompute == "full" else 3
+    # Shards leave the last product out of what is computed again (`predict.StepSeconds`).
+    last = model.hidden * model.inner if par.zero >= 2 and not model.experts else 0
+    passes = 4 - last / block if run.recompute == "full" else 3
     rate = run.device.rate(run.precision)
     blocks = 2 * passes * rows * model.layers * block / par.ranks / rate
     blocks += run.micro_batches * model.layers / par.pp * cut_s
@@ -336,7 +345,7 @@ def choices_of(job: Job) -> Iterator[Run]:
         sizes = divisors(base.batch.whole // dp)
         virtual = _virtual_stages(base, pp)
         zeros = (0,) if dp == 1 else (0, 1, 2, 3)
-        orders = _orders(base, tp=tp, pp=pp, dp=dp)
+        orders = _orders(job, tp=tp, pp=pp, dp=dp)
         for micro, vpp, zero, recompute, order in itertools.product(sizes, virtual, zeros, RECOMPUTE, orders):
             if recompute == "selective" and zero < 2 and base.model.flash:
                 continue  # fused attention keeps no scores: the same as none
@@ -347,10 +356,11 @@ def choices_of(job: Job) -> Iterator[Run]:
                 yield run
 
 
-def _orders(base: Run, **sizes: int) -> list[Order]:
-    """Return the orders of ranks that differ in what lies on one node; of equal ones the first."""
+def _orders(job: Job, **sizes: int) -> list[Order]:
+    """Return the allowed orders of ranks that differ in what lies on one node; of equal ones the first."""
+    base, asked = job.base, [limit for limit in job.limits if limit.knob == "order"]
     found: dict[tuple[tuple[int, int] | None, ...], Order] = {}
-    for order in ORDERS:
+    for order in (one for one in ORDERS if all(limit.allows({"order": one}) for limit in asked)):
         run = base.model_copy(update={"parallel": base.parallel.model_copy(update={**sizes, "order": order})})
         layouts = (layout_of(run, axis) for axis in ("tp", "dp", "pp"))
         found.setdefault(tuple((at.in_node, at.sharing) if at.in_node < at.ranks else None for at in layouts), order)

@@ -31,7 +31,8 @@ class WayCost:
         self._work, self._at, self._speed = work, arrangement, speed
         self._parameters = ParameterCost(layers, work, arrangement, speed)
         self._meets = arrangement.over_model if arrangement.model > 1 else arrangement.over_data
-        self._waits = _waits(work.whole_s(1 / arrangement.row_parts), speed, self._meets)
+        passes = arrangement.micro_batches / arrangement.stages
+        self._waits = _waits(passes * work.whole_s(1 / arrangement.row_parts), speed, self._meets)
         self._seen: set[str] = set()
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
@@ -73,7 +74,7 @@ class WayCost:
             kept = self._kept_of_products(work, share)
             kept += work.taken / at.row_parts if work.opens_block else 0.0
             working += work.kept_inside / at.row_parts  # as if nothing were cut
-        apart = self._apart(work, share) if at.zero_bubble else _Apart(0.0, 0.0, 0.0)
+        apart = self._apart(work, share, times) if at.zero_bubble else _Apart(0.0, 0.0, 0.0)
         # Stages gather once for all micro-batches of a step, at every stage of sharding.
         before, again_back = (0.0, 0.0) if at.stages > 1 else (held.gather_s, held.gather_again_s)
         return Option(
@@ -97,14 +98,14 @@ class WayCost:
             return host.layer_s(kind, size, where)
         return self._speed.collective_s(kind, size, where) + host.collective_call_s
 
-    def _apart(self, work: Work, share: Share) -> _Apart:
-        """Return what it costs to compute gradients of weights after those of inputs."""
+    def _apart(self, work: Work, share: Share, times: Times) -> _Apart:
+        """Return what it costs to compute gradients of weights after those of inputs, of a backward pass so long."""
         those = [op for op in work.operators if op.parameters and op.written_bytes and work.trains]
         # Autograd walks twice, which takes the host as long for an operator as to watch it in both passes: 46 us on a
         # processor on which selective recomputation adds 24 us each.
         added = 2 * self._speed.host.selective_op_s * len(those)
         owed = sum(op.written_bytes for op in those) * share.rows * share.outer
-        return _Apart(self._work.times(work, share).weights, added, owed)
+        return _Apart(times.weights, added, owed)
 
     def _with_waits(self, sent: Times, work: Times) -> tuple[Times, Times]:
         """Return collectives and work of a segment with what ranks wait for the slowest of them after it.
