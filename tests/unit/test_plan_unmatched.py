@@ -9,6 +9,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import PlanError
+from phalanx.parallel.apply import applied_to
 from phalanx.plan.files import load_plan
 from phalanx.plan.unmatched import check_rules
 from phalanx.plan.value import Frozen, ModuleRule, ParamRule, Plan
@@ -66,6 +67,27 @@ def test_rules_for_all_for_the_model_and_for_shared_parameters_match() -> None:
     check_rules(plan, params=PARAMS, modules=MODULES)
     px.apply(plan, Net())
     check_rules(with_rules(modules=("*",)), params=(), modules=("",))
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_strategy_of_two_models_may_name_units_of_one() -> None:
+    generator = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    discriminator = nn.Linear(2, 1)
+    strategy = px.DistributedStrategy(sharding=True, sharding_configs={"stage": 3, "units": ["blocks.*"]})
+    px.distribute(generator, strategy=strategy)
+    px.distribute(discriminator)
+    made = applied_to(discriminator)
+    assert made is not None
+    assert [rule.match for rule in made.plan.modules] == ["blocks.*"]
+    with pytest.raises(PlanError, match=r"modules\[blocks\.\*\], which matches no module"):
+        px.distribute(nn.Linear(2, 1), plan=made.plan)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_strategy_that_recomputes_no_module_is_told_which_setting_it_is() -> None:
+    strategy = px.DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["layer.*"]})
+    with pytest.raises(PlanError, match=r"recompute names 'layer\.\*', .*Did you mean 'layers"):
+        px.distribute(Net(), strategy=strategy)
 
 
 def test_the_message_is_in_the_users_language(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def name_of(param: Tensor) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
-def apply(plan: Plan, model: nn.Module) -> nn.Module:
+def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Module:
     """Prepare a module, in place, to train the way a Plan says.
 
     Collective: every rank calls it with its copy of the module; rank 0's parameters and buffers reach all others.
@@ -118,6 +118,8 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     Args:
         plan: The Plan; equal on all ranks.
         model: A plain module, on any device; it is moved to this rank's.
+        is_derived: Whether a strategy made the Plan: several models may have one, so a rule may match nothing of this
+            one.
 
     Returns:
         The same module.
@@ -138,7 +140,8 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
     check_fits(plan, model, shape, context)
-    _check_rules(plan, model)
+    if not is_derived:
+        _check_rules(plan, model)
     check_operators(plan, model)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None

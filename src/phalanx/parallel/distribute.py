@@ -78,6 +78,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
     if assembly.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
         model.register_forward_pre_hook(reach_at_call, with_kwargs=True)
         return model
+    is_derived = plan is None
     if plan is None:
         check_model(model)
         strategy = use_strategy(None)
@@ -89,7 +90,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
                 logger.warning("%s", said)
     elif is_marked(model):
         raise PlanError("px.shard was told of this model, and a Plan was given. Leave one out: a Plan has styles too.")
-    apply(plan, model)
+    apply(plan, model, is_derived=is_derived)
     for optimizer in assembly.optimizers:
         _pair(optimizer, model)
     if expects_optimizer:
