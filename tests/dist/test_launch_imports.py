@@ -41,3 +41,11 @@ def test_the_launcher_imports_neither_torch_nor_pydantic() -> None:
         "print(sorted({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
     )
     assert python(code) == "[]"
+
+
+def test_a_model_that_is_not_planned_waits_for_no_planner() -> None:
+    code = (
+        "import sys, phalanx.train.model\n"
+        "print(sorted(name for name in sys.modules if name.startswith('phalanx.auto.')))"
+    )
+    assert python(code) == "['phalanx.auto.figures']"

@@ -24,9 +24,9 @@ from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
-from phalanx.train.auto_parallel import check_no_tables
 from phalanx.train.batches import LossFunction, inputs_and_target, inputs_of
 from phalanx.train.job_cluster import cluster_of
+from phalanx.train.no_tables import check_no_tables
 
 logger = logging.getLogger("phalanx.train")
 

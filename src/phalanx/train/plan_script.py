@@ -22,7 +22,8 @@ from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.watch import Training, assembly
 from phalanx.strategy import DistributedStrategy
-from phalanx.train.auto_parallel import auto_parallel, check_no_tables
+from phalanx.train.auto_parallel import auto_parallel
+from phalanx.train.no_tables import check_no_tables
 from phalanx.train.plan_ahead import global_batch, rows_of, with_rows
 
 logger = logging.getLogger("phalanx.train")
