@@ -140,8 +140,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
     check_fits(plan, model, shape, context)
-    if not is_derived:
-        _check_rules(plan, model)
+    _check_rules(plan, model, is_derived=is_derived)
     check_operators(plan, model)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
@@ -175,8 +174,10 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     return model
 
 
-def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Raise if a rule matches nothing of the whole model."""
+def _check_rules(plan: Plan, model: nn.Module, *, is_derived: bool) -> None:
+    """Raise if a rule of a given Plan matches nothing of the whole model."""
+    if is_derived:
+        return
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     check_rules(plan, params=params, modules={name for name, _ in model.named_modules(remove_duplicate=False)})
 
