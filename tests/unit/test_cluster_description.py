@@ -19,7 +19,7 @@ from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.devices import DEVICES
 from phalanx.cluster.measured import Measured, measured_file
 from phalanx.cluster.rank_table_layouts import Layout as TableLayout
-from phalanx.cluster.role import Role
+from phalanx.cluster.role import Launcher, Role
 from phalanx.errors import ConfigError
 
 MIXED = """
@@ -201,13 +201,29 @@ def test_devices_that_share_cores_have_their_share_of_one(monkeypatch: pytest.Mo
     assert eight.flops == pytest.approx({kind: rate / 4 for kind, rate in two.flops.items()})
 
 
+@pytest.mark.parametrize(
+    ("launcher", "machine", "name"),
+    [("mpi", 8, "cpu-2-core"), ("slurm", 8, "cpu-2-core"), ("phalanx", 8, "cpu-0.5-core"), ("mpi", 2, "cpu-0.5-core")],
+)
+def test_cores_that_a_rank_is_bound_to_are_its_own(
+    launcher: Launcher, machine: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect, "CARDS", tmp_path / "none")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    (node,) = Cluster.detect(Role(world_size=4, local_world_size=4, launcher=launcher)).nodes
+    assert (node.devices, node.device.name) == (4, name)
+
+
 def test_the_highest_frequency_counts_not_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "khz").write_text("3200000\n")
-    (tmp_path / "cpuinfo").write_text("cpu MHz\t\t: 800.000\nflags\t\t: avx2\n")
+    (tmp_path / "cpuinfo").write_text("cpu MHz\t\t: 700.000\nflags\t\t: avx2\n\ncpu MHz\t\t: 800.000\n")
+    (tmp_path / "broken").write_text("<unknown>\n")
     monkeypatch.setattr(detect, "PROCESSORS", tmp_path / "cpuinfo")
-    monkeypatch.setattr(detect, "HIGHEST_KHZ", tmp_path / "none")
     cores = len(os.sched_getaffinity(0))
-    assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 0.8e9)
+    for unreadable in ("none", "broken", "."):
+        monkeypatch.setattr(detect, "HIGHEST_KHZ", tmp_path / unreadable)
+        assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 0.8e9)
     monkeypatch.setattr(detect, "HIGHEST_KHZ", tmp_path / "khz")
     assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 3.2e9)
 

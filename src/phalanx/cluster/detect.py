@@ -41,7 +41,7 @@ def detect(role: Role) -> Cluster:
     """Return the cluster that this process's job runs on, all its nodes taken to be as this one."""
     cards = _cards()
     if not cards:
-        node, assumed = cpu_node(role.local_world_size)
+        node, assumed = cpu_node(role.local_world_size, is_bound=_is_bound(role))
     else:
         node, assumed = _card_node(cards)
     if role.node_count > 1:
@@ -49,12 +49,21 @@ def detect(role: Role) -> Cluster:
     return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
 
 
-def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
+def _is_bound(role: Role) -> bool:
+    """Return whether the launcher gave this rank cores of its own: `srun` and `mpirun` may bind each to some."""
+    return role.launcher in ("slurm", "mpi") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, ...]]:
     """Return this host as a node of so many devices, and what was assumed.
 
     Each device is an equal number of its cores; where there are more devices than cores, its share of one.
+
+    Args:
+        devices: How many.
+        is_bound: Whether the cores that this process may use are those of one device, not of all.
     """
-    cores = cores_each(len(os.sched_getaffinity(0)), devices)
+    cores = cores_each(len(os.sched_getaffinity(0)), 1 if is_bound else devices)
     info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
     flags = set(_field(info, "flags", "Features").split())
     cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
@@ -78,9 +87,11 @@ def cpu_node(devices: int) -> tuple[Node, tuple[str, ...]]:
 
 def _hertz(info: str) -> float:
     """Return the highest frequency of a core where the system says it: every rank that asks is told the same."""
-    if HIGHEST_KHZ.exists():
+    try:
         return float(HIGHEST_KHZ.read_text()) * 1e3
-    return float(_field(info, "cpu MHz") or USUAL_HZ / 1e6) * 1e6
+    except (OSError, ValueError):
+        now = re.findall(r"^cpu MHz\s*:\s*(\d+(?:\.\d+)?)\s*$", info, re.MULTILINE)
+        return max(map(float, now)) * 1e6 if now else USUAL_HZ
 
 
 def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, Measured, tuple[str, ...]]:
