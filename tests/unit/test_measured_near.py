@@ -79,7 +79,7 @@ def test_fewer_threads_slow_what_they_share_and_not_the_start_of_an_operator() -
 
 def test_of_two_numbers_as_near_the_larger_is_taken() -> None:
     assert with_ranks(machine(4, of_1=rates(4), of_4=rates(1, 2, 4)), 2)[1] == 4
-    assert with_ranks(machine(4, of_2=rates(2, 2), of_4=rates(1, 2, 4)), 3)[1] == 4
+    assert with_ranks(machine(4, of_2=rates(2, 2), of_8=rates(1, 2, 4, 8)), 4)[1] == 8
 
 
 def test_what_several_ranks_exchange_is_not_known_from_one() -> None:
