@@ -24,7 +24,9 @@ class Net(nn.Module):
         self.head.weight = self.tokens.weight
 
 
-PARAMS = ("tokens.weight", "layers.0.weight", "layers.1.weight", "head.weight")
+PARAMS = {name: name for name in ("tokens.weight", "layers.0.weight", "layers.1.weight")} | {
+    "head.weight": "tokens.weight"
+}
 MODULES = ("", "tokens", "layers", "layers.0", "layers.1", "head")
 
 
@@ -51,10 +53,12 @@ def _alone() -> Iterator[None]:
             r"params\[token\.weight\], .* no parameter .*spelling: tokens\.weight, ",
         ),
         (with_rules(params=("tokens",)), r"params\[tokens\], which matches no parameter"),
+        (with_rules(params=("head.weight",)), r"params\[head\.weight\], .* its first name, tokens\.weight\. Say"),
+        (with_rules(params=("head.*",)), r"params\[head\.\*\], which does nothing: .* tokens\.weight\. Say"),
     ],
 )
 @pytest.mark.usefixtures("_alone")
-def test_a_rule_that_matches_nothing_is_named_with_the_nearest_names(plan: Plan, why: str) -> None:
+def test_a_rule_that_is_about_nothing_is_named_with_names_that_would_do(plan: Plan, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         check_rules(plan, params=PARAMS, modules=MODULES)
     with pytest.raises(PlanError, match=why):
@@ -62,11 +66,11 @@ def test_a_rule_that_matches_nothing_is_named_with_the_nearest_names(plan: Plan,
 
 
 @pytest.mark.usefixtures("_alone")
-def test_rules_for_all_for_the_model_and_for_shared_parameters_match() -> None:
-    plan = with_rules(params=("head.weight", "layers.?.*"), modules=("", "*", "layers.[01]", "head"))
+def test_rules_for_all_for_the_model_and_for_shared_parameters_by_their_first_names_match() -> None:
+    plan = with_rules(params=("tokens.weight", "*.weight", "layers.?.*"), modules=("", "*", "layers.[01]", "head"))
     check_rules(plan, params=PARAMS, modules=MODULES)
     px.apply(plan, Net())
-    check_rules(with_rules(modules=("*",)), params=(), modules=("",))
+    check_rules(with_rules(modules=("*",)), params={}, modules=("",))
 
 
 @pytest.mark.usefixtures("_alone")

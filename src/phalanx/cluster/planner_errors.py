@@ -305,6 +305,16 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         ),
         "方案中的规则 params[{rule}] 不匹配此模型的任何参数。拼写最接近的有：{nearest}。请改正或删除该规则。",
     ),
+    "rule of another name": (
+        (
+            "the Plan has a rule params[{rule}], which does nothing: what it matches is shared, and a shared parameter "
+            "goes by its first name, {first}. Say that, or leave the rule out."
+        ),
+        (
+            "方案中的规则 params[{rule}] 不起作用：它匹配的参数是共享的，而共享参数以其第一个名称 {first} 为准。"
+            "请改用该名称或删除该规则。"
+        ),
+    ),
     "Plan field": ("{path}: there is no such field.{nearest}", "{path}：没有此字段。{nearest}"),
     "Plan value": ("{path}: {why}", "{path}：{why}"),
 }

@@ -175,10 +175,11 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
 
 
 def _check_rules(plan: Plan, model: nn.Module, *, is_derived: bool) -> None:
-    """Raise if a rule of a given Plan matches nothing of the whole model."""
+    """Raise if a rule of a given Plan is about nothing of the whole model."""
     if is_derived:
         return
-    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    first = {id(param): name for name, param in model.named_parameters()}
+    params = {name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
     check_rules(plan, params=params, modules={name for name, _ in model.named_modules(remove_duplicate=False)})
 
 

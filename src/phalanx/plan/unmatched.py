@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from phalanx.cluster.messages import text
 from phalanx.errors import PlanError
@@ -12,25 +12,32 @@ from phalanx.plan.value import Plan, matches
 _MOST_NAMES = 5
 
 
-def check_rules(plan: Plan, *, params: Collection[str], modules: Collection[str]) -> None:
-    """Raise if a rule of a Plan matches nothing of a model. `*` may: it is about whatever there is.
+def check_rules(plan: Plan, *, params: Mapping[str, str], modules: Collection[str]) -> None:
+    """Raise if a rule of a Plan is about nothing of a model. `*` may be: it is about whatever there is.
 
     Args:
         plan: The Plan.
-        params: Plain names of the model's parameters, before it is cut; those of shared ones too.
+        params: The first name of each of the model's parameters, before it is cut, by its plain names; a shared one has
+            several, and rules are looked up by the first.
         modules: Names of its modules; the model itself is "".
 
     Raises:
-        PlanError: For the first such rule; says which names are nearest in spelling.
+        PlanError: For the first such rule; says which names are nearest in spelling, or the first of a parameter.
     """
-    about = (
-        ("rule of no parameter", (rule.match for rule in plan.params), params),
-        ("rule of no module", (rule.match for rule in plan.modules), modules),
-    )
-    for key, patterns, known in about:
-        for pattern in patterns:
-            if pattern != "*" and pattern not in known and not any(matches(pattern, name) for name in known):
-                raise PlanError(text(key, rule=pattern, nearest=_nearest(pattern, known)))
+    for rule in plan.params:
+        first = {params[name] for name in _covered("rule of no parameter", rule.match, params)}
+        if first and not any(matches(rule.match, name) for name in first):
+            raise PlanError(text("rule of another name", rule=rule.match, first=", ".join(sorted(first))))
+    for module in plan.modules:
+        _covered("rule of no module", module.match, modules)
+
+
+def _covered(key: str, pattern: str, known: Collection[str]) -> list[str]:
+    """Return the names that a pattern matches; raises PlanError if there is none and it is not `*`."""
+    covered = [name for name in known if matches(pattern, name)]
+    if not covered and pattern != "*":
+        raise PlanError(text(key, rule=pattern, nearest=_nearest(pattern, known)))
+    return covered
 
 
 def _nearest(pattern: str, known: Collection[str]) -> str:
