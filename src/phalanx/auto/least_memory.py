@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,7 +276,7 @@ def _stages(came: list[NDArray[np.int64]], count: int) -> tuple[int, ...]:
 def most_held(choices: AnyChoices, least: Least) -> Held:
     """Return what the fullest rank holds most of, where it is fullest."""
     fullest = _fullest(choices, least) if isinstance(choices, Choices) else _fullest_in_stages(choices, least)
-    parts = dict(zip(Held.__args__, fullest, strict=True))  # type: ignore[attr-defined]
+    parts = dict(zip(get_args(Held), fullest, strict=True))
     return max(parts, key=lambda name: parts[name])
 
 

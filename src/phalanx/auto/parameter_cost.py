@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from phalanx.auto.arrangement import Arrangement
+from phalanx.auto.collective_cost import Layout
 from phalanx.auto.layer_work import LayerWork
 from phalanx.auto.layers import Layers, Way
 from phalanx.auto.rates import STATES, Speed
@@ -60,7 +61,7 @@ class ParameterCost:
             exchange, gather, again, moved = 0.0, self._sharded_s(own, parts), 0.0, 0.0
         else:
             exchange, moved = self._exchanged(trained, size, parts, way)
-            gather = self._collective_s("all_gather", size + frozen, parts) if at.zero else 0.0
+            gather = self._collective_s("all_gather", size + frozen, parts, at.over_data) if at.zero else 0.0
             again = gather if at.zero == 3 else 0.0
         slices = at.data if at.zero else 1
         state = STATES[self._optimizer] * size / slices
@@ -74,17 +75,17 @@ class ParameterCost:
 
     def _exchanged(self, trained: Sequence[ParamShape], size: float, parts: float, way: Way) -> tuple[float, float]:
         """Return the seconds of exchanging gradients of so many bytes, and of moving them to where they are sent."""
-        at, host, bucket = self._at, self._speed.host, self._bucket / parts
+        at, host = self._at, self._speed.host
         copies = at.data if at.model > 1 or parts == 1 else 1
         added = _added_over_parts(trained, way)
         terms, exchange, moved = sum(param.bytes for param in added), 0.0, 0.0
         if terms and at.zero:
-            exchange += self._speed.collective_s("all_reduce", bucket, at.over_model) * terms / at.data / bucket
+            exchange += self._collective_s("all_reduce", terms / at.data, parts, at.over_model)
         elif terms:
-            exchange += self._speed.collective_s("all_reduce", bucket, at.over_rows_and_parts) * terms / bucket
+            exchange += self._collective_s("all_reduce", terms, parts, at.over_rows_and_parts)
         sole = size if at.zero else size - terms
         if copies > 1 and sole:
-            exchange += self._collective_s("reduce_scatter" if at.zero else "all_reduce", sole, parts)
+            exchange += self._collective_s("reduce_scatter" if at.zero else "all_reduce", sole, parts, at.over_data)
             moved = self._speed.operators.operator_s("elementwise", sole)
         if host.averaged_s is not None and not at.zero and at.data * at.model > 1:
             whole = [param for param in trained if not _is_cut(param, way)]
@@ -93,10 +94,10 @@ class ParameterCost:
         # Stages average once a step, after all micro-batches.
         return (exchange + moved, 0.0) if at.stages > 1 else (exchange, moved)
 
-    def _collective_s(self, kind: Kind, size: float, parts: float) -> float:
-        """Return the seconds of a part of the buckets of ranks that read other rows."""
+    def _collective_s(self, kind: Kind, size: float, parts: float, where: Layout) -> float:
+        """Return the seconds of so many bytes as a part of buckets, which parameters in parts fill less."""
         bucket = self._bucket / parts
-        return self._speed.collective_s(kind, bucket, self._at.over_data) * size / bucket
+        return self._speed.collective_s(kind, bucket, where) * size / bucket
 
     def _sharded_s(self, own: Sequence[ParamShape], parts: float) -> float:
         """Return what sharding adds to a step for parameters cut into so many parts, as parts of their units."""
