@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from phalanx.auto.job import read_job
 from phalanx.auto.predict import predict
-from phalanx.auto.search import SIMULATED, choices_of, cut_seconds, lower_bound, search
+from phalanx.auto.search import SIMULATED, cut_seconds, lower_bound, search
+from phalanx.auto.search_space import choices_of
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.cli.group import phalanx
 from phalanx.errors import ConfigError, PlanError

@@ -12,21 +12,20 @@ otherwise, and are returned in the order of that.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from phalanx.auto.arrangement import RECOMPUTE, divisors
 from phalanx.auto.constants import DEFAULT, Constants
-from phalanx.auto.described_run import ORDERS, Order, Run, why_uncut
+from phalanx.auto.described_run import Run
 from phalanx.auto.footprint import Footprint, footprint
 from phalanx.auto.job import Job, read_job, read_limit
-from phalanx.auto.predict import USABLE, Prediction, StepSeconds, layout_of, predict
+from phalanx.auto.predict import USABLE, Prediction, StepSeconds, predict
+from phalanx.auto.search_space import MOST_VIRTUAL, choices_of, dimensions_of, knobs_of, most_cut
 from phalanx.auto.simulate import WHOLE_ROUNDS
 from phalanx.auto.simulate_run import simulate_run
 from phalanx.cluster.description import Cluster
@@ -35,10 +34,6 @@ from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PlanError
 
 _T = TypeVar("_T")
-
-_MAX_VIRTUAL = 12
-_MOST_CUT = 8
-"""Ranks that layers are cut over in published runs, and so in clusters of smaller nodes."""
 
 _OF_BYTES = ("dp", "tp", "pp", "vpp", "zero", "micro", "recompute")
 """Knobs that `footprint` depends on."""
@@ -125,7 +120,7 @@ class Found:
     def not_searched(self) -> str:
         """What a described run may be and no choice is, as the end of a sentence."""
         return text(
-            "left out described", schedule=self.job.base.schedule, virtual=_MAX_VIRTUAL, cut=most_cut(self.job.base)
+            "left out described", schedule=self.job.base.schedule, virtual=MOST_VIRTUAL, cut=most_cut(self.job.base)
         )
 
     def why_not(self, *limits: str) -> str:
@@ -244,7 +239,7 @@ def _best_first(
         choices=len(runs),
         priced=priced,
         simulated=sum(choice.simulated_s is not None for choice in shown),
-        dimensions=_dimensions(runs),
+        dimensions=dimensions_of(runs),
     )
 
 
@@ -274,17 +269,6 @@ def _passes(run: Run) -> int:
     if run.schedule == "gpipe":
         return 2 * par.pp * par.vpp * count
     return 2 * par.pp * par.vpp * min(count, WHOLE_ROUNDS * par.pp)
-
-
-def _dimensions(runs: Iterable[Run]) -> dict[str, tuple[int | str, ...]]:
-    """Return the values of every knob of a space."""
-    found: dict[str, set[int | str]] = {}
-    for run in runs:
-        for name, value in knobs_of(run).items():
-            found.setdefault(name, set()).add(value)
-    words: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "order": ORDERS}
-    rank = {name: known.index for name, known in words.items()}
-    return {name: tuple(sorted(values, key=rank.get(name, int))) for name, values in found.items()}
 
 
 def _once(function: Callable[[Run], _T], *knobs: str) -> Callable[[Run], _T]:
@@ -331,85 +315,6 @@ def lower_bound(run: Run, cut_s: float = 0.0) -> float:
     blocks += run.micro_batches * model.layers / par.pp * cut_s
     idle = (par.pp - 1) / par.vpp / run.micro_batches if run.schedule != "zero-bubble" else 0.0
     return blocks * (1 + idle)
-
-
-def choices_of(job: Job) -> Iterator[Run]:
-    """Yield every run of the space that keeps to the limits."""
-    base, devices = job.base, job.devices
-    for tp, pp in itertools.product(divisors(devices), repeat=2):
-        if devices % (tp * pp) or not _can_cut(base, tp, pp):
-            continue
-        dp = devices // tp // pp
-        if base.batch.whole % dp:
-            continue
-        sizes = divisors(base.batch.whole // dp)
-        virtual = _virtual_stages(base, pp)
-        zeros = (0,) if dp == 1 else (0, 1, 2, 3)
-        orders = _orders(job, tp=tp, pp=pp, dp=dp)
-        for micro, vpp, zero, recompute, order in itertools.product(sizes, virtual, zeros, RECOMPUTE, orders):
-            if recompute == "selective" and zero < 2 and base.model.flash:
-                continue  # fused attention keeps no scores: the same as none
-            if not _runs(base.schedule, base.batch.whole // dp // micro, pp, vpp):
-                continue
-            run = _with(base, micro=micro, recompute=recompute, tp=tp, pp=pp, dp=dp, vpp=vpp, zero=zero, order=order)
-            if all(limit.allows(knobs_of(run)) for limit in job.limits):
-                yield run
-
-
-def _orders(job: Job, **sizes: int) -> list[Order]:
-    """Return the allowed orders of ranks that differ in what lies on one node; of equal ones the first."""
-    base, asked = job.base, [limit for limit in job.limits if limit.knob == "order"]
-    found: dict[tuple[tuple[int, int] | None, ...], Order] = {}
-    for order in (one for one in ORDERS if all(limit.allows({"order": one}) for limit in asked)):
-        run = base.model_copy(update={"parallel": base.parallel.model_copy(update={**sizes, "order": order})})
-        layouts = (layout_of(run, axis) for axis in ("tp", "dp", "pp"))
-        found.setdefault(tuple((at.in_node, at.sharing) if at.in_node < at.ranks else None for at in layouts), order)
-    return list(found.values())
-
-
-def _runs(schedule: str, micro_batches: int, pp: int, vpp: int) -> bool:
-    """Return whether a schedule takes so many micro-batches."""
-    if vpp > 1:  # interleaved stages take them in groups of the number of stages
-        return micro_batches % pp == 0
-    return schedule not in ("interleaved", "zero-bubble") or micro_batches % max(1, micro_batches // pp) == 0
-
-
-def knobs_of(run: Run) -> dict[str, int | str]:
-    """Return what a search chose of a run."""
-    par = run.parallel
-    return {
-        "dp": par.dp,
-        "tp": par.tp,
-        "pp": par.pp,
-        "vpp": par.vpp,
-        "zero": par.zero,
-        "micro": run.batch.micro,
-        "recompute": run.recompute,
-        "order": par.order,
-    }
-
-
-def _with(base: Run, *, micro: int, recompute: str, tp: int, **cut: int | str) -> Run:
-    # Values of a checked run and whole numbers: nothing to check again, some hundred thousand times.
-    parallel = base.parallel.model_copy(update={**cut, "tp": tp, "sequence_parallel": tp > 1})
-    batch = base.batch.model_copy(update={"micro": micro})
-    return base.model_copy(update={"parallel": parallel, "batch": batch, "recompute": recompute})
-
-
-def _can_cut(base: Run, tp: int, pp: int) -> bool:
-    cut = base.parallel.model_copy(update={"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
-    return tp <= most_cut(base) and why_uncut(base.model, cut) is None
-
-
-def most_cut(base: Run) -> int:
-    """Return how many ranks layers are cut over at most: those of a node, or as many as published runs do."""
-    return max(base.cluster.per_node, _MOST_CUT)
-
-
-def _virtual_stages(base: Run, pp: int) -> list[int]:
-    if pp == 1 or base.model.layers % pp or base.schedule == "gpipe":
-        return [1]
-    return [v for v in divisors(base.model.layers // pp) if v <= _MAX_VIRTUAL]
 
 
 def _too_large(job: Job, total: float, run: Run, held: Footprint | None) -> str:
