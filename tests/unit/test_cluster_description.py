@@ -299,7 +299,12 @@ def test_a_cluster_has_a_price_in_words_and_in_files(tmp_path: Path) -> None:
     (tmp_path / "priced.toml").write_text("usd_per_device_hour = 1.5\n" + MIXED)
     (tmp_path / "mixed.toml").write_text(MIXED)
     assert read_cluster("h100x8,usd=2.5,nodes=2").usd_per_device_hour == 2.5
-    assert read_cluster(tmp_path / "priced.toml").weakest().usd_per_device_hour == 1.5
+    priced = read_cluster(tmp_path / "priced.toml")
+    assert priced.usd_per_hour == pytest.approx(1.5 * priced.devices)
+    assert priced.weakest().devices < priced.devices
+    assert priced.weakest().usd_per_hour == pytest.approx(priced.usd_per_hour), "what is left out is rented too"
+    of_run = read_job(JOB, str(tmp_path / "priced.toml")).base.cluster
+    assert of_run.usd_per_device_hour * of_run.nodes * of_run.per_node == pytest.approx(priced.usd_per_hour)
     assert read_cluster(f"{tmp_path / 'mixed.toml'},usd=3").usd_per_device_hour == 3
     assert read_cluster("h100x8").usd_per_device_hour is None
     with pytest.raises(ConfigError, match=r"Asked for usd=-1 of a cluster\. Give a number above 0"):

@@ -83,8 +83,7 @@ def auto_parallel(
     _check_numbers(top_k, time_limit)
     given = None if memory is None else _bytes_of(memory)
     check_asked(model, limits, given, top_k)
-    whole = read_cluster("here" if cluster is None else cluster)
-    found = whole.weakest()
+    found = read_cluster("here" if cluster is None else cluster).weakest()
     room = USABLE * found.nodes[0].device.memory if given is None else given
     _check_sparse(model)
     captured = capture(model, sample, loss_fn)
@@ -119,7 +118,7 @@ def auto_parallel(
         left_out=tuple(dict.fromkeys(why for why in not_tried if why is not None)),
         search_again=lambda more: search((*said, *more)),
         alone=lambda: search.alone_s(given),
-        usd_per_hour=whole.usd_per_hour,
+        usd_per_hour=found.usd_per_hour,
     )
 
 

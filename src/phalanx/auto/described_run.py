@@ -124,7 +124,7 @@ class ClusterOf(_Part):
             "node_gbps": node.gbps,
             "strided": node.strided,
             "figures": node.device,
-            "usd_per_device_hour": cluster.usd_per_device_hour,
+            "usd_per_device_hour": equal.usd_per_device_hour,
         }
 
 

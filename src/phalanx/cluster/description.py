@@ -97,6 +97,8 @@ class Cluster:
     def weakest(self) -> Cluster:
         """Return as many nodes, all equal, with the least that any has of each thing: a plan for it runs on this one.
 
+        It costs what this one costs: devices that are left out are rented too.
+
         Raises:
             ConfigError: If the devices have no precision in common.
         """
@@ -108,7 +110,9 @@ class Cluster:
             gbps=min(node.gbps for node in self.nodes),
             strided=min(node.strided for node in self.nodes),
         )
-        return replace(self, nodes=(node,) * len(self.nodes))
+        equal = replace(self, nodes=(node,) * len(self.nodes))
+        usd = None if self.usd_per_hour is None else self.usd_per_hour / equal.devices
+        return replace(equal, usd_per_device_hour=usd)
 
     def __str__(self) -> str:
         runs: list[tuple[Node, int]] = []
