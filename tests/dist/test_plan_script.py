@@ -219,6 +219,15 @@ def test_a_model_is_planned_with_what_it_adds_to_its_strategy(tmp_path):
     assert base.gradient_scale_configs["scale_strategy"] == "sum"
 
 
+def test_a_cluster_that_cannot_be_read_is_refused_before_the_script_runs(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where `phalanx calibrate` leaves what `here` means
+    (tmp_path / "train.py").write_text("print('the script ran')")
+    for options in ({}, {"cluster": "a100y2"}):
+        with pytest.raises(ConfigError):
+            plan_script(tmp_path / "train.py", (), **options)
+    assert "the script ran" not in "".join(capfd.readouterr())
+
+
 def test_a_model_with_tables_is_not_planned(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TABLES)
     for cluster in ("a100x1", "a100x2"):

@@ -17,7 +17,7 @@ from torch import nn
 import phalanx.comm.context as context_of
 from phalanx.auto.planned import Planned
 from phalanx.auto.written_plan import PLANNED
-from phalanx.cluster.description import read_cluster
+from phalanx.cluster.description import Cluster, read_cluster
 from phalanx.cluster.messages import text
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.watch import Training, assembly
@@ -43,6 +43,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
     Raises:
         ConfigError: If the script fails, or ends without training a model that it distributes.
     """
+    cluster = read_cluster(options.get("cluster") or "here")  # before the script runs: that may take minutes
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
@@ -51,7 +52,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
     except _Reached as reached:
-        return _planned(reached.training, options)
+        return _planned(reached.training, cluster, options)
     except SystemExit as ended:
         advice = text("script to plan")
         raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
@@ -88,11 +89,10 @@ def _stop(training: Training) -> NoReturn:
     raise _Reached(training)
 
 
-def _planned(training: Training, options: dict[str, Any]) -> Planned:
+def _planned(training: Training, cluster: Cluster, options: dict[str, Any]) -> Planned:
     assembly.planner = None
     model = training.model
     check_no_tables(model)
-    cluster = read_cluster(options.get("cluster") or "here")
     sample = _sample(training, cluster.devices)
     logger.info("%s", text("planning", model=type(model).__name__, rows=rows_of(sample)))
     if training.optimizer is None and "optimizer" not in options:

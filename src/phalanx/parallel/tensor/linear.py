@@ -22,6 +22,9 @@ class ColumnLinear(nn.Linear):
     """
 
     cut: Cut
+    path: str = ""
+    """Its name in the model, for messages."""
+
     inputs: int | None
     """Dim along which inputs arrive cut: -1 features, another the sequence; whole when None."""
 
@@ -50,6 +53,9 @@ class RowLinear(nn.Linear):
     """
 
     cut: Cut
+    path: str = ""
+    """Its name in the model, for messages."""
+
     inputs: int | None
     """-1 when inputs arrive cut by features; whole when None."""
 
@@ -117,7 +123,11 @@ def require_width(layer: nn.Linear, x: Tensor, width: int) -> None:
         ConfigError: If it has not; says what the layer takes.
     """
     if x.shape[-1] != width:
+        path = getattr(layer, "path", "")
+        where = f"{path!r}, " if path else ""
         raise ConfigError(
-            f"a {type(layer).__name__} of {layer.in_features} inputs takes {width} of them on this rank, found "
-            f"{x.shape[-1]}. Correct whether its inputs arrive cut (`inputs` of its rule), or the layer before."
+            f"{where}a {type(layer).__name__} of {layer.in_features} inputs takes {width} of them on this rank, found "
+            f"{x.shape[-1]} in an input of shape {tuple(x.shape)}. Look at the layer before it, and at sizes that the "
+            "code reads from a sharded activation: after a `sequence` norm, x.shape[1] is this rank's part of the "
+            "tokens. Read them from the output of a column layer, or leave the style `sequence` out."
         )

@@ -72,7 +72,7 @@ def _become(plan: Plan, one: Planned, cut: Cut) -> None:
     module.__class__ = kind
     setattr(module, "cut", cut)  # noqa: B010 (torch types the attributes of a module as tensors)
     if isinstance(module, ColumnLinear | RowLinear):
-        module.inputs, module.outputs = inputs, outputs
+        module.inputs, module.outputs, module.path = inputs, outputs, one.name
     elif isinstance(module, OwnRowsLinear):
         module.is_planned = True
     elif isinstance(module, VocabEmbedding):
