@@ -46,6 +46,13 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_seed() -> None:
+    """Start torch's random numbers alike in every test, and so the orders of its data; ranks of tests do the same."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def no_context_left() -> Iterator[None]:
     """End the Context and the tables a test made, so that the next one starts as a fresh process would."""
     yield

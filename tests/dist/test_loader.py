@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 import phalanx
 from phalanx.data import ShardedLoader
@@ -169,6 +176,40 @@ def test_samplers_that_differ_are_an_error_on_every_rank() -> None:
     for outcome in run_ranks(_differing_samplers, 2, expect_failure=True):
         assert outcome.error_type == "ConfigError"
         assert "RankDependent lists different rows on different ranks" in outcome.message
+
+
+def _orders_of_seeded_ranks() -> dict[str, Any]:
+    rank = phalanx.init().rank
+    torch.manual_seed(100 + rank)
+    generator = torch.Generator().manual_seed(7 + rank)
+    weighted = WeightedRandomSampler([1.0] * 37, 37, generator=generator)
+    loaders = {
+        "torch": ShardedLoader(Numbers(), global_batch=8),
+        "generator": ShardedLoader(DataLoader(Numbers(), batch_size=8, shuffle=True, generator=generator)),
+        "sampler": ShardedLoader(DataLoader(Numbers(), batch_size=8, sampler=weighted)),
+        "distributed": phalanx.distribute(torch.nn.Linear(1, 1), data=Numbers(), global_batch=8)[2],
+    }
+    if rank == 0:
+        next(iter(loaders["torch"]))  # rank 0 alone looks at a batch
+        loaders["torch"].set_epoch(0)
+    seen = {name: _counted(loader) for name, loader in loaders.items()}
+    if rank == 1:
+        # Of rows that are not trained on one rank may read alone; rank 0 has nothing to say.
+        seen["alone"] = len(list(ShardedLoader(Numbers(), global_batch=8, training=False, shuffle=True)))
+    return {**seen, "seeds": [loader.seed for loader in loaders.values()]}
+
+
+def test_the_order_is_that_of_rank_0s_seed_and_data_of_one_rank_waits_for_nobody() -> None:
+    ranks = run_ranks(_orders_of_seeded_ranks, 2)
+    assert ranks[0]["seeds"] == ranks[1]["seeds"] == [100, 7, 7, 100]
+    torch.manual_seed(100)
+    alone = ShardedLoader(Numbers(), global_batch=8)
+    expected = [batch.tolist() for batch in alone]
+    for name in ("torch", "distributed"):
+        assert [a[0] + b[0] for a, b in zip(ranks[0][name], ranks[1][name], strict=True)] == expected
+    together = [row for a, b in zip(ranks[0]["generator"], ranks[1]["generator"], strict=True) for row in a[0] + b[0]]
+    assert sorted(together) == list(range(37))
+    assert ranks[1]["alone"] == 5
 
 
 def _random_rows(num_workers: int) -> list[float]:

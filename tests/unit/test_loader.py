@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -372,7 +373,134 @@ def test_a_sampler_with_a_wrong_length_is_refused() -> None:
 def test_a_state_of_another_seed_is_refused() -> None:
     state = ShardedLoader(Numbers(3), batch_size=1, seed=1).state_dict()
     with pytest.raises(ConfigError, match="saved with seed 1, this loader has seed 0"):
-        ShardedLoader(Numbers(3), batch_size=1).load_state_dict(state)
+        ShardedLoader(Numbers(3), batch_size=1, seed=0).load_state_dict(state)
+
+
+def _loader_seeded(how: str, seed: int) -> ShardedLoader:
+    generator = torch.Generator().manual_seed(seed)
+    rows = Numbers(40)
+    weighted = WeightedRandomSampler([1.0] * 40, 40, generator=generator)
+    loaders: dict[str, Any] = {
+        "torch.manual_seed": rows,
+        "DataLoader": DataLoader(rows, batch_size=8, shuffle=True, generator=generator),
+        "RandomSampler": DataLoader(rows, batch_size=8, sampler=RandomSampler(rows, generator=generator)),
+        "drawn again": DataLoader(rows, batch_size=8, sampler=RandomSampler(rows, True, 40, generator=generator)),
+        "SubsetRandomSampler": DataLoader(rows, batch_size=8, sampler=SubsetRandomSampler(range(40), generator)),
+        "WeightedRandomSampler": DataLoader(rows, batch_size=8, sampler=weighted),
+        "of no generator": DataLoader(rows, batch_size=8, sampler=WeightedRandomSampler([1.0] * 40, 40)),
+        "BatchSampler": DataLoader(rows, batch_sampler=BatchSampler(weighted, 8, False)),
+    }
+    return ShardedLoader(loaders[how], batch_size=8 if how == "torch.manual_seed" else None)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "torch.manual_seed", "DataLoader", "RandomSampler", "drawn again", "SubsetRandomSampler",
+        "WeightedRandomSampler", "of no generator", "BatchSampler",
+    ],
+)  # fmt: skip
+def test_the_seed_the_user_gave_decides_the_order(how: str) -> None:
+    orders = []
+    for seed in (1, 2, 1):
+        if how in ("torch.manual_seed", "of no generator"):
+            torch.manual_seed(seed)
+        loader = _loader_seeded(how, seed)
+        orders.append([rows_of(loader), rows_of(loader)])
+    assert orders[0] == orders[2]
+    assert orders[0][0] != orders[1][0]
+    assert orders[0][0] != orders[0][1]
+
+
+def test_a_generator_of_the_users_is_left_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    sampler = WeightedRandomSampler([1.0] * 9, 9, generator=generator)
+    for loader in (
+        DataLoader(Numbers(9), batch_size=3, sampler=sampler),
+        DataLoader(Numbers(9), batch_size=3, shuffle=True, generator=generator),
+    ):
+        rows_of(ShardedLoader(loader))
+    assert torch.equal(generator.get_state(), state)
+    assert generator.initial_seed() == 5
+
+
+def test_a_seed_that_the_loader_was_given_wins_over_those_of_generators() -> None:
+    torch_loader = DataLoader(Numbers(9), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5))
+    assert ShardedLoader(torch_loader, seed=7).seed == 7
+
+
+def test_data_that_is_not_trained_on_is_read_alike_whatever_the_seed() -> None:
+    torch.manual_seed(4)
+    assert ShardedLoader(Numbers(9), batch_size=3, training=False).seed == 0
+
+
+def test_a_run_seeded_otherwise_goes_on_in_the_saved_order(caplog: pytest.LogCaptureFixture) -> None:
+    def loader(seed: int) -> ShardedLoader:
+        torch.manual_seed(seed)
+        return ShardedLoader(Numbers(20), batch_size=4)
+
+    before = loader(1)
+    passing = iter(before)
+    first = next(passing).tolist()
+    state = before.state_dict()
+    after = loader(2)
+    after.load_state_dict(state)
+    assert first + rows_of(after) == rows_of(loader(1))
+    generator = torch.Generator().manual_seed(3)
+    of_generator = ShardedLoader(DataLoader(Numbers(20), batch_size=4, shuffle=True, generator=generator))
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        of_generator.load_state_dict(state)
+    assert first + rows_of(of_generator) == rows_of(loader(1))
+    assert "goes on in the order of seed 1, with which it was saved, and not in that of the generator's seed 3" in (
+        caplog.text
+    )
+
+
+class Growing(Sampler[int]):
+    def __init__(self) -> None:
+        self.rows = 6
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rows))
+
+
+def test_a_sampler_or_a_dataset_may_have_another_length_in_each_epoch() -> None:
+    growing, rows = Growing(), Numbers(6)
+    loaders = [
+        ShardedLoader(DataLoader(Numbers(20), batch_size=4, sampler=growing)),
+        ShardedLoader(DataLoader(Numbers(20), batch_sampler=BatchSampler(growing, 4, False))),
+        ShardedLoader(rows, batch_size=4),
+        ShardedLoader(Pipeline(rows, columns="row").batch(4)),
+    ]
+    for now in (6, 12, 3):
+        growing.rows = rows.rows = now
+        for loader in loaders:
+            assert len(loader) == -(-now // 4)
+            seen = [row for batch in loader for row in (batch[0] if isinstance(batch, list) else batch).tolist()]
+            assert sorted(seen) == list(range(now))
+
+
+def test_a_batch_sampler_of_torch_is_cut_by_rows() -> None:
+    torch_loader = DataLoader(Numbers(20), batch_sampler=BatchSampler(range(10), 4, drop_last=True))  # type: ignore[arg-type]
+    assert global_batches(2, torch_loader) == [list(range(8))]
+    assert (ShardedLoader(torch_loader).global_batch, len(ShardedLoader(torch_loader))) == (4, 2)
+
+
+def test_who_changes_a_batch_does_not_change_the_data() -> None:
+    x, y = torch.arange(12.0).reshape(6, 2), np.arange(6)
+    for data in ((x, y), DataLoader(TensorDataset(x, torch.from_numpy(y)), batch_size=4), Pipeline((x, y)).batch(4)):
+        size = 4 if isinstance(data, tuple) else None
+        batches = list(ShardedLoader(data, batch_size=size, shuffle=False))
+        assert len({part.untyped_storage().data_ptr() for batch in batches for part in batch}) == 4
+        for batch in batches:
+            batch[0].zero_()
+            batch[1].zero_()
+    assert x.tolist() == torch.arange(12.0).reshape(6, 2).tolist()
+    assert y.tolist() == list(range(6))
 
 
 def test_a_state_that_is_none_is_refused() -> None:

@@ -84,6 +84,31 @@ def share(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any
     return json.loads(meeting.store.get(key))
 
 
+def share_from_first(name: str, key: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+    """Return rank 0's value of `key` on every rank that asks.
+
+    Not collective: rank 0 goes on at once, other ranks wait for it alone, in any order among other calls and from any
+    thread. The first value stays, also for a rank that is started again.
+
+    Args:
+        name: What the value is, for messages.
+        key: Names the value among all that are shared so; each is shared once.
+        value: JSON-able value on rank 0; ignored elsewhere.
+        timeout_s: Seconds to wait for rank 0.
+
+    Raises:
+        PeerLostError: If rank 0 did not come in time.
+    """
+    meeting = _meeting() or _first_meeting()
+    if meeting is None:
+        return value
+    key = f"first/{key}"
+    if meeting.role.rank == 0:
+        return json.loads(meeting.store.set_once(key, _to_json(name, value)))
+    _await(meeting, [0], [key], name, timeout_s)
+    return json.loads(meeting.store.get(key))
+
+
 def barrier(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Wait until every rank is here.
 
@@ -129,6 +154,14 @@ def _meeting() -> Meeting | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return process_group.meeting()
+
+
+def _first_meeting() -> Meeting | None:
+    """Return the meeting of a worker that was started again without it: what the others shared there is still known."""
+    role = process_group.outsider()
+    if role is None:
+        return None
+    return Meeting(role, open_store(role, process_group.FIRST_PREFIX, process_group.rendezvous_timeout_s()), [])
 
 
 def _next_call(meeting: Meeting) -> str:

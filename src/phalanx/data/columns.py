@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from phalanx.data.collate import collate_column
-from phalanx.data.order import contiguous
+from phalanx.data.order import rows_of_tensor
 from phalanx.data.seeding import seeded
 from phalanx.errors import ConfigError, DataError, did_you_mean
 
@@ -88,8 +88,7 @@ def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64], 
         found = dataset.read_columns(rows)
         return dict(zip(names, (found[name] for name in dataset.column_names), strict=True))
     if type(dataset) is TensorDataset:
-        index = contiguous(rows)
-        return dict(zip(names, (tensor[index] for tensor in dataset.tensors), strict=True))
+        return dict(zip(names, (rows_of_tensor(tensor, rows) for tensor in dataset.tensors), strict=True))
     fetch_many = getattr(dataset, "__getitems__", None)
     numbers = rows.tolist()
     with seeded(seed):

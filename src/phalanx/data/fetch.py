@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 
 from phalanx.data.collate import collate
 from phalanx.data.columns import samples_of
-from phalanx.data.order import Work, contiguous
+from phalanx.data.order import Work, rows_of_tensor
 from phalanx.data.pipeline import Pipeline
 from phalanx.data.seeding import seeded
 from phalanx.data.stream import Portion, PortionDataset
@@ -29,8 +29,7 @@ class RowFetcher(Dataset[Any]):
     def __getitems__(self, work: Work) -> Any:
         """Return the batch; torch's fetcher calls this with whatever the batch sampler yielded."""
         if self.is_tensors:
-            index = contiguous(work.indices)
-            return [tensor[index] for tensor in self.dataset.tensors]
+            return [rows_of_tensor(tensor, work.indices) for tensor in self.dataset.tensors]
         with seeded(work.seed):
             return self.collate_fn(self._samples(work))
 

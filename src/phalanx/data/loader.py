@@ -39,7 +39,9 @@ class ShardedLoader:
         global_batch: Rows over all ranks, instead of `batch_size`; need not divide by their number.
         shuffle: Whether each epoch has an order of its own. As the DataLoader or the pipeline says; otherwise True
             when training on data with a length.
-        seed: Start of every order and of the random numbers data code draws; the same on every rank.
+        seed: Start of every order and of the random numbers data code draws; the same on every rank. When omitted, that
+            of the DataLoader's or sampler's generator, or what `torch.manual_seed` was given, on rank 0; 0 for data
+            that is not trained on. Looked at once, when the first batch is asked for; a loaded state brings its own.
         drop_last: Whether to leave out a last batch that is not full; default False.
         collate_fn: Makes a batch of a list of samples; torch's default when omitted.
         num_workers: Worker processes; as the DataLoader says, otherwise 0.
@@ -114,8 +116,13 @@ class ShardedLoader:
 
     @property
     def seed(self) -> int:
-        """Start of every order."""
-        return self._loading.seed
+        """Start of every order, the same on every rank; of training data, rank 0 says it when it is first needed."""
+        return self._loading.seed()
+
+    @property
+    def given_seed(self) -> int | None:
+        """The seed that this loader was given; None where it is rank 0's generator or torch that says it."""
+        return self._loading.seed.given
 
     @property
     def ordering(self) -> str | None:
@@ -234,11 +241,6 @@ class ShardedLoader:
                 f"Asked to load a loader state with {sorted(state)}; version 1 with epoch, position and seed is "
                 "known. Load what state_dict() returned."
             )
-        if state["seed"] != self.seed:
-            raise ConfigError(
-                f"The state was saved with seed {state['seed']}, this loader has seed {self.seed}: the rest of "
-                "the epoch would repeat rows and miss others. Make the loader with the saved seed."
-            )
         order = self.ordering
         if state["position"] and state.get("order") != order:
             raise ConfigError(
@@ -267,5 +269,6 @@ class ShardedLoader:
                 self.global_batch,
                 before,
             )
+        self._loading.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
         self._epoch, self._position = self._next_epoch, self._next_position

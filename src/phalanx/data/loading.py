@@ -13,6 +13,7 @@ from phalanx.comm.context import BatchShare
 from phalanx.data.corrupt import counted
 from phalanx.data.fetch import PipelineFetcher, RowFetcher, WorkLoader, load_portions
 from phalanx.data.generator import GeneratorDataset
+from phalanx.data.loader_seed import LoaderSeed
 from phalanx.data.order import BatchOrder, Order, RowOrder
 from phalanx.data.pipeline import Pipeline, Verbs
 from phalanx.data.pipeline_order import Ordering, PipelineOrder, Window
@@ -72,15 +73,23 @@ class Loading:
         self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
         if self.pipeline is not None:
             _say_other_batches(self.pipeline, batch_size=batch_size, global_batch=global_batch)
-        self.seed = _first(seed, _first(source.seed, 0))
+        kind = type(source.dataset).__name__
+        self.seed = LoaderSeed(_first(seed, source.seed), source.generators, training=training, kind=kind)
         self.drop_last = _first(drop_last, _first(source.drop_last, False))
         self._shuffle = _first(shuffle, _first(source.shuffle, training and not source.is_stream))
         self._check_shuffle(shuffle)
-        self.order = None if source.is_stream else self._make_order()
         if self.pipeline is not None and collate_fn is not None:
             raise ConfigError("Asked for a collate_fn, but a pipeline makes its batches. Map its columns instead.")
         self._rows = RowFetcher(source.dataset, collate_fn or source.collate_fn)
         self._works = WorkLoader(self._rows if self.pipeline is None else PipelineFetcher(self.pipeline))
+
+    @property
+    def order(self) -> Order | None:
+        """What says which rows each batch of an epoch that begins now holds; None for streams.
+
+        Made anew each time: a dataset may grow and a sampler list another number of rows from epoch to epoch.
+        """
+        return None if self.source.is_stream else self._make_order()
 
     def here(self) -> Shard:
         """Return which part of every global batch this process loads."""
@@ -104,8 +113,8 @@ class Loading:
         Raises:
             TypeError: If the data is a stream without a length.
         """
-        if self.order is not None:
-            return self.order.steps(count)
+        if (order := self.order) is not None:
+            return order.steps(count)
         try:
             rows = len(self.source.dataset)
         except TypeError:
@@ -120,10 +129,8 @@ class Loading:
         Collective for streams (at every batch), for custom samplers and for readers that skip broken records (at the
         first batch), else local.
         """
-        here = self.here()
-        found = (
-            self._portions(here, epoch, first) if self.order is None else self._rows_of(self.order, here, epoch, first)
-        )
+        here, order = self.here(), self.order
+        found = self._portions(here, epoch, first) if order is None else self._rows_of(order, here, epoch, first)
         return counted(self.source.dataset, found, here, is_own=self.is_own)
 
     def first_batch(self, epoch: int) -> tuple[Any, BatchShare]:
@@ -134,13 +141,13 @@ class Loading:
         Raises:
             ConfigError: If there is none.
         """
-        here = self.here()
-        with seeded(mixed_seed(self.seed, epoch)):
-            if self.order is None:
+        here, order = self.here(), self.order
+        with seeded(mixed_seed(self.seed(), epoch)):
+            if order is None:
                 for batch, share, _ in self._portions(here, epoch, 0):
                     return batch, share
             else:
-                for batch, work in self._works.load(self.order.works(epoch, here, 0), {"num_workers": 0}):
+                for batch, work in self._works.load(order.works(epoch, here, 0), {"num_workers": 0}):
                     return batch, work.share
         raise ConfigError("Asked for the first batch of data that has no row. Give data with rows.")
 
@@ -165,7 +172,7 @@ class Loading:
     def _portions(self, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         dataset, collate = self.source.dataset, self._rows.collate_fn
         if self.pipeline is not None:
-            dataset = PipelineStream(self.pipeline, self._ordering(), self.seed, epoch, here if self.is_own else None)
+            dataset = PipelineStream(self.pipeline, self._ordering(), self.seed(), epoch, here if self.is_own else None)
             collate = dataset.collate
         portions = PortionDataset(
             dataset,
@@ -196,7 +203,7 @@ class Loading:
 
     def _worker_options(self, epoch: int, rank: int) -> dict[str, Any]:
         # torch seeds worker processes from this generator, so neither two ranks nor two epochs draw alike.
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch, rank))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed(), epoch, rank))
         return {**self.source.loading, "num_workers": self.source.num_workers, "generator": generator}
 
     def _make_order(self) -> Order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -58,44 +59,45 @@ class RowOrder:
     """Rows in order, shuffled, or as a sampler lists them; cut into global batches here."""
 
     rows: int
-    """Rows of the dataset, or of the sampler when there is one."""
+    """Rows of the dataset, or of the sampler when there is one, as many as there are now."""
 
     global_batch: Callable[[int], int]
     """Rows of a global batch for a given number of shards."""
 
-    seed: int
+    seed: Callable[[], int]
+    """Start of every order; asked when an epoch begins."""
+
     shuffle: bool = False
     drop_last: bool = False
     sampler: Any = None
 
     def steps(self, shard_count: int) -> int:
         """See `Order`."""
-        return self._cut(shard_count).steps
+        return cut(self.rows, self.global_batch(shard_count), self.drop_last).steps
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`. With a sampler it is collective at the first batch."""
-        plan = self._cut(shard.count, first)
-        pick = self._picker(epoch, shard)
+        seed = self.seed()
+        rows = self.rows if self.sampler is None else list_sampler(self.sampler, mixed_seed(seed, epoch), shard)
+        count = rows if isinstance(rows, int) else len(rows)
+        plan = cut(count, self.global_batch(shard.count), self.drop_last, first)
+        pick = self._picker(rows, mixed_seed(seed, epoch))
         for step in range(plan.steps):
             part = plan.rank_batch(step, shard.index, shard.count)
             yield Work(
                 pick(part.start, part.count),
                 BatchShare(part.rows, part.global_rows),
                 plan.position_after(step),
-                mixed_seed(self.seed, epoch, step, shard.index),
+                mixed_seed(seed, epoch, step, shard.index),
             )
 
-    def _cut(self, shard_count: int, first: int = 0) -> EpochPlan:
-        return cut(self.rows, self.global_batch(shard_count), self.drop_last, first)
-
-    def _picker(self, epoch: int, shard: Shard) -> Callable[[int, int], Sequence[int]]:
-        if self.sampler is not None:
-            listed = list_sampler(self.sampler, mixed_seed(self.seed, epoch), shard)
-            return lambda start, count: listed[start : start + count]
+    def _picker(self, rows: int | list[int], seed: int) -> Callable[[int, int], Sequence[int]]:
+        """Return what lists the rows at a run of positions, of so many rows or of those that a sampler listed."""
+        if not isinstance(rows, int):
+            return lambda start, count: rows[start : start + count]
         if not self.shuffle:
             return lambda start, count: range(start, start + count)
-        seed = mixed_seed(self.seed, epoch)
-        return lambda start, count: shuffled(self.rows, seed, start, count).tolist()
+        return lambda start, count: shuffled(rows, seed, start, count).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class BatchOrder:
     """Batches a batch sampler cuts: a global batch is one of them for every shard."""
 
     batch_sampler: Any
-    seed: int
+    seed: Callable[[], int]
 
     def steps(self, shard_count: int) -> int:
         """See `Order`."""
@@ -111,7 +113,8 @@ class BatchOrder:
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`; positions count batches. Collective at the first batch."""
-        batches = list_sampler(self.batch_sampler, mixed_seed(self.seed, epoch), shard)
+        seed = self.seed()
+        batches = list_sampler(self.batch_sampler, mixed_seed(seed, epoch), shard)
         plan = EpochPlan(len(batches), shard.count, first=first)
         for step in range(plan.steps):
             part = plan.rank_batch(step, shard.index, shard.count)
@@ -122,7 +125,7 @@ class BatchOrder:
                 indices,
                 BatchShare(len(indices) if part.rows else 0, global_rows),
                 plan.position_after(step),
-                mixed_seed(self.seed, epoch, step, shard.index),
+                mixed_seed(seed, epoch, step, shard.index),
             )
 
 
@@ -143,16 +146,14 @@ def cut(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochP
 def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
     """Return what `sampler` yields, drawn from the same random numbers on every rank.
 
+    Its own generators are as they were afterwards.
     Collective when `shard.is_checked`: the ranks compare what they listed.
 
     Raises:
         ConfigError: On every rank, if the ranks listed different things, or not as many as the sampler's
         length.
     """
-    generator = getattr(sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    with seeded(seed):
+    with seeded(seed), _started_at(seed, generators_of(sampler)):
         listed = list(sampler)
     digest = zlib.crc32(repr(listed).encode())
     wrong_length = isinstance(sampler, Sized) and len(sampler) != len(listed)
@@ -171,8 +172,28 @@ def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
     return listed
 
 
-def contiguous(indices: Sequence[int] | NDArray[np.int64]) -> slice | torch.Tensor:
-    """Return an index for tensors: a slice for a run of rows (no copy), an int64 tensor otherwise."""
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """Return the generators a sampler draws from, its own first, then those of the sampler that it is made of."""
+    own = [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, torch.Generator)]
+    inner = getattr(sampler, "sampler", None)
+    return own if inner is None else own + generators_of(inner)
+
+
+@contextlib.contextmanager
+def _started_at(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
+    """Let the user's generators draw from `seed` on for a while, and be as they were afterwards."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def rows_of_tensor(tensor: torch.Tensor, indices: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+    """Return rows of a tensor in memory of their own: whoever gets a batch may change it, and the data stays."""
     if isinstance(indices, range) and indices.step == 1:
-        return slice(indices.start, indices.stop)
-    return torch.from_numpy(np.asarray(indices, dtype=np.int64))
+        return tensor[indices.start : indices.stop].clone(memory_format=torch.contiguous_format)
+    return tensor[torch.from_numpy(np.asarray(indices, dtype=np.int64))]

@@ -87,7 +87,7 @@ class PipelineOrder:
     global_batch: Callable[[int], int]
     """Rows of a global batch for a given number of shards."""
 
-    seed: int
+    seed: Callable[[], int]
     drop_last: bool = False
 
     @property
@@ -117,7 +117,7 @@ class PipelineOrder:
                     indices,
                     BatchShare(part.rows, part.global_rows),
                     before + plan.position_after(step),
-                    mixed_seed(self.seed, epoch, before + plan.position_after(step), shard.index),
+                    mixed_seed(self.seed(), epoch, before + plan.position_after(step), shard.index),
                     seeds,
                 )
 
@@ -151,14 +151,14 @@ class PipelineOrder:
         # Rows of one unit stand side by side: each number is looked up once.
         numbers, back = np.unique(numbers, return_inverse=True)
         for window in reversed(self.ordering.unit_windows):
-            numbers = windowed(units, window.buffer, window.start(self.seed, span), numbers)
+            numbers = windowed(units, window.buffer, window.start(self.seed(), span), numbers)
         which[whole] = numbers[back]
         return which * unit + within
 
     def _rows_of_pass(self, positions: Rows, number: int) -> tuple[Rows, NDArray[np.uint64]]:
         for window in reversed(self.ordering.row_windows):
-            positions = windowed(self.rows, window.buffer, window.start(self.seed, number), positions)
-        return positions, Draws.of_rows(self.seed, number, positions).seeds
+            positions = windowed(self.rows, window.buffer, window.start(self.seed(), number), positions)
+        return positions, Draws.of_rows(self.seed(), number, positions).seeds
 
     def _cut(self, shard_count: int, first: int = 0) -> EpochPlan:
         return cut(self.span, self.global_batch(shard_count), self.drop_last, first)

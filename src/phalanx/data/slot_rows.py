@@ -70,11 +70,11 @@ class SlotRows:
         return SlotRows(label, self.dense[start:stop], self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def tensors(self) -> Batch:
-        """Return the rows as a batch; the memory is shared."""
+        """Return the rows as a batch in memory of its own: whoever gets it may change it, and the rows stay."""
         parts = [self.dense, self.ids, *([] if self.offsets is None else [self.offsets])]
         if len(self.label) or not len(self):
             parts.append(self.label)
-        return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
+        return tuple(torch.from_numpy(np.array(part, order="C")) for part in parts)
 
 
 def from_lengths(

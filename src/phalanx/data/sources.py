@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from phalanx.data.order import generators_of
 from phalanx.data.shards import asked_rows
 from phalanx.errors import ConfigError
 
@@ -37,6 +38,9 @@ class Source:
 
     shuffle: bool | None = None
     seed: int | None = None
+    generators: list[torch.Generator] = field(default_factory=list)
+    """The user's generators that the order is drawn from, the one that decides first."""
+
     drop_last: bool | None = None
     sampler: Any = None
     batch_sampler: Any = None
@@ -150,10 +154,17 @@ def _read_torch_loader(loader: DataLoader[Any]) -> Source:
             "persistent_workers": loader.persistent_workers,
         },
     )
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        source.batch_sampler, source.drop_last = _shareable(loader.batch_sampler), None
-        return source
-    if loader.batch_size is None:
+    source.generators = [] if loader.generator is None else [loader.generator]
+    sampler = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        if type(loader.batch_sampler) is not BatchSampler:
+            source.batch_sampler, source.drop_last = _shareable(loader.batch_sampler), None
+            source.generators = generators_of(loader.batch_sampler) + source.generators
+            return source
+        # Torch's own, which cuts as a DataLoader does that was given the batch size.
+        sampler = loader.batch_sampler.sampler
+        source.batch_size, source.drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+    if source.batch_size is None:
         raise ConfigError(
             "The DataLoader has batch_size=None, so its dataset cuts the batches and they cannot be shared "
             "out "
@@ -161,15 +172,16 @@ def _read_torch_loader(loader: DataLoader[Any]) -> Source:
         )
     if not source.is_stream:
         _require_length(loader.dataset)
-        _read_sampler(source, loader.sampler)
+        _read_sampler(source, sampler)
     return source
 
 
 def _read_sampler(source: Source, sampler: Any) -> None:
-    if isinstance(sampler, DistributedSampler):
+    source.generators = generators_of(sampler) + source.generators
+    if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
         # Its rank and padding are replaced by ours; what the user chose about the order is kept.
         source.shuffle, source.seed = sampler.shuffle, sampler.seed
-    elif type(sampler) is SequentialSampler:
+    elif type(sampler) is SequentialSampler and sampler.data_source is source.dataset:
         source.shuffle = False
     elif type(sampler) is RandomSampler and not sampler.replacement and _draws_all(sampler, source.dataset):
         source.shuffle = True
@@ -178,7 +190,7 @@ def _read_sampler(source: Source, sampler: Any) -> None:
 
 
 def _draws_all(sampler: RandomSampler, dataset: Any) -> bool:
-    return sampler.num_samples == len(dataset)
+    return sampler.data_source is dataset and sampler.num_samples == len(dataset)
 
 
 def _shareable(sampler: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from phalanx.comm.context import BatchShare
@@ -130,11 +131,16 @@ def agree(
             )
         if not any(answer[2] for answer in answers):
             return
-        last = last if portion is None else portion.batch
+        last = _copied(last) if portion is None else portion.batch
         rows = 0 if portion is None else portion.rows
         global_rows = told[1] if is_shared else sum(answer[0] for answer in answers)
         position = portion.position if is_shared and portion is not None else position + global_rows
         yield last, BatchShare(rows, global_rows), position
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch that is handed out once more, in memory of its own as every batch."""
+    return tree_map(lambda part: part.detach().clone() if isinstance(part, torch.Tensor) else part, batch)
 
 
 def _tell(portion: Portion | None, *, is_compared: bool, is_shared: bool) -> list[int]:

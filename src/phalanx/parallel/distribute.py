@@ -252,7 +252,7 @@ def _contract(loader: ShardedLoader | None) -> dict[str, Any] | None:
         "cannot_load": None,
         "global_batch": loader.global_batch,
         "drop_last": loader.drops_last,
-        "seed": loader.seed,
+        "seed": loader.given_seed,
         "order": loader.ordering,
         "steps_per_epoch": steps,
     }

@@ -106,7 +106,7 @@ def _meet(chosen: Mapping[str, GlobalMetric], loader: ShardedLoader) -> None:
     """Wait until every rank is here, through the store: a rank alone in a collective gets only its backend's words."""
     if context.is_initialized():
         rows = None if isinstance(loader.dataset, IterableDataset) else len(loader.dataset)
-        agree("evaluate", {"metrics": list(chosen), "rows": rows})
+        agree("evaluate", {"metrics": list(chosen), "rows": rows, "seed": loader.seed})
 
 
 def forward_tuple(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
