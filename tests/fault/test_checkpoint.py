@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from torch import nn
 import phalanx as px
 from launching import Launch
 from phalanx.checkpoint import saving, tensor_file
+from phalanx.errors import BackendError
 from ranks import Outcome, run_ranks
 
 pytestmark = pytest.mark.fault
@@ -179,3 +181,21 @@ def test_a_last_background_save_that_fails_is_an_exit_code(tmp_path: Path) -> No
     launched = Launch(("train.py",), tmp_path).wait()
     assert launched.code == 1
     launched.gone_within(1.0)
+
+
+def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    try:
+        with pytest.raises(BackendError) as caught:
+            px.save(folder, nn.Linear(300, 300), step=7)
+        assert re.search(
+            rf"did not take {folder}/\S+rank-0-\w+\.safetensors: No space left on device "
+            r"\(3\d\d,\d\d\d bytes are needed, 2\d\d,\d\d\d are free\)\. Make room, or name another folder",
+            str(caught.value),
+        )
+        px.save(folder, nn.Linear(30, 30), step=8)
+    finally:
+        subprocess.run(["umount", folder], check=True)

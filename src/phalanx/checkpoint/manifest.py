@@ -23,6 +23,7 @@ import torch
 from phalanx import __version__
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.tensor_file import Slot, Written, dtype_of
+from phalanx.cluster.disk import named_errors
 from phalanx.errors import DataError
 from phalanx.ps.snapshot.durable import sync_directory, sync_file
 
@@ -121,7 +122,7 @@ def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, A
 
 def write_durable(path: Path, data: bytes) -> None:
     """Write a new file, and wait until it is on disk."""
-    with path.open("xb") as file:
+    with named_errors(path, len(data)), path.open("xb") as file:
         file.write(data)
         sync_file(file)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.cluster.disk import named_errors
 from phalanx.errors import ConfigError, DataError
 
 BLOCK_BYTES = 8 << 20
@@ -157,11 +158,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, l
         OSError: If the file system does not take it.
     """
     head, begins = lay_out({name: (t.dtype, t.shape) for name, t in tensors.items()})
-    contents = (bytes_of(tensors[name]) for name in sorted(begins, key=begins.__getitem__))
-    checksums, total = _Checksums(), 0
-    with path.open("xb", buffering=0) as file:
+    contents = [bytes_of(tensors[name]) for name in sorted(begins, key=begins.__getitem__)]
+    checksums, total = _Checksums(), len(head) + sum(map(len, contents))
+    with named_errors(path, total), path.open("xb", buffering=0) as file:
         for view in (memoryview(head), *contents):
-            total += len(view)
             for part in checksums.blocks(view):
                 rest = part
                 while rest:

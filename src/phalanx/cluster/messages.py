@@ -58,6 +58,30 @@ TABLE: dict[str, tuple[str, str]] = {
         "{flag} {port} on {address} is in use by {owner}. End that process, or choose another port.",
         "{address} 上的 {flag} {port} 已被 {owner} 占用。请结束该进程，或换一个端口。",
     ),
+    "disk full": (
+        "the file system of {folder} is full, {needed} bytes are needed and {free} are free",
+        "{folder} 所在的文件系统已满，需要 {needed} 字节，剩余 {free} 字节",
+    ),
+    "log folder unwritable": (
+        "--log_dir {folder} cannot be written to ({why}). Choose another folder.",
+        "无法写入 --log_dir {folder}（{why}）。请换一个目录。",
+    ),
+    "log folder full": (
+        "What the ranks print is lost until there is room: {why}. The job goes on.",
+        "在腾出空间之前，各进程的输出会丢失：{why}。任务继续运行。",
+    ),
+    "log file lost": (
+        "{what} was not written ({why}). The job is not affected.",
+        "未能写入 {what}（{why}）。任务不受影响。",
+    ),
+    "not listed": (
+        "`phalanx ps` will not show this job: {why}",
+        "`phalanx ps` 不会显示此任务：{why}",
+    ),
+    "output lost": (
+        "[phalanx] {bytes} bytes of output are missing here: the file system was full",
+        "[phalanx] 此处缺少 {bytes} 字节的输出：文件系统曾满",
+    ),
     "unknown owner": ("a process of another user or container", "其他用户或容器的进程"),
     "script missing": (
         "training_script '{script}' does not exist (looked in {folder}). Check the path.",

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InternalError
@@ -47,6 +48,9 @@ NODE_SETTLE_S = 1.0
 LINGER_S = 20
 """How long workers may go on after another ended well before that is mentioned."""
 
+ROOM_S = 1.0
+"""How often to look whether there is room for logs."""
+
 LAST_LINES = 20
 
 _OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
@@ -76,6 +80,9 @@ class Attempt:
     stop_grace_s: float
     """Between asking processes to end that need not hurry, and killing them."""
 
+    watch_room: Callable[[], None]
+    """Called every few seconds, to look whether there is room for logs."""
+
     on_started: Callable[[dict[str, int]], None]
     """Called with the pid of every local process when all are there, and again after each restart."""
 
@@ -88,6 +95,7 @@ class Attempt:
     _elsewhere: list[Ending] = field(default_factory=list)
     _told: bool = False
     _noted: bool = False
+    _room_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
@@ -101,7 +109,6 @@ class Attempt:
         if store is not None:
             self.starter.start_store(store)
         for process in self.layout.local:
-            open(process.log_file, "a").close()
             self._start(process)
         self._follow_logs()
 
@@ -109,6 +116,9 @@ class Attempt:
         attempt = self._starts.get(process.id, self.facts.attempt)
         self._starts[process.id] = attempt + 1
         self._alive[process.id] = process
+        path = Path(process.log_file)
+        path.parent.mkdir(parents=True, exist_ok=True)  # with --per_rank_dir, or deleted while the job runs
+        path.touch()
         self.starter.start(process, attempt)
 
     def _follow_logs(self) -> None:
@@ -168,6 +178,9 @@ class Attempt:
                 key.data()
         self.console.poll()
         self._note_lingering()
+        if time.monotonic() > self._room_at:
+            self._room_at = time.monotonic() + ROOM_S
+            self.watch_room()
 
     def _note_lingering(self) -> None:
         """Say once that some workers ended well long ago while others go on: often they wait for one another."""

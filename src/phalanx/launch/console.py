@@ -185,7 +185,8 @@ class Console:
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
-        except BrokenPipeError:
-            # `phalanx run ... | head`: the reader left, the job goes on and its files have everything.
+        except OSError:
+            # The reader left (`phalanx run ... | head`), the terminal is closed, or the disk behind `> file` is full:
+            # the job goes on and its files have everything.
             sys.stdout = open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115
         self._at_line_start = text.endswith("\n")

@@ -23,8 +23,9 @@ import types
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx.cluster.messages import text
 from phalanx.errors import PeerLostError, RoleError
-from phalanx.launch import log_format
+from phalanx.launch import log_format, rank_output
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -60,7 +61,7 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
     except BaseException:  # noqa: BLE001 -- nothing may escape into the server's own code after a fork
         traceback.print_exc()
     finally:
-        _flush()
+        rank_output.flush()
         os._exit(code)
 
 
@@ -86,7 +87,7 @@ def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _redirect(message["log"])
+    rank_output.redirect(message["log"])
     for name, value in message["env"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -96,7 +97,10 @@ def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
         os.environ["PHALANX_ENDPOINT_FD"] = str(fds[0])
     os.chdir(message["cwd"])
     if path := message.get("env_file"):
-        _write_environment(Path(path))
+        try:
+            _write_environment(Path(path))
+        except OSError as problem:
+            sys.stderr.write(f"{text('log file lost', what=path, why=problem.strerror)}\n")
     random.seed()
     if "numpy" in sys.modules:
         # Seeded from the system when numpy was imported, that is once for all ranks.
@@ -111,19 +115,6 @@ def _write_environment(path: Path) -> None:
     path.touch(mode=0o600)
     lines = [f"{name}={shown_value(name, os.environ[name])}\n" for name in sorted(os.environ)]
     path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-
-
-def _redirect(path: str) -> None:
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        assert hasattr(stream, "reconfigure")
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 def _run_script(message: dict[str, Any]) -> int:
@@ -234,7 +225,7 @@ def _explain_memory(_: type[BaseException], error: BaseException, __: types.Trac
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    _flush()
+    rank_output.flush()
     sys.excepthook(kind, error, trace)
 
 
@@ -275,6 +266,9 @@ def _write_error_record(
     try:
         part.write_text(json.dumps(record), encoding="utf-8")
         part.replace(target)
+    except OSError as problem:
+        # The folder is full or gone: the traceback itself, shown next, matters more.
+        sys.stderr.write(f"{text('log file lost', what=target, why=problem.strerror)}\n")
     finally:
         # There only if Ctrl-C or a full disk came in between.
         part.unlink(missing_ok=True)
@@ -325,10 +319,3 @@ def _leave_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # Closed by the script, or its disk is full: nothing more to save.
-        with contextlib.suppress(ValueError, OSError):
-            stream.flush()

@@ -9,11 +9,12 @@ import shutil
 import signal
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import messages
 from phalanx.cluster.environment import Environment
-from phalanx.errors import PhalanxError
+from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import allocated, environment, machine, registry, report, staging, tabled, wire
 from phalanx.launch.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.console import Console
@@ -74,8 +75,9 @@ class Job:
         logger.info(threads)
         self._stops = StopSignals()
         self._logs = LogFolder(self._options.log_dir)
-        self._gloo_path = str(registry.folder() / f"gloo-{self._job_id}")
-        with registry.Entry(self._job_id, self._options.training_script, request.mode) as self._entry:
+        runtime = self._runtime_folder()
+        self._gloo_path = str(runtime / f"gloo-{self._job_id}")
+        with registry.Entry(runtime, self._job_id, self._options.training_script, request.mode) as self._entry:
             try:
                 return self._run_attempts(request)
             except PhalanxError as error:
@@ -83,6 +85,14 @@ class Job:
                 raise
             finally:
                 shutil.rmtree(self._gloo_path, ignore_errors=True)
+
+    def _runtime_folder(self) -> Path:
+        """This user's run-time folder, or the log folder in its place, where `phalanx ps` does not look."""
+        try:
+            return registry.folder()
+        except LaunchError as error:
+            logger.warning(messages.text("not listed", why=error))
+            return self._logs.path
 
     def _fix_threads(self, request: Request, here: Machine) -> str:
         """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
@@ -166,8 +176,8 @@ class Job:
         with staging.Stage(request) as stage:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
-            staging.write_endpoints(layout, facts.log_dir)
-            staging.make_folders(layout)
+            with self._logs.tolerating(staging.ENDPOINTS):
+                staging.write_endpoints(layout, facts.log_dir)
             trial = Attempt(
                 starter=starter,
                 console=self._console,
@@ -175,6 +185,7 @@ class Job:
                 link=self._link,
                 restarts=restarts,
                 stop_grace_s=self._stop_grace_s,
+                watch_room=self._logs.watch_room,
                 on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
             )
             trial.start(stage.store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import stat
@@ -14,19 +15,28 @@ from typing import Any
 
 import click
 
+from phalanx.cluster import messages
+from phalanx.cluster.disk import named_errors
 from phalanx.errors import LaunchError
 from phalanx.launch import processes
+
+logger = logging.getLogger("phalanx.launch")
 
 
 def folder() -> Path:
     """Return this user's run-time folder, made if missing.
 
     Raises:
-        LaunchError: If someone else made it first: /tmp is open to all.
+        LaunchError: If it cannot be made, or someone else made it first: /tmp is open to all.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "phalanx" if base else Path("/tmp") / f"phalanx-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be made ({error.strerror}). Set XDG_RUNTIME_DIR to a folder that this user can write to."
+        ) from None
     found = path.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise LaunchError(
@@ -52,10 +62,11 @@ def own_secret() -> str:
 
 
 class Entry:
-    """The entry of one running job; a context that removes it at the end."""
+    """The entry of one running job; a context that removes it at the end. Without room for it there is a warning."""
 
-    def __init__(self, job_id: str, script: str, mode: str) -> None:
-        self._path = folder() / f"{os.getpid()}.json"
+    def __init__(self, folder: Path, job_id: str, script: str, mode: str) -> None:
+        self._path = folder / f"{os.getpid()}.json"
+        self._was_warned = False
         self._job: dict[str, Any] = {
             "job_id": job_id,
             "pid": os.getpid(),
@@ -69,16 +80,23 @@ class Entry:
     def write(self, listed: list[dict[str, Any]]) -> None:
         """Publish the processes of the current attempt."""
         self._job["processes"] = listed
-        beside = self._path.with_suffix(".new")
-        beside.write_text(json.dumps(self._job), encoding="utf-8")
-        beside.replace(self._path)
+        beside, record = self._path.with_suffix(".new"), json.dumps(self._job)
+        try:
+            with named_errors(beside, len(record)):
+                beside.write_text(record, encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            if not self._was_warned:
+                logger.warning(messages.text("not listed", why=f"{error.filename}: {error.strerror}"))
+            self._was_warned = True
 
     def __enter__(self) -> Entry:
         self.write([])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def jobs() -> list[dict[str, Any]]:

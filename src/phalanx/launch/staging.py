@@ -10,7 +10,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from phalanx.cluster import network
 from phalanx.cluster.environment import Environment, split_endpoint
@@ -23,6 +22,8 @@ from phalanx.launch.options import Options
 from phalanx.launch.request import ROLES, Request, RoleName
 
 logger = logging.getLogger("phalanx.launch")
+
+ENDPOINTS = "endpoints.log"
 
 
 @dataclass
@@ -159,12 +160,6 @@ def facts(
     )
 
 
-def make_folders(layout: Layout) -> None:
-    """Make the folders in which the processes of this host write their logs."""
-    for process in layout.local:
-        Path(process.log_file).parent.mkdir(exist_ok=True)
-
-
 def write_endpoints(layout: Layout, log_dir: str) -> None:
     """Write `endpoints.log`: every endpoint of the job, one a line, by role."""
     names: tuple[tuple[RoleName, str], ...] = (
@@ -172,7 +167,7 @@ def write_endpoints(layout: Layout, log_dir: str) -> None:
         ("server", "PADDLE_PSERVERS_IP_PORT_LIST"),
         ("heter_worker", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
     )
-    with open(f"{log_dir}/endpoints.log", "w", encoding="utf-8") as file:
+    with open(f"{log_dir}/{ENDPOINTS}", "w", encoding="utf-8") as file:
         for role, name in names:
             if layout.endpoints[role]:
                 file.write("\n".join([f"{name}:", *layout.endpoints[role], ""]))

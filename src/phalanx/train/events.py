@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ class EventStream:
     """Appends events to one file; does nothing when there is no file to append to."""
 
     def __init__(self, path: str | None) -> None:
-        self._file: TextIO | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115 (lives as long as the process)
+        self._file: io.FileIO | None = _opened(path) if path else None
         self._last_time = 0.0
         self._step = -1
         self.facts: Facts | None = None
@@ -44,14 +46,30 @@ class EventStream:
             **{name: _plain(name, v) for name, v in values.items()},
             **(self.facts() if self.facts is not None else {}),
         }
-        self._file.write(json.dumps(event) + "\n")
-        return True
+        return _written(self._file, json.dumps(event) + "\n")
 
     def close(self) -> None:
         """Close the file; reports afterwards are counted only."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _opened(path: str) -> io.FileIO | None:
+    """The file, unbuffered: what could not be written must not be tried again; None where its folder is gone."""
+    try:
+        return open(path, "ab", buffering=0)
+    except OSError as problem:
+        warnings.warn(f"Nothing of this run is reported: {path} cannot be written, {problem.strerror}.", stacklevel=4)
+        return None
+
+
+def _written(file: io.FileIO, line: str) -> bool:
+    """Append a line, unless the file system is full: a report is not worth a training."""
+    try:
+        return file.write(line.encode()) == len(line.encode())
+    except OSError:
+        return False
 
 
 _stream: EventStream | None = None
