@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -138,7 +140,11 @@ def test_killing_the_fork_server_ends_the_job(stubborn: Launch) -> None:
     os.kill(_fork_server(stubborn), signal.SIGKILL)
     stubborn.wait()
     assert stubborn.code == 1
-    assert "The fork server ended by itself" in stubborn.err
+    assert re.search(
+        r"the fork server \(pid \d+\), from which every process of this host is started, ended by signal 9 "
+        r"\(SIGKILL\): .*out-of-memory killer",
+        stubborn.err,
+    )
     assert stubborn.gone_within(DOWN_S) < DOWN_S
 
 
@@ -162,10 +168,35 @@ def test_a_stop_signal_ends_the_job_cleanly(tmp_path: Path, number: signal.Signa
     wait_until_up(running, 2)
     running.process.send_signal(number)
     running.wait(10)
-    assert running.code == (0 if number == signal.SIGTERM else 128 + number)
+    assert running.code == (130 if number == signal.SIGINT else 0)
     assert running.out.endswith(f"stopped by {number.name}; every process of the job has ended\n")
-    assert {(tmp_path / f"saved.{rank}").read_text() for rank in range(2)} == {str(int(number))}
+    passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    assert {(tmp_path / f"saved.{rank}").read_text() for rank in range(2)} == {str(int(passed_on))}
     assert json.loads(running.log("ended.json")) == {"code": running.code, "stopped_by": number.name}
+    running.gone_within(0.5)
+
+
+def test_a_closed_terminal_lets_the_job_save(tmp_path: Path) -> None:
+    """As a lost ssh session does: SIGHUP, and from then on nothing can be written to the screen."""
+    (tmp_path / "train.py").write_text(
+        "import os, torch, phalanx as px\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "checkpointer = px.Checkpointer('saved', model)\n"
+        "open(f'up.{os.environ[\"RANK\"]}', 'w').write('x')\n"
+        "while True:\n"
+        "    print('a step', flush=True)\n"
+        "    checkpointer.step()\n"
+    )
+    ours, theirs = pty.openpty()
+    launcher, terminal = shlex.join(_run_program()), os.ttyname(theirs)
+    shell = f"exec < {terminal} > {terminal} 2>&1; exec {launcher} -n 2 train.py"
+    running = Launch((), tmp_path, program=("setsid", "sh", "-c", shell))
+    wait_until_up(running, 2)
+    os.close(theirs)
+    os.close(ours)
+    running.wait(30)
+    assert running.code == 0
+    assert list((tmp_path / "saved").glob("step-*/complete.json"))
     running.gone_within(0.5)
 
 
@@ -251,6 +282,23 @@ def test_a_failed_job_is_restarted_whole(tmp_path: Path) -> None:
     assert "attempt 0 sum 2.0" in done.log("attempt-0/workerlog.1")
     assert done.log("workerlog.1") == "attempt 1 sum 2.0\n"
     assert "failed first" not in done.out
+
+
+def test_a_killed_fork_server_costs_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "open(f'up.{os.environ[\"RANK\"]}', 'w').write('x')\n"
+        "if os.environ['PHALANX_ATTEMPT'] == '0': time.sleep(300)\n"
+        "print('trained', flush=True)\n"
+    )
+    running = Launch(("-n", "2", "--max_restarts", "1", "train.py"), tmp_path)
+    wait_until_up(running, 2)
+    os.kill(_fork_server(running), signal.SIGKILL)
+    running.wait()
+    assert running.code == 0, running.err
+    assert re.search(r"ended by signal 9 .* Restarting the whole job, restart 1 of 1; logs .*/attempt-0", running.out)
+    assert running.log("workerlog.1") == "trained\n"
+    running.gone_within(0.5)
 
 
 def test_restarts_run_out(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import phalanx as px
 from phalanx.checkpoint import background
+from phalanx.checkpoint.stopping import StopEdge
 from phalanx.errors import BackendError, ConfigError
 
 
@@ -171,3 +172,15 @@ def test_a_checkpointer_that_is_closed_leaves_sigterm_to_a_later_one(tmp_path: P
     with pytest.raises(SystemExit):
         second.step()
     signal.signal(signal.SIGTERM, before)
+
+
+def test_a_closed_terminal_asks_to_stop_unless_it_is_ignored() -> None:
+    for before, asked in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        signal.signal(signal.SIGHUP, before)
+        edge = StopEdge(0, 1, None, "")
+        edge.listen()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert edge.is_at(1) is asked
+        edge.close()
+        assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -100,10 +100,13 @@ def test_a_report_that_follows_drops_held_tracebacks() -> None:
 
 def test_own_lines_never_join_a_line_of_the_live_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live, other = tmp_path / "workerlog.0", tmp_path / "workerlog.1"
-    live.write_text("10%\r20%")
-    other.write_text("quiet\nWARNING: loud\n")
+    live.write_text("of the attempt before\n")
+    other.touch()
     console = Console()
     console.follow(str(live), [("rank 1", str(other))])
+    with live.open("a") as file:
+        file.write("10%\r20%")
+    other.write_text("quiet\nWARNING: loud\n")
     console.finish(failed=False)
     assert capsys.readouterr().out == "10%\r20%\nrank 1: WARNING: loud\n"
 

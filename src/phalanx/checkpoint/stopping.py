@@ -1,4 +1,4 @@
-"""All ranks leave at the same step when any of them is asked to end (SIGTERM).
+"""All ranks leave at the same step when any of them is asked to end (SIGTERM, or the SIGHUP of a closed terminal).
 
 The signal may reach some ranks only, at different steps, while others wait in a collective. So no rank stops at once:
 each says, through the store, which step edge it comes to next, and waits at that edge until all have said theirs; they
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from phalanx.comm.store import JobStore
 from phalanx.errors import PeerLostError
@@ -23,6 +24,8 @@ logger = logging.getLogger("phalanx.checkpoint")
 
 POLL_S = 0.1
 """How often the thread looks for a rank that was asked to end."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 EDGES_TIMEOUT_S = 60.0
 """Longest to wait at an edge for the edges of the others."""
@@ -42,18 +45,23 @@ class StopEdge:
         self._known = threading.Event()
         self._edge = 0
         self._closed = threading.Event()
-        self._before: signal.Handlers | object = None
+        self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         if store is not None:
             self._thread = threading.Thread(target=self._watch, name="phalanx stop edge", daemon=True)
             self._thread.start()
 
     def listen(self) -> None:
-        """Take SIGTERM as a request to stop at a step edge. Only Python's main thread can. Once is enough."""
-        if self._before is not None:
+        """Take SIGTERM and SIGHUP as a request to stop at a step edge. Only Python's main thread can. Once is enough.
+
+        A SIGHUP that is ignored stays ignored: under nohup a closed terminal must not end the training.
+        """
+        if self._before:
             return
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_signal)
+            for number in _SIGNALS:
+                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
             atexit.register(self.close)
         else:
             logger.warning("SIGTERM ends this process at once: only the main thread of Python can change that")
@@ -89,14 +97,15 @@ class StopEdge:
         return edge >= self._edge
 
     def close(self) -> None:
-        """End the thread and give SIGTERM back, unless somebody else has it by now."""
+        """End the thread and give the signals back, unless somebody else has them by now."""
         atexit.unregister(self.close)
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if self._before is not None and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
-        self._before = None
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before)
+        self._before = {}
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._asked.set()

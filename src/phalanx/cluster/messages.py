@@ -109,6 +109,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "ended by signal": ("ended by signal {number} ({name})", "被信号 {number}（{name}）终止"),
     "raised": ("raised {error}", "抛出 {error}"),
     "ended with code": ("ended with exit code {code}", "以退出码 {code} 结束"),
+    "fork server lost": (
+        "the fork server (pid {pid}), from which every process of this host is started, {how}. They ended with it.",
+        "本机所有进程的派生进程 fork server（进程 {pid}）{how}。这些进程随之结束。",
+    ),
     "log file": ("log file", "日志文件"),
     "where": ("on {host}, pid {pid}", "主机 {host}，进程 {pid}"),
     "last lines": ("last lines of its log", "日志最后几行"),

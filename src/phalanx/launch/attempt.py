@@ -109,16 +109,15 @@ class Attempt:
         if store is not None:
             self.starter.start_store(store)
         for process in self.layout.local:
-            self._start(process)
+            _make_log(process)
         self._follow_logs()
+        for process in self.layout.local:
+            self._start(process)
 
     def _start(self, process: Process) -> None:
         attempt = self._starts.get(process.id, self.facts.attempt)
         self._starts[process.id] = attempt + 1
         self._alive[process.id] = process
-        path = Path(process.log_file)
-        path.parent.mkdir(parents=True, exist_ok=True)  # with --per_rank_dir, or deleted while the job runs
-        path.touch()
         self.starter.start(process, attempt)
 
     def _follow_logs(self) -> None:
@@ -142,7 +141,8 @@ class Attempt:
             failed = self._failed_at is not None
         # Where another host's launcher was stopped, the ranks here save with its.
         is_stop = stopped_by or any(e.role == "launcher" for e in self._elsewhere)
-        self._end_all(stopped_by or signal.SIGTERM, may_save=bool(is_stop))
+        # A closed terminal (SIGHUP) is no reason to lose what scripts save at a SIGTERM.
+        self._end_all(signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM, may_save=bool(is_stop))
         if failed:
             self._tell([e for e in self._endings if e.failed or e.code == 0])
             self._hear_others()
@@ -224,6 +224,7 @@ class Attempt:
         logger.warning(
             "%s %s. Starting it again, the others go on; restarts left: %d", ending.title, how(ending), self.restarts
         )
+        _make_log(process)
         self._start(process)
 
     def _ending(self, process: Process, code: int, at: float) -> Ending:
@@ -310,6 +311,13 @@ class Attempt:
             time=time.time(),
             log_file=self.facts.log_dir,
         )
+
+
+def _make_log(process: Process) -> None:
+    """Make the log of a process and its folder: one of its own (--per_rank_dir), or deleted while the job ran."""
+    path = Path(process.log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def _read_record(path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 import time
@@ -121,6 +122,7 @@ class _Tail:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file = open(path, "rb")  # noqa: SIM115 -- lives as long as the attempt
+        self._file.seek(0, os.SEEK_END)  # what an attempt before wrote was shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
@@ -151,7 +153,7 @@ class Console:
         sys.stdout.flush()
 
     def follow(self, live: str | None, others: list[tuple[str, str]]) -> None:
-        """Follow the log files of one attempt, which must exist.
+        """Follow what is added to the log files of one attempt, which must exist.
 
         Args:
             live: File shown as it grows.

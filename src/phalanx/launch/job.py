@@ -25,7 +25,7 @@ from phalanx.launch.machine import Machine
 from phalanx.launch.options import Options
 from phalanx.launch.processes import StopSignals
 from phalanx.launch.request import ROLES, Request, check_script, resolve
-from phalanx.launch.server_handle import ServerHandle
+from phalanx.launch.server_handle import ForkServerLostError, ServerHandle
 from phalanx.launch.start import Starter
 from phalanx.launch.verdict import first_failure
 from phalanx.versions import require_torch
@@ -43,6 +43,7 @@ class Job:
         self._inherited: Mapping[str, str] = dict(os.environ)
         self._job_id = uuid.uuid4().hex[:12]
         self._link: LinkHandle | None = None
+        self._restarts = options.max_restarts
 
     def run(self) -> int:
         """Run the job to its end.
@@ -128,13 +129,26 @@ class Job:
             self._link = self._join_link(request)
         attempt = 0
         while True:
-            outcome = self._run_attempt(request, attempt)
-            # With servers, single processes were started again as long as they might.
-            is_last = request.mode == "ps" or attempt >= self._options.max_restarts
-            if not outcome.failed or outcome.stopped_by or is_last:
-                return self._end(outcome)
-            self._say_restart(outcome, attempt)
-            self._logs.set_aside(attempt)
+            try:
+                outcome = self._run_attempt(request, attempt)
+            except ForkServerLostError as lost:
+                # Other hosts count this one as lost: its link to them was a child of that server too.
+                if not self._restarts or self._link is not None:
+                    raise
+                self._console.finish(failed=True)
+                self._say_restart(str(lost), request, attempt)
+                self._server.restart()
+            else:
+                # With servers, single processes were started again as long as they might.
+                is_last = request.mode == "ps" or not self._restarts
+                if not outcome.failed or outcome.stopped_by or is_last:
+                    return self._end(outcome)
+                first = first_failure(outcome.endings)
+                assert first is not None
+                self._say_restart(f"{first.title} {report.how(first)}.", request, attempt)
+            self._restarts -= 1
+            if request.mode == "collective":  # servers go on from what is there
+                self._logs.set_aside(attempt)
             attempt += 1
 
     def _end(self, outcome: Outcome) -> int:
@@ -145,7 +159,7 @@ class Job:
             self._console.write(messages.text("stopped", signal=name) + "\n")
             workers = [e.code for e in outcome.endings if e.role == "worker"]
             # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
-            ended_well = outcome.stopped_by == signal.SIGTERM and workers and not any(workers)
+            ended_well = outcome.stopped_by != signal.SIGINT and workers and not any(workers)
             code = 0 if ended_well else 128 + outcome.stopped_by
             self._logs.record_end(code=code, stopped_by=name)
             return code
@@ -159,20 +173,19 @@ class Job:
         self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.how(first))
         return first.exit_code
 
-    def _say_restart(self, outcome: Outcome, attempt: int) -> None:
-        first = first_failure(outcome.endings)
-        assert first is not None
+    def _say_restart(self, why: str, request: Request, attempt: int) -> None:
+        logs = shown(str(self._logs.path / f"attempt-{attempt}" if request.mode == "collective" else self._logs.path))
+        total = self._options.max_restarts
         logger.warning(
-            "%s %s. Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
-            first.title,
-            report.how(first),
-            attempt + 1,
-            self._options.max_restarts,
-            shown(str(self._logs.path / f"attempt-{attempt}")),
+            "%s Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
+            why,
+            total - self._restarts + 1,
+            total,
+            logs,
         )
 
     def _run_attempt(self, request: Request, attempt: int) -> Outcome:
-        restarts = self._options.max_restarts if request.mode == "ps" else 0
+        restarts = self._restarts if request.mode == "ps" else 0
         with staging.Stage(request) as stage:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
@@ -188,11 +201,14 @@ class Job:
                 watch_room=self._logs.watch_room,
                 on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
             )
-            trial.start(stage.store)
-            stage.hand_over(keep_endpoints=restarts > 0)
-            if attempt == 0:
-                self._say_layout(layout, facts)
-            return trial.wait()
+            try:
+                trial.start(stage.store)
+                stage.hand_over(keep_endpoints=restarts > 0)
+                if attempt == 0:
+                    self._say_layout(layout, facts)
+                return trial.wait()
+            finally:
+                self._restarts -= restarts - trial.restarts
 
     def _starter(self, stage: staging.Stage, attempt: int) -> Starter:
         log_dir = str(self._logs.path)

@@ -55,6 +55,12 @@ def how(ending: Ending) -> str:
     return text("ended early") if ending.code == 0 else text("ended with code", code=ending.code)
 
 
+def fork_server_lost(pid: int, code: int) -> str:
+    """Return in words that the fork server died, and how."""
+    said = _signal(-code) if code < 0 else text("ended with code", code=code)
+    return text("fork server lost", pid=pid, how=said)
+
+
 def _signal(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else "?"
     said = text("ended by signal", number=number, name=name)

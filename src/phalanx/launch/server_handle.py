@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.errors import InternalError, LaunchError
+from phalanx.errors import LaunchError, PeerLostError
 from phalanx.launch import wire
 
 _BOOT = "import sys; sys.path.append({root!r}); from phalanx.launch.fork_server import main; main()"
+
+
+class ForkServerLostError(PeerLostError):
+    """The fork server died, and every process of the job on this host with it."""
 
 
 class ServerHandle:
@@ -23,8 +27,13 @@ class ServerHandle:
 
     def __init__(self) -> None:
         """Start the server; it waits for `configure` before it loads a library that reads the environment."""
+        self._environment: dict[str, str] = {}
+        self._boot()
+
+    def _boot(self) -> None:
         self.socket, theirs = wire.pair()
         self._has_children = False
+        self._has_ended = False
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         # -P: a random.py in the user's folder must not become the standard library's.
         command = [sys.executable, "-P", "-c", _BOOT.format(root=root)]
@@ -43,7 +52,14 @@ class ServerHandle:
 
     def configure(self, environment: dict[str, str]) -> None:
         """Fix the environment in which torch is loaded, and let the server load it."""
+        self._environment = environment
         self._send({"configure": environment})
+
+    def restart(self) -> None:
+        """Start another server in place of one that died, in the environment of the first."""
+        self.close()
+        self._boot()
+        self.configure(self._environment)
 
     def spawn(self, name: str, target: str, fds: Sequence[int] = (), **details: Any) -> None:
         """Ask for a child; the answer comes as an event. `fds` stay open here."""
@@ -64,11 +80,15 @@ class ServerHandle:
 
         Raises:
             LaunchError: If torch cannot be imported.
-            InternalError: If the server is gone.
+            ForkServerLostError: If the server is gone; says how it ended.
         """
         answer = wire.receive(self.socket)
         if answer is None:
-            raise InternalError("The fork server ended by itself; every process of the job ended with it.")
+            from phalanx.launch import report
+
+            _, status = os.waitpid(self.pid, 0)
+            self._has_ended = True
+            raise ForkServerLostError(report.fork_server_lost(self.pid, os.waitstatus_to_exitcode(status)))
         if "fatal" in answer[0]:
             raise LaunchError(answer[0]["fatal"])
         return answer[0]
@@ -76,10 +96,11 @@ class ServerHandle:
     def close(self) -> None:
         """End the server and wait until it and everything below it is gone."""
         self.socket.close()
-        if not self._has_children:
+        if not self._has_children and not self._has_ended:
             # It may be in the middle of importing torch, and there is nothing to clean up.
             os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        if not self._has_ended:
+            os.waitpid(self.pid, 0)
         from phalanx.launch import processes
 
         processes.kill_descendants()
