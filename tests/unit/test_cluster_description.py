@@ -16,7 +16,7 @@ from phalanx.auto.job import read_job
 from phalanx.auto.run_file import read_run
 from phalanx.cluster import detect, rank_table
 from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.cluster.devices import DEVICES
+from phalanx.cluster.devices import DEVICES, USUAL
 from phalanx.cluster.measured import Measured, measured_file
 from phalanx.cluster.rank_table_layouts import Layout as TableLayout
 from phalanx.cluster.role import Launcher, Role
@@ -39,6 +39,11 @@ like = "a100"
 memory_gib = 48
 tflops = { bf16 = 150 }
 """
+
+
+def test_a_name_in_full_or_a_short_one_means_one_device() -> None:
+    for name, device in {**{d: d for d in DEVICES}, **USUAL, "h100_80gb_sxm": "H100-80GB-SXM"}.items():
+        assert read_cluster(f"{name}x8").nodes[0].device.name == device
 
 
 def test_words_name_a_device_a_number_and_nodes() -> None:
@@ -78,6 +83,10 @@ def test_files_describe_nodes_that_differ(tmp_path: Path) -> None:
         ("h100x8,nodes=many", "Give a number above 0"),
         ("h100x8,nodes=1.5", "Give a whole number"),
         ("z9x8", "the device 'z9', which is not known"),
+        ("h20x8", "the device 'h20', which is not known. Did you mean 'h200'?"),
+        ("h8x8", r"the device 'h8', which is not known\."),
+        ("bx8", r"the device 'b', which is not known\..* Describe any other in a cluster file"),
+        ("h100-80gbx8", "the device 'h100-80gb', which could be H100-80GB-SXM"),
         ("nowhere.toml", "cannot be read"),
         ({"nodes": []}, "nodes: Input should have at least 1 item"),
         ({"nodes": [{"device": "h100", "devices": 8, "nic": 1}]}, r"nodes\.0\.nic: There is no such key, found 1"),

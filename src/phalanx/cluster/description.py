@@ -19,16 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.devices import Device, device_named
+from phalanx.cluster.devices import USUAL, Device, device_named
 from phalanx.cluster.messages import meant, text
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from phalanx.cluster.measured import Measured
     from phalanx.cluster.role import Role
-
-USUAL = {"a100": "A100-80GB-SXM", "h100": "H100-80GB-SXM", "h200": "H200-141GB-SXM", "b200": "B200-180GB-SXM"}
-"""The device that a short name usually means."""
 
 GBPS_A_DEVICE = {"A100": 200.0, "H100": 400.0, "H800": 400.0, "H200": 400.0, "B200": 400.0}
 """Gb/s of network ports a device that reference designs of such nodes have: one port a device."""

@@ -247,8 +247,14 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
     "device not known": ("which is not known", "未知"),
     "device could be": ("which could be {names}", "可能指 {names}"),
     "device": (
-        "Asked for the device {name!r}, {why}.{nearest} Known: {known}.",
-        "设备 {name!r}：{why}。{nearest}可用：{known}。",
+        (
+            "Asked for the device {name!r}, {why}.{nearest} Known: {known}. Describe any other in a cluster file "
+            "(docs/calibrate.md), as [[devices]] with the figures of its maker."
+        ),
+        (
+            "设备 {name!r}：{why}。{nearest}可用：{known}。"
+            "其他设备请在集群文件（docs/calibrate.md）的 [[devices]] 中按厂商参数描述。"
+        ),
     ),
     "device precision": (
         "Asked for {precision} on {device}, which computes in {known}. Choose one of them.",

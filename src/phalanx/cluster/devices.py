@@ -113,17 +113,29 @@ DEVICES = {device.name: device for device in _PRESETS}
 """Presets by their full name."""
 
 
+USUAL = {
+    "a100": "A100-80GB-SXM",
+    "h100": "H100-80GB-SXM",
+    "h200": "H200-141GB-SXM",
+    "h800": "H800-80GB-SXM",
+    "b200": "B200-180GB-SXM",
+}
+"""The device that a short name usually means, where a cluster is written in words."""
+
+
 def device_named(name: str) -> Device:
-    """Return the device of a name; case does not count, and a start that only one device has will do.
+    """Return the device of a name; case does not count.
+
+    Nothing is completed: an H20 is no H200.
 
     Raises:
-        ConfigError: If no device, or more than one, has that name.
+        ConfigError: If no device has that name; names those that it could begin, or the nearest.
     """
     wanted = name.lower().replace("_", "-")
-    found = [d for d in _PRESETS if d.name.lower() == wanted] or [
-        d for d in _PRESETS if d.name.lower().startswith(wanted)
-    ]
-    if len(found) == 1:
-        return found[0]
-    why = text("device could be", names=", ".join(d.name for d in found)) if found else text("device not known")
-    raise ConfigError(text("device", name=name, why=why, nearest=meant(name, DEVICES), known=", ".join(DEVICES)))
+    for device in _PRESETS:
+        if device.name.lower() == wanted:
+            return device
+    begun = [d.name for d in _PRESETS if d.name.lower().startswith(f"{wanted}-")]
+    why = text("device could be", names=", ".join(begun)) if begun else text("device not known")
+    near = "" if begun else meant(name, [*DEVICES, *USUAL])
+    raise ConfigError(text("device", name=name, why=why, nearest=near, known=", ".join(DEVICES)))
