@@ -156,6 +156,24 @@ def test_who_may_do_what(server, owner, tree):
         assert mine.id not in answer.text
 
 
+def test_a_developer_reads_no_folder_of_the_server(server, owner, tmp_path):
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "train.py").write_text("server secret")
+    asked = {"authorization": f"Bearer {server.token('dev', Role.DEVELOPER)}"}
+    job = {"name": "no", "command": "env true", "launch": "env", "backend": "kubernetes", "kubernetes": {"image": "i"}}
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=asked) as dev:
+        for verb in ("jobs", "jobs/render"):
+            answers = [
+                dev.post(verb, json={"spec": job | {"code": {"path": str(path)}}})
+                for path in (private, tmp_path / "missing", server.home)
+            ]
+            assert [answer.status_code for answer in answers] == [422] * 3
+            assert answers[0].text.replace("private", "missing") == answers[1].text
+            assert "secret" not in answers[0].text
+    assert owner.render(TrainingJob.model_validate(job | {"code": {"path": str(private)}})).count("code.tar.gz")
+
+
 def test_archives_of_code_that_lead_out_are_refused(server, owner, tmp_path):
     archive = tmp_path / "a.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:

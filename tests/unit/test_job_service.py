@@ -33,7 +33,7 @@ def woken() -> list[Path]:
 
 @pytest.fixture
 def acting(store: Store, woken: list[Path]) -> Callable[[Actor], Jobs]:
-    return lambda actor: JobService(store, {"local": FakeBackend()}, actor, wake=woken.append)
+    return lambda actor: JobService(store, {"local": FakeBackend()}, actor, wake=woken.append, remote=False)
 
 
 @pytest.fixture
@@ -263,3 +263,33 @@ def test_a_tree_that_was_sent_is_kept_by_its_digest(acting, tmp_path, store):
     assert [path.name for path in store.home.glob("tree-*")] == []
     job = acting(OWNER).submit(spec(code={"digest": digest}))
     assert job.spec["code"]["digest"] == digest
+
+
+def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_those_listed(acting, store, tree, woken):
+    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    acting(OWNER).put_code("default", "ours", Code(path=str(tree)))
+    ann = JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=woken.append)
+    absent, named = str(tree / "absent"), spec(code={"name": "ours"})
+    for verb in (ann.submit, ann.render):
+        for asked in (spec(code={"path": str(tree)}), spec(code={"path": absent}), named):
+            with pytest.raises(SpecError, match=r"members of this server may not name .* on its machine"):
+                verb(asked)
+    with pytest.raises(SpecError, match="may not name"):
+        ann.put_code("default", "mine", Code(path=str(tree)))
+    with pytest.raises(SpecError, match="may not name"):
+        ann.put_dataset("default", Dataset(name="d", kind="local", uri=str(tree)))
+    assert ann.jobs() == []
+
+    (store.home / "server.yaml").write_text(f"roots: [{tree}]")
+    assert ann.submit(spec(code={"path": str(tree)})).spec["code"]["path"] == str(tree)
+    assert ann.submit(named).state is State.QUEUED
+    assert (
+        ann.put_dataset("default", Dataset(name="d", kind="local", uri=str(tree), mount="/x")).config["mount"] == "/x"
+    )
+    with pytest.raises(SpecError, match=r"code: .* is no folder"):
+        ann.submit(spec(code={"path": absent}))
+
+
+def test_the_owner_of_the_store_names_what_they_like_over_a_server_too(store, tree, woken):
+    owner = JobService(store, {"local": FakeBackend()}, OWNER, wake=woken.append)
+    assert owner.submit(spec(code={"path": str(tree)})).state is State.QUEUED

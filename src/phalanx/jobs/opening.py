@@ -37,7 +37,7 @@ def opened() -> Iterator[Jobs]:
         # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
         if store.jobs(states=[state for state in State if not state.terminal], limit=1):
             _wake(home)
-        yield JobService(store, Engines(), local_actor(home), wake=_wake)
+        yield JobService(store, Engines(), local_actor(home), wake=_wake, remote=False)
 
 
 def local_actor(home: Path) -> Actor:

@@ -16,6 +16,7 @@ from phalanx.errors import PhalanxError, SpecError, did_you_mean
 from phalanx.jobs import code as codes
 from phalanx.jobs import datasets, mounts
 from phalanx.jobs.command import PythonCommand, python_command
+from phalanx.jobs.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.spec_file import validated
 
@@ -38,7 +39,9 @@ class Configs(Protocol):
         """Return the value of a secret."""
 
 
-def resolve(spec: TrainingJob, *, configs: Configs, home: Path, base: Path | None) -> TrainingJob:
+def resolve(
+    spec: TrainingJob, *, configs: Configs, home: Path, base: Path | None, limits: Limits | None = None
+) -> TrainingJob:
     """Return `spec` as it will run: configurations in place of names, commits of refs, versions of datasets.
 
     The tree of the code is kept under `home`. Resolving what was resolved checks it again and changes nothing. Warns of
@@ -49,6 +52,7 @@ def resolve(spec: TrainingJob, *, configs: Configs, home: Path, base: Path | Non
         configs: What its names mean.
         home: PHALANX_HOME.
         base: Folder that relative paths are meant from; None refuses relative paths.
+        limits: What may be named of this machine; None is no limit.
 
     Raises:
         SpecError: With every problem that was found: names that mean nothing, code, script or data that is not there,
@@ -56,17 +60,21 @@ def resolve(spec: TrainingJob, *, configs: Configs, home: Path, base: Path | Non
     """
     problems = _Problems()
     problems.extend(_missing_secrets(spec, configs))
+    if limits is not None:
+        limits.check(spec)
     with problems.of("code"):
         code = _expanded(spec.code, Code, configs.code)
+        code = code if limits is None else limits.code(code)
         spec = spec.model_copy(update={"code": codes.fixed(code, home, base, _value(configs, code.secret))})
     found = []
     for dataset in spec.datasets:
         with problems.of(f"datasets.{dataset.name}"):
             whole = _expanded(dataset, Dataset, configs.dataset)
+            whole = whole if limits is None else limits.dataset(whole, spec.backend)
             secret = _value(configs, whole.secret)
             found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes"))
     with problems.of("command"):
-        problems.extend(_of_the_tree(spec, found, home))
+        problems.extend(_of_the_tree(spec, found, home, outside=limits is None))
     if spec.backend != "kubernetes":
         problems.extend(_of_this_machine(spec, found, home))
     problems.raise_for(spec)
@@ -124,35 +132,40 @@ def _missing_secrets(spec: TrainingJob, configs: Configs) -> list[str]:
 # -- checks of the code ----------------------------------------------------------------------------------------------
 
 
-def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path) -> list[str]:
-    """Return what the tree of the code lacks, or has in the way."""
+def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path, *, outside: bool) -> list[str]:
+    """Return what the tree of the code lacks, or has in the way; files elsewhere are looked at if `outside`."""
     folder = codes.tree(spec.code, home) / spec.code.subdir
     if spec.code.name is not None or not folder.is_dir():
         return []  # the code itself is a problem that was named
     taken = [d for d in found if d.mount and not d.mount.startswith("/") and os.path.lexists(folder / d.mount)]
-    return _wrong_command(spec, folder) + [
+    return _wrong_command(spec, folder, outside=outside) + [
         f"datasets.{dataset.name}: the code has something at {dataset.mount} itself. Mount it elsewhere."
         for dataset in taken
     ]
 
 
-def _wrong_command(spec: TrainingJob, folder: Path) -> list[str]:
+def _wrong_command(spec: TrainingJob, folder: Path, *, outside: bool) -> list[str]:
     here = spec.backend != "kubernetes"
     python = python_command(spec.command)
+    if python is not None and python.module:
+        return _wrong_module(python, folder, here)
     if python is not None:
-        return _wrong_module(python, folder, here) if python.module else _wrong_file(str(python.script), folder, here)
+        return _wrong_file(str(python.script), folder, here and outside)
     words = shlex.split(spec.command)
     if words[0].rpartition("/")[2] in _SHELLS:
-        return _wrong_file(words[1], folder, here) if words[1:] and not words[1].startswith("-") else []
+        named = words[1:] and not words[1].startswith("-")
+        return _wrong_file(words[1], folder, here and outside) if named else []
     if "/" in words[0]:
-        return _wrong_file(words[0], folder, here)
+        return _wrong_file(words[0], folder, here and outside)
     if here and shutil.which(words[0]) is None:
         return [f"command: there is no program {words[0]} on this machine. Install it, or correct the command."]
     return []
 
 
-def _wrong_file(path: str, folder: Path, here: bool) -> list[str]:
-    if (folder / path).is_file() or (path.startswith("/") and not here):
+def _wrong_file(path: str, folder: Path, outside: bool) -> list[str]:
+    """Return why there is no file `path` in the code in `folder`; one elsewhere is looked at if `outside`."""
+    leads_out = path.startswith("/") or ".." in Path(path).parts
+    if (leads_out and not outside) or (folder / path).is_file():
         return []
     beside = (folder / path).parent
     names = [entry.name for entry in beside.iterdir() if entry.is_file()] if beside.is_dir() else []
@@ -163,11 +176,13 @@ def _wrong_file(path: str, folder: Path, here: bool) -> list[str]:
 
 def _wrong_module(python: PythonCommand, folder: Path, here: bool) -> list[str]:
     name = str(python.module)
-    inside = folder.joinpath(*name.split("."))
-    if inside.with_suffix(".py").is_file() or inside.is_dir():
-        return []
-    if not here or importlib.util.find_spec(name.split(".")[0]) is not None:
-        return []
+    parts = name.split(".")
+    if all(part.isidentifier() for part in parts):  # a slash in a name would lead out of the folder
+        inside = folder.joinpath(*parts)
+        if inside.with_suffix(".py").is_file() or inside.is_dir():
+            return []
+        if not here or importlib.util.find_spec(parts[0]) is not None:
+            return []
     return [f"command: there is no module {name} in the code or installed here. Commit it, or correct the command."]
 
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
 from phalanx.jobs import layout
 from phalanx.jobs.backend import Backend, Submission
+from phalanx.jobs.limits import Limits
 from phalanx.jobs.metrics import Reports
 from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
 from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
@@ -43,10 +44,15 @@ class JobService:
         backends: What runs jobs, by the name that a spec calls it.
         actor: Who asks.
         wake: Called with the store's home when there is work for a keeper.
+        remote: Whether the actor is another user than the one whose process this is. Such a one may name what
+            `jobs/limits` allows of this machine; but the owner of the store may name everything.
     """
 
-    def __init__(self, store: Store, backends: Mapping[str, Backend], actor: Actor, *, wake: Wake) -> None:
+    def __init__(
+        self, store: Store, backends: Mapping[str, Backend], actor: Actor, *, wake: Wake, remote: bool = True
+    ) -> None:
         self._store = store
+        self._remote = remote
         self._backends = backends
         self._actor = actor
         self._wake = wake
@@ -257,6 +263,8 @@ class JobService:
         _check_name("a code configuration", name)
         if code.name is not None or code.commit or code.digest:
             raise SpecError("A code configuration holds git or path; name, commit and digest belong to a job.")
+        if (limits := self._limits()) is not None:
+            code = limits.code(code)
         return self._store.put_config(workspace, "code", name, code.model_dump(mode="json"))
 
     def remove_code(self, workspace: str, name: str) -> None:
@@ -274,6 +282,9 @@ class JobService:
         self._need(workspace, Role.DEVELOPER)
         if dataset.kind is None or dataset.uri is None:
             raise SpecError(f"Dataset {dataset.name!r} says not where it lies. Give its kind and its uri.")
+        if (limits := self._limits()) is not None and dataset.kind == "local":
+            # Where it is mounted depends on the job that takes it.
+            limits.dataset(dataset.model_copy(update={"mount": None}), "local")
         return self._store.put_config(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
 
     def remove_dataset(self, workspace: str, name: str) -> None:
@@ -347,9 +358,12 @@ class JobService:
         from phalanx.jobs.resolve import resolve
 
         configs = WorkspaceConfigs(self._store, spec.workspace)
-        resolved = resolve(spec, configs=configs, home=self._store.home, base=base)
+        resolved = resolve(spec, configs=configs, home=self._store.home, base=base, limits=self._limits())
         self._backend(resolved).check(resolved)
         return resolved
+
+    def _limits(self) -> Limits | None:
+        return Limits.read(self._store.home) if self._remote and not self._actor.owner else None
 
     def _backend(self, spec: TrainingJob) -> Backend:
         return self._backends[spec.backend]
