@@ -10,6 +10,10 @@ import pytest
 from phalanx.errors import SpecError
 from phalanx.jobs.launching import Place, Start, own_hosts, start
 from phalanx.jobs.spec import TrainingJob
+from phalanx.launch import machine, request
+from phalanx.launch.flags import command
+from phalanx.launch.machine import Machine
+from phalanx.launch.options import Options
 
 HOSTS = ("10.0.0.1", "10.0.0.2")
 
@@ -87,9 +91,37 @@ def test_servers_with_hosts_of_their_own_come_first_for_the_launcher() -> None:
         assert found.argv[10] == rank
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_workers_beside_servers_compute_on_the_cards_that_the_job_asks_for(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the job to the variables of each process, as the launcher of each node makes them."""
+    script = tmp_path / "train.py"
+    script.touch()
+    hosts = HOSTS[:nodes] + ("10.0.0.9",) * (nodes > 1)
+    monkeypatch.setattr(machine, "resolve", lambda host: host)
+    monkeypatch.setattr(machine, "is_ours", lambda address: True)
+    resources = {"nodes": nodes, "procs_per_node": 2, "gpu": 2}
+    for node in range(len(hosts)):
+        is_server = node == nodes
+        words = started(node, hosts, command=f"python {script}", resources=resources, servers={"count": 1}).argv[3:]
+        values = command.make_context("run", list(words)).params
+        asked = Options(**{name: value for name, value in values.items() if name in Options.__dataclass_fields__})
+        cards = () if is_server else ("4", "6")
+        here = Machine(cores=4, cards=cards, has_cuda_build=not is_server)
+        found = request.resolve(asked, here)
+        assert found.cards == (() if is_server else (("4",), ("6",)))
+        assert found.counts["worker"] == (0 if is_server else 2)
+    assert "--gpus" not in started(0, hosts, resources=resources | {"gpu": 0}, servers={"count": 1}).argv
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
+        (
+            {"resources": {"procs_per_node": 3, "gpu": 2}},
+            "resources.procs_per_node: 3 processes of a node need a card each, and resources.gpu is 2. Make",
+        ),
         (
             {"command": "torchrun train.py"},
             "starts torchrun, and the job starts a launcher itself. Write",

@@ -76,6 +76,18 @@ def test_every_worker_gets_cards_of_its_own(script: str) -> None:
     dealt = cards.deal_cards(options(script), FOUR_CARDS, 3, only_if_asked=False)
     assert dealt == (("0", "1"), ("2",), ("3",))
     assert cards.deal_cards(options(script), FOUR_CARDS, 2, only_if_asked=True) == ()
+    assert cards.deal_cards(options(script, gpus="all"), FOUR_CARDS, 2, only_if_asked=True) == (("0", "1"), ("2", "3"))
+
+
+def test_all_cards_are_those_that_can_be_seen_and_there_must_be_one(script: str) -> None:
+    here = Machine(cores=4, cards=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
+    assert cards.chosen_cards(options(script, gpus="all"), here) == ("2", "3")
+    with pytest.raises(LaunchError, match="--gpus all needs CUDA, but the installed torch is a CPU build"):
+        cards.chosen_cards(options(script, gpus="all"), CPU)
+
+
+def test_a_host_of_servers_alone_needs_no_card_for_the_same_command(script: str) -> None:
+    assert cards.deal_cards(options(script, gpus="0,1"), CPU, 0, only_if_asked=True) == ()
 
 
 def test_cuda_visible_devices_ends_at_the_first_unknown_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def program(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def check(spec: TrainingJob) -> None:
-    """Raise SpecError if no node could start `spec`: its command, or too many servers."""
+    """Raise SpecError if no node could start `spec`: its command, too many servers, or too few cards."""
     if spec.launch != "env":
         program(spec.command)
     needed = 1 + (spec.servers.count + spec.resources.procs_per_node if spec.servers else 0)
@@ -99,6 +99,12 @@ def check(spec: TrainingJob) -> None:
         raise SpecError(
             f"{needed - 1} servers and workers of a node need a port each, and a job has {PORTS - 1}. "
             "Use fewer servers, or fewer processes on each of more nodes."
+        )
+    procs, cards = spec.resources.procs_per_node, spec.resources.gpu
+    if spec.launch == "phalanx" and 0 < cards < procs:
+        raise SpecError(
+            f"resources.procs_per_node: {procs} processes of a node need a card each, and resources.gpu is {cards}. "
+            "Make them equal, or leave gpu out to train on the CPU."
         )
 
 
@@ -181,8 +187,10 @@ def _servers(spec: TrainingJob, place: Place) -> tuple[str, ...]:
     """Parameter servers beside the workers, or on the hosts that come after the workers'."""
     assert spec.servers is not None
     nodes, each = spec.resources.nodes, spec.resources.procs_per_node
+    # Beside servers, workers get cards only where that is said; which ones a node has, the backend decides.
+    cards = ("--gpus", "all") if spec.resources.gpu and place.node < nodes else ()
     if len(place.hosts) == 1:
-        return ("--server_num", str(spec.servers.count), "--worker_num", str(each))
+        return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *cards)
     homes = place.hosts[nodes:] or place.hosts
     port = place.port + 1
     servers = [f"{homes[number % len(homes)]}:{port + number}" for number in range(spec.servers.count)]
@@ -193,5 +201,5 @@ def _servers(spec: TrainingJob, place: Place) -> tuple[str, ...]:
     rank = order.index(place.hosts[place.node])
     return (
         *("--servers", ",".join(servers), "--workers", ",".join(workers)),
-        *("--node_rank", str(rank), "--http_port", str(place.port)),
+        *("--node_rank", str(rank), "--http_port", str(place.port), *cards),
     )

@@ -24,7 +24,7 @@ def ranks_per_node(options: Options, machine: Machine) -> int:
 
 
 def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
-    """Return the cards of this job: those of `--gpus`, else every usable one.
+    """Return the cards of this job: those of `--gpus`, else every usable one, which `--gpus all` demands.
 
     Under CUDA_VISIBLE_DEVICES a card is called what that list calls it, as Fleet's launcher does.
 
@@ -37,6 +37,8 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
     if not asked:
         raise LaunchError(f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all.")
     _check_cuda(options.gpus, machine)
+    if asked == ("all",):
+        return machine.usable_cards
     for card in asked:
         if card not in machine.cards:
             limit = f" (limited by {machine.hidden_by})" if machine.hidden_by else ""
@@ -82,10 +84,10 @@ def deal_cards(options: Options, machine: Machine, workers: int, *, only_if_aske
     Raises:
         LaunchError: If there are more workers than cards.
     """
-    if only_if_asked and options.gpus is None:
-        return ()
+    if not workers or (only_if_asked and options.gpus is None):
+        return ()  # also where the same command runs on a host of servers, which needs no card
     cards = chosen_cards(options, machine)
-    if not cards or not workers:
+    if not cards:
         return ()
     _check_enough(f"{workers} workers on this host", workers, cards)
     base, extra = divmod(len(cards), workers)

@@ -104,7 +104,11 @@ _CONTEXT: dict[str, Any] = {
     help="Processes on this host. Default: one per card; on CPU 1, as one process uses every core.",
 )
 @click.option(
-    "--gpus", "--devices", "gpus", metavar="LIST", help="Cards to use, e.g. 0,1. Default: every visible card."
+    "--gpus",
+    "--devices",
+    "gpus",
+    metavar="LIST",
+    help="Cards to use, e.g. 0,1, or all. Default: every visible card; with servers, none.",
 )
 @click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
 @click.option("--nnodes", type=_Count("number of hosts"), help="Number of hosts, instead of --ips.")
