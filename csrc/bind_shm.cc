@@ -101,8 +101,11 @@ void bind_shm(nb::module_& module) {
              return g.receive(at(memory), bytes, from, tag);
            }, Free())
       .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_s") = 0.0, Free())
+      .def("ends_within", &Group::ends_within, nb::arg("operation"), nb::arg("patience_s"), Free())
+      .def("missing_from", &Group::missing_from, Free())
       .def("tend", &Group::tend, Free())
       .def("close", &Group::close, Free())
       .def("set_timeout", &Group::set_timeout)
+      .def_static("label_calls", &Group::label_calls, nb::arg("label"))
       .def_static("bytes_for", &phalanx::Region::bytes_for);
 }

@@ -49,6 +49,7 @@ Group::Op Group::call(Said said, Make steps_of) {
   require_own_process();
   auto op = std::make_shared<Operation>();
   op->kind = static_cast<Kind>(said.kind);
+  op->label = label_of_calls();
   const std::lock_guard held(lock_);
   op->number = said.sequence = ++calls_made_;
   op->deadline = deadline();

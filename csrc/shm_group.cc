@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <numeric>
 
 #include "mix.h"
@@ -57,7 +58,23 @@ std::string described(const Said& said) {
   return text;
 }
 
+thread_local std::string calls_label;
+
+std::uint64_t digest_of(const std::string& label) {
+  std::uint64_t digest = 0;
+  for (const char letter : label) digest = mix64(digest + static_cast<unsigned char>(letter) + 1);
+  return digest;
+}
+
+constexpr const char* kAdvice =
+    " What some ranks skip all ranks must skip (draw it from a generator of one seed), or compute and multiply by 0; "
+    "models that one backward pass trains belong in one module.";
+
 }  // namespace
+
+void Group::label_calls(const std::string& label) { calls_label = label; }
+
+const std::string& Group::label_of_calls() { return calls_label; }
 
 Group::Group(int fd, int rank, int size, const std::string& name, double timeout_s)
     : region_(fd, rank, size, name),
@@ -88,6 +105,7 @@ void Group::enter(const Said& said, bool has_more) {
   Member& me = region_.me();
   me.rounds[round_ & 1].said = said;
   me.rounds[round_ & 1].has_more = has_more;
+  if (said.label != 0) std::strncpy(me.rounds[round_ & 1].label, calls_.front()->label.c_str(), kLabelBytes - 1);
   me.entered.store(round_, std::memory_order_release);
   region_.ring_others();
 }
@@ -100,20 +118,25 @@ void Group::leave_round() {
 }
 
 void Group::compare(const Said& said) const {
+  const auto text_of = [&](int rank) {
+    const Member::Round& round = region_.member(rank).rounds[round_ & 1];
+    return phalanx::described(round.said) + (round.said.label != 0 ? std::string(" for ") + round.label : "");
+  };
   for (int r = 0; r < region_.size(); ++r) {
     const Said& other = region_.member(r).rounds[round_ & 1].said;
     if (other == said) continue;
-    const std::string ours = phalanx::described(said), theirs = phalanx::described(other);
+    const std::string ours = text_of(region_.rank()), theirs = text_of(r);
     throw Disagreement("In call " + std::to_string(said.sequence) + " of the group " +
                        region_.name_of(region_.rank()) + " made " + ours + ", and " + region_.name_of(r) + " made " +
                        theirs + (ours == theirs ? " cut into parts of other lengths" : "") +
-                       ". All ranks of a group must make the same calls in the same order.");
+                       ". All ranks of a group must make the same calls in the same order." +
+                       (other.label != said.label ? kAdvice : ""));
   }
 }
 
 Said Group::said(Kind kind, Type type, std::size_t count, Reduce how, int root) {
   return {static_cast<std::uint32_t>(kind), static_cast<std::uint32_t>(type), static_cast<std::uint32_t>(how), root,
-          count, 0, 0};
+          count, 0, 0, digest_of(calls_label)};
 }
 
 Said Group::said(Kind kind, Type type, const Sizes& counts, Reduce how) {
@@ -175,6 +198,14 @@ void Group::fail_all(std::exception_ptr error) {
   for (const Op& op : mail_.pending()) finish(op, error);
   calls_.clear();
   mail_.clear();
+  announce_ends();
+}
+
+// Another thread of this rank may sleep on what has ended, or wait with `tend` until nobody else waits.
+void Group::announce_ends() {
+  region_.ring(region_.rank());
+  { const std::lock_guard held(way_lock_); }  // who has looked and not slept yet is asleep now, and is woken
+  way_is_free_.notify_all();
 }
 
 void Group::advance() {
@@ -191,13 +222,14 @@ void Group::advance() {
     fail_all(std::current_exception());
     has_ended = true;
   }
-  if (has_ended) region_.ring(region_.rank());  // another thread of this rank may sleep on what has ended
+  if (has_ended) announce_ends();
 }
 
 std::string Group::described(const Op& op) const {
   std::string text = verb_of(op->kind);
   if (op->kind == Kind::kSend) return text + " number " + std::to_string(op->number);
   if (op->kind == Kind::kReceive) return text + " number " + std::to_string(op->number);
+  if (!op->label.empty()) text += " for " + op->label;
   return text + ", call " + std::to_string(op->number) + " of the group,";
 }
 
@@ -222,7 +254,7 @@ void Group::look_at(const Op& op, Clock::time_point now) {
     if (op->is_done.load(std::memory_order_acquire) || (!is_message && op->steps.until().holds_for(r))) return;
     const std::string what = described(op) + " on " + region_.name_of(region_.rank());
     if (!loss.empty()) throw PeerLost(what + " lost " + region_.name_of(r) + ": " + loss + ". Its log says why.");
-    throw PeerLost(what + " timed out waiting for " + region_.name_of(r) +
+    throw PeerLost(what + ": Timed out waiting for " + region_.name_of(r) +
                    ", which lives. See what it is doing, or give the group a longer timeout.");
   }
 }
@@ -275,38 +307,67 @@ void Group::shorten(const Op& op, Clock::time_point deadline) {
     if (before->number < op->number) before->deadline = std::min(before->deadline, deadline);
 }
 
-void Group::wait(const Op& op, double timeout_s) {
-  if (!op->is_done.load(std::memory_order_acquire)) {
-    require_own_process();
-    const Clock::time_point start = Clock::now();
-    {
-      const std::lock_guard held(way_lock_);
-      ++waiters_;
-    }
-    if (timeout_s > 0) shorten(op, start + seconds(timeout_s));
-    for (int turn = 1; !is_done_after_advance(op); ++turn) {
-      const std::chrono::duration<double> waited = Clock::now() - start;
-      if (waited.count() < patience_.spin_s) {
-        for (int i = 0; i < 8; ++i) pause();
-      } else if (waited.count() < patience_.yield_s) {
-        ::sched_yield();
-      } else {
-        sleep_on(op);
-      }
-    }
+bool Group::await_end(const Op& op, Clock::time_point limit) {
+  if (op->is_done.load(std::memory_order_acquire)) return true;
+  require_own_process();
+  const Clock::time_point start = Clock::now();
+  {
     const std::lock_guard held(way_lock_);
-    if (--waiters_ == 0) way_is_free_.notify_all();
+    ++waiters_;
   }
+  bool is_done;
+  while (!(is_done = is_done_after_advance(op))) {
+    const Clock::time_point now = Clock::now();
+    const std::chrono::duration<double> waited = now - start;
+    if (waited.count() < patience_.spin_s) {
+      for (int i = 0; i < 8; ++i) pause();
+    } else if (waited.count() < patience_.yield_s) {
+      ::sched_yield();
+    } else if (now < limit) {
+      sleep_on(op);
+    } else {
+      break;
+    }
+  }
+  const std::lock_guard held(way_lock_);
+  if (--waiters_ == 0) way_is_free_.notify_all();
+  return is_done;
+}
+
+void Group::wait(const Op& op, double timeout_s) {
+  if (timeout_s > 0 && !op->is_done.load(std::memory_order_acquire)) shorten(op, Clock::now() + seconds(timeout_s));
+  await_end(op, Clock::time_point::max());
   if (op->error) std::rethrow_exception(op->error);
 }
 
+bool Group::ends_within(const Op& op, double patience_s) {
+  if (!await_end(op, Clock::now() + seconds(patience_s))) return false;
+  if (op->error) std::rethrow_exception(op->error);
+  return true;
+}
+
+std::string Group::missing_from(const Op& op) {
+  const std::lock_guard held(lock_);
+  if (op->is_done.load(std::memory_order_acquire)) return "";
+  const bool is_message = op->kind >= Kind::kSend;
+  const Op& first = is_message ? op : calls_.front();  // collectives end in order
+  std::string names;
+  for (int r = 0; r < region_.size(); ++r) {
+    if (r == region_.rank() || (is_message ? !may_come_from(*op, r) : first->steps.until().holds_for(r))) continue;
+    names += (names.empty() ? "" : ", ") + region_.name_of(r);
+  }
+  if (names.empty()) return "";
+  return described(first) + " on " + region_.name_of(region_.rank()) + " waits for " + names;
+}
+
 void Group::tend(const Op& op) {
-  while (!op->is_done.load(std::memory_order_acquire)) {
+  const auto is_done = [&] { return op->is_done.load(std::memory_order_acquire); };
+  while (!is_done()) {
     {
       std::unique_lock held(way_lock_);
-      way_is_free_.wait(held, [&] { return waiters_ == 0; });
+      way_is_free_.wait(held, [&] { return waiters_ == 0 || is_done(); });
     }
-    sleep_on(op);
+    if (!is_done()) sleep_on(op);
   }
 }
 

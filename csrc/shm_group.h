@@ -46,6 +46,11 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  // What the calls of this thread are for from now on, in words; ranks compare it as they compare shapes. It is of the
+  // thread because torch makes the calls, far below who knows.
+  static void label_calls(const std::string& label);
+  static const std::string& label_of_calls();
+
   // Counts are of elements, and lists have one entry for each rank. Outputs may be the inputs.
   Op all_reduce(std::byte* data, std::size_t count, Type type, Reduce how);
   Op reduce_to(std::byte* data, std::size_t count, Type type, Reduce how, int root);
@@ -62,6 +67,11 @@ class Group {
   // Waits for the end, at most as long as the group's timeout from the call, or `timeout_s` from now when positive.
   // Throws PeerLost or Disagreement; then every operation of the group fails, on every rank.
   void wait(const Op& op, double timeout_s);
+  // Waits no longer than `patience_s` and returns whether the end came; throws as `wait` does if it did.
+  bool ends_within(const Op& op, double patience_s);
+  // What an operation waits for, in words that name the call and the ranks that are missing from it; empty where nothing
+  // is known to be missing.
+  std::string missing_from(const Op& op);
   // The same for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
   void tend(const Op& op);
   // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error. Nothing in a
@@ -103,6 +113,7 @@ class Group {
   void advance();
   void finish(const Op& op, std::exception_ptr error);
   void fail_all(std::exception_ptr error);
+  void announce_ends();
   void look_for_trouble(Clock::time_point now);
   void look_at(const Op& op, Clock::time_point now);
   bool may_come_from(const Operation& message, int rank) const;
@@ -110,6 +121,7 @@ class Group {
 
   void shorten(const Op& op, Clock::time_point deadline);
   bool is_done_after_advance(const Op& op);
+  bool await_end(const Op& op, Clock::time_point limit);
   void sleep_on(const Op& op);
 
   Region region_;

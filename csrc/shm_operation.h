@@ -25,6 +25,7 @@ struct Operation {
   std::uint64_t number;  // of the collective in its group, or of this rank's message
   std::chrono::steady_clock::time_point deadline;
   Steps steps;  // of a collective
+  std::string label;  // what it is for, as its rank says it
 
   // Of a message. `memory` must stay until the end.
   std::byte* memory = nullptr;

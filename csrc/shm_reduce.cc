@@ -100,9 +100,10 @@ void run(std::byte* out, std::span<const std::byte* const> parts, std::size_t co
   using Kept = typename Number::Kept;
   using Sum = typename Number::Sum;
   const Combine combine;
-  const Sum divisor = static_cast<Sum>(parts.size());
+  using Divisor = std::conditional_t<std::is_integral_v<Sum>, std::int64_t, Sum>;  // there may be 200 ranks of int8
+  const auto divisor = static_cast<Divisor>(parts.size());
   const auto finished = [=](Sum sum) {
-    if constexpr (kMean) sum /= divisor;
+    if constexpr (kMean) sum = static_cast<Sum>(sum / divisor);  // whole numbers: towards zero, as NCCL does
     return Number::narrowed(sum);
   };
   const auto at = [&](std::size_t part, std::size_t begin) {
@@ -137,7 +138,7 @@ template <class Number>
 void run_any(Reduce reduce, std::byte* out, std::span<const std::byte* const> parts, std::size_t count) {
   switch (reduce) {
     case Reduce::kSum: return run<Number, Add, false>(out, parts, count);
-    case Reduce::kMean: return run<Number, Add, std::is_floating_point_v<typename Number::Sum>>(out, parts, count);
+    case Reduce::kMean: return run<Number, Add, true>(out, parts, count);
     case Reduce::kProduct: return run<Number, Multiply, false>(out, parts, count);
     case Reduce::kMin: return run<Number, Least, false>(out, parts, count);
     case Reduce::kMax: return run<Number, Greatest, false>(out, parts, count);

@@ -29,6 +29,7 @@ struct Disagreement : std::runtime_error {
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kSlotBytes = std::size_t{1} << 20;
 inline constexpr std::size_t kRingBytes = std::size_t{256} << 10;
+inline constexpr std::size_t kLabelBytes = 192;
 
 // What a rank says of the collective it is in; ranks compare these before they touch data.
 struct Said {
@@ -36,6 +37,7 @@ struct Said {
   std::int32_t root;
   std::uint64_t count, sequence;
   std::uint64_t parts;  // a digest of how long each rank's part is, where they may differ
+  std::uint64_t label;  // a digest of what the call is for, 0 where nobody said
   bool operator==(const Said&) const = default;
 };
 
@@ -52,6 +54,7 @@ struct Member {
   struct alignas(kLine) Round {
     Said said;
     std::uint32_t has_more;
+    char label[kLabelBytes];  // what the call is for, in words; read only where ranks disagree
   } rounds[2];
   alignas(kLine) std::int64_t pid;
   std::uint64_t started;  // when the process started, so that another one of the same id is not taken for it

@@ -350,7 +350,7 @@ def test_a_wait_keeps_its_deadline_behind_other_calls():
     waited, message = run_ranks(_wait_behind, 2)[0]
     assert waited < 5.0
     assert "all_reduce, call 1 of the group, on rank 0 (" in message
-    assert "timed out waiting for rank 1 (" in message
+    assert "Timed out waiting for rank 1 (" in message
 
 
 def _wait_behind() -> tuple[float, str]:

@@ -104,11 +104,11 @@ def test_a_stopped_rank_is_named_at_the_deadline():
     waited, message = outcomes[0].value
     assert 1.0 <= waited < 1.0 + AT_ONCE_S
     assert "all_reduce, call 2 of the group, on rank 0 (" in message
-    assert "timed out waiting for rank 1 (" in message
+    assert "Timed out waiting for rank 1 (" in message
     assert "which lives" in message
     # What rank 0 found holds for rank 1 too, once it goes on.
     assert outcomes[1].error_type == "PeerLostError"
-    assert "timed out waiting for rank 1 (" in outcomes[1].message
+    assert "Timed out waiting for rank 1 (" in outcomes[1].message
 
 
 def _stop_rank_1() -> tuple[float, str]:

@@ -27,7 +27,7 @@ class _Made:
 
     def __init__(self) -> None:
         self.default: object = None
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self.requests: dict[tuple[int, ...], int] = {}
         self.axes: dict[str, tuple[Group, int]] = {}
 
@@ -69,35 +69,36 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
         return None
     _made.follow(dist.group.WORLD)
     _warn_in_a_loop(key)
-    if key not in _made.groups and process_group.has_met():
+    if (key, "") not in _made.groups and process_group.has_met():
         agree("the ranks of new_group", list(key))  # Else ranks would wait for each other in different groups.
     return _make(key, backend)
 
 
-def group_of(parts: Sequence[Sequence[int]]) -> Group:
+def group_of(parts: Sequence[Sequence[int]], purpose: str = "") -> Group:
     """Return the group of this rank's part of the ranks, made at the first request and kept.
 
     Collective over *all* ranks of the job.
 
     Args:
         parts: Groups of global ranks in ascending order, each rank in one of them; the same on every rank.
+        purpose: Calls of different purposes have groups of their own, and need no order among each other.
     """
     if not dist.is_initialized():
         return None
     _made.follow(dist.group.WORLD)
-    groups = {tuple(part): _make(tuple(part), None) for part in parts}
+    groups = {tuple(part): _make(tuple(part), None, purpose) for part in parts}
     return next(group for part, group in groups.items() if dist.get_rank() in part)
 
 
-def _make(key: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-    if key not in _made.groups:
-        _made.groups[key] = dist.new_group(list(key), backend=backend)
+def _make(key: tuple[int, ...], backend: str | None, purpose: str = "") -> dist.ProcessGroup:
+    if (key, purpose) not in _made.groups:
+        _made.groups[key, purpose] = dist.new_group(list(key), backend=backend)
         if dist.get_rank() in key:
             ring = len(_made.groups)
             process_group.log_group(
-                backend or dist.get_backend(), key.index(dist.get_rank()), ring, group=_made.groups[key]
+                backend or dist.get_backend(), key.index(dist.get_rank()), ring, group=_made.groups[key, purpose]
             )
-    return _made.groups[key]
+    return _made.groups[key, purpose]
 
 
 def _warn_in_a_loop(key: tuple[int, ...]) -> None:

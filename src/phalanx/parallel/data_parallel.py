@@ -2,13 +2,15 @@
 
 Each bucket is one flat buffer. When the last gradient of a bucket has been accumulated, the bucket is scaled and its
 all-reduce is issued; buckets are always issued in the same order, from the one thread that runs backward, so ranks
-cannot disagree (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). Two things ride along at no extra
+cannot disagree (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). Three things ride along at no extra
 collective:
 
 * behind the gradients of a bucket, one flag per parameter, so that a parameter unused on this rank but used elsewhere
   gets its gradient, and one unused everywhere keeps `grad = None`;
 * behind the last bucket of a dtype, the module's floating-point buffers of that dtype: batch-norm statistics are
   averaged, others are rank 0's. (Buffers of a dtype that no gradient has travel in a bucket of their own.)
+* the number of the model and the bucket, so that ranks which issue buckets of two models in different orders are told,
+  whatever the backend. (Over shared memory a label says it in words, before anything is added up.)
 
 What is averaged is `param.grad` whole. A part of it that was reduced before is equal on all ranks, so its mean is
 itself; that makes accumulation exact with and without `no_sync`.
@@ -22,19 +24,33 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm.context import Context
+from phalanx.comm.labels import label_calls
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.flat import Bucket, Carried, Gradient, allocate, require_same_kind, require_still_frozen
+from phalanx.parallel.flat import (
+    Bucket,
+    Carried,
+    Gradient,
+    allocate,
+    are_of_one_bucket,
+    mark,
+    require_same_kind,
+    require_still_frozen,
+)
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.row_weights import weigher
 from phalanx.parallel.wires import Plain, wire_for
 from phalanx.plan.buckets import GradientBucket
 
 logger = logging.getLogger("phalanx.parallel")
+
+_numbers = count(1)
+"""Of models, in the order in which they are distributed, which is the same on every rank."""
 
 
 class Reducer:
@@ -79,8 +95,9 @@ class Reducer:
         self._touched: set[str] = set()
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
+        self._number, self._model = next(_numbers), type(model).__name__
         routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
-        self._buckets = allocate(model, routed, Plain(self._readers.group), sync_buffers)
+        self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers)
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         self._unscaled = frozenset() if overlapped else frozenset(sums)
         for index, bucket in enumerate(self._buckets if overlapped else ()):
@@ -180,9 +197,11 @@ class Reducer:
             bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
         else:
             bucket.flags.fill_(1)
+        mark(bucket, self._number % 64 << 10 | self._next % 1024)
         self._load_buffers(bucket.carried)
         try:
-            bucket.work = bucket.wire.send(bucket.flat)
+            with label_calls(self._label_of(bucket)):
+                bucket.work = bucket.wire.send(bucket.flat)
         except RuntimeError as error:
             raise self._lost(error) from error
         self.collectives_issued += 1
@@ -237,6 +256,13 @@ class Reducer:
 
     def _hand_back(self, bucket: Bucket) -> list[str]:
         """Give every parameter its reduced gradient; return the names of those that nobody used."""
+        # Where no parameter is missing, looking would only make the host wait for a card.
+        if (bucket.flat.is_cpu or bucket.pending) and not are_of_one_bucket(bucket):
+            raise ConfigError(
+                f"Ranks added up {self._label_of(bucket)} with gradients of another model: one backward pass went "
+                "through both, and a rank did not use a part that others used. Models that one backward pass trains "
+                "belong in one module: distribute that."
+            )
         used_somewhere = bucket.flags.tolist() if bucket.pending else None
         unused = []
         for position, gradient in enumerate(bucket.gradients):
@@ -250,6 +276,11 @@ class Reducer:
                 # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
                 buffer.data.copy_(item.view)
         return unused
+
+    def _label_of(self, bucket: Bucket) -> str:
+        names = [gradient.name for gradient in bucket.gradients]
+        parts = f"gradients of {' to '.join(dict.fromkeys((names[0], names[-1])))}" if names else "buffers"
+        return f"the {parts} of model {self._number}, {self._model}"
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         rank, world = self._context.rank, self._context.world_size

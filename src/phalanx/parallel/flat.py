@@ -61,6 +61,9 @@ class Bucket:
     flags: Tensor
     """One per gradient: how many ranks have one."""
 
+    marks: Tensor
+    """Two per bit of the bucket's number: how many ranks have it clear, and how many set."""
+
     gradients: list[Gradient]
     carried: list[Carried]
     wire: Wire
@@ -99,6 +102,20 @@ def allocate(
     ]
 
 
+def mark(bucket: Bucket, number: int) -> None:
+    """Write which bucket this is beside its gradients; sums of marks tell whether all ranks sent the same one."""
+    bits = [number >> place & 1 for place in range(_MARK_BITS)]
+    bucket.marks.copy_(torch.tensor([[1 - bit, bit] for bit in bits]).view(-1))
+
+
+def are_of_one_bucket(bucket: Bucket) -> bool:
+    """Return whether all ranks sent the same bucket: no bit that one has set is clear at another.
+
+    Sums of nothing are exact in every dtype that travels.
+    """
+    return all(not clear or not count for clear, count in bucket.marks.view(-1, 2).tolist())
+
+
 def stored(tensor: Tensor) -> Tensor:
     """Return a view of what an expanded tensor really holds: one of the rows that repeat."""
     for dim, stride in enumerate(tensor.stride()):
@@ -130,6 +147,9 @@ def require_still_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 _Rider = tuple[nn.Module, str]
 
+_MARK_BITS = 16
+"""Bits of a bucket's number."""
+
 
 def _tensor(rider: _Rider) -> Tensor:
     return stored(getattr(*rider))
@@ -143,7 +163,7 @@ def _allocate_one(
     names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire
 ) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
-    sizes = [p.numel() for p in members] + [len(members)] + [_tensor(r).numel() for r in riding]
+    sizes = [p.numel() for p in members] + [len(members), 2 * _MARK_BITS] + [_tensor(r).numel() for r in riding]
     flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
     pieces = list(flat.split(sizes))
     gradients = [
@@ -152,9 +172,10 @@ def _allocate_one(
     ]
     carried = [
         Carried(weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase))
-        for (module, name), piece in zip(riding, pieces[len(members) + 1 :], strict=True)
+        for (module, name), piece in zip(riding, pieces[len(members) + 2 :], strict=True)
     ]
-    return Bucket(flat=flat, flags=pieces[len(members)], gradients=gradients, carried=carried, wire=wire)
+    flags, marks = pieces[len(members) : len(members) + 2]
+    return Bucket(flat=flat, flags=flags, marks=marks, gradients=gradients, carried=carried, wire=wire)
 
 
 def _view_like(piece: Tensor, param: Tensor) -> Tensor:

@@ -45,6 +45,16 @@ class Mesh:
             return None
         return group_of(partition(self.position.axes, names))
 
+    def gradient_group(self, names: Collection[str]) -> Group:
+        """Return the ranks of `group` as a group for gradients alone.
+
+        Gradients travel when a backward pass has them all, which may be sooner on one rank than on another; calls that
+        layers make in between (synchronised batch normalisation) must not be taken for them. Collective, as `group` is.
+        """
+        world = [tuple(range(self.position.count([axis.name for axis in self.position.axes])))]
+        everyone = self.size(names) == len(world[0])
+        return group_of(world if everyone else partition(self.position.axes, names), "gradients")
+
     def axes(self) -> dict[str, tuple[Group, int]]:
         """Return, of every axis, the group of this rank along it and its size; no group along an axis of one rank.
 

@@ -32,6 +32,7 @@ from phalanx.parallel.describe import held_over, is_module_held, mark_held, note
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.row_weights import row_weight, weighted_outputs, without_views
+from phalanx.parallel.unit_calls import label_units
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
 logger = logging.getLogger("phalanx.parallel")
@@ -128,6 +129,7 @@ def _cut(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
+    label_units(model)
     after = dict(model.named_parameters())
     replaced.note(before, after)
     for name, param in after.items():

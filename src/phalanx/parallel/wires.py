@@ -116,7 +116,9 @@ def wire_for(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Cont
         PlanError: If the ranks cannot be cut into hosts of equal size.
     """
     wire: Wire = (
-        _hierarchical(update, axes, mesh, context) if update.route == "hierarchical" else Plain(mesh.group(axes))
+        _hierarchical(update, axes, mesh, context)
+        if update.route == "hierarchical"
+        else Plain(mesh.gradient_group(axes))
     )
     return wire if update.wire_dtype is None else Cast(getattr(torch, update.wire_dtype), wire)
 
@@ -137,8 +139,8 @@ def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context:
         if context.rank == 0:
             which = "are on one host" if count > 1 else "that add up gradients are on hosts of their own"
             logger.warning("use_hierarchical_allreduce does not act: all %d ranks %s.", len(parts[0]), which)
-        return Plain(mesh.group(axes))
+        return Plain(mesh.gradient_group(axes))
     hosts = [ranks for part in by_host for ranks in part]
     columns = [[ranks[place] for ranks in part] for part in by_host for place in range(count)]
-    within, across = group_of(hosts), group_of(columns)
+    within, across = group_of(hosts, "gradients"), group_of(columns, "gradients")
     return Hierarchical(within, across, dist.get_rank(within), count)

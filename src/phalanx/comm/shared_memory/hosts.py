@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from phalanx.comm.labels import current_label, label_calls
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, to_reduce
 from phalanx.errors import PeerLostError
@@ -95,7 +96,7 @@ class Between:
 
     def all_reduce(self, tensor: Tensor, how: int) -> Errand:
         """Issue the reduction of a contiguous tensor, in place; `how` is the code of torch's operation."""
-        return Errand(self._thread.submit(self._carry_or_leave, tensor, how))
+        return Errand(self._thread.submit(self._carry_or_leave, tensor, how, current_label()))
 
     def wait(self, errand: Errand, timeout_s: float) -> None:
         """Wait for an errand; raises what ended it."""
@@ -121,9 +122,10 @@ class Between:
         if self._across is not None:
             self._across.shutdown()
 
-    def _carry_or_leave(self, tensor: Tensor, how: int) -> None:
+    def _carry_or_leave(self, tensor: Tensor, how: int, label: str) -> None:
         try:
-            self._carry(tensor, how)
+            with label_calls(label):
+                self._carry(tensor, how)
         except Exception:
             self._core.close()  # This host's other ranks hear of it at once, not at their deadline.
             raise

@@ -1,4 +1,4 @@
-"""What a caller holds of an operation under way, and the thread that brings it to its end when nobody waits."""
+"""What a caller holds of an operation under way, and the threads that bring it to its end when nobody waits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PATIENCE_S = 10.0
+"""How long the end of a group waits for a callback, which may wait for something else."""
 
 
 class Carrier(Protocol):
@@ -21,6 +25,54 @@ class Carrier(Protocol):
 
     def tend(self, operation: Any, /) -> None:
         """Wait for the end in the background; does not raise."""
+
+
+class _Thread(threading.local):
+    level = 0
+
+
+_thread = _Thread()
+"""How deep in callbacks the code of this thread is: 0 outside of any that a group runs."""
+
+
+class Callbacks:
+    """Threads that complete futures, and so run what waits for them, away from the thread that moves the group on.
+
+    A callback may issue operations and wait for their futures, as torch's PowerSGD hook does. Its thread is busy with
+    that, so those futures are completed on the thread of the next level. On one thread callbacks run one after the
+    other, in the order of the operations.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
+
+    def run(self, level: int, act: Callable[[], object]) -> None:
+        """Have something done on the thread of a level."""
+        while len(self._threads) <= level:
+            self._start(len(self._threads))
+        self._threads[level][1].put(act)
+
+    def stop(self) -> None:
+        """End the threads once they have done what they were given."""
+        for thread, acts in self._threads:
+            acts.put(None)
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)
+        self._threads.clear()
+
+    def _start(self, level: int) -> None:
+        acts: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=self._serve, args=(level + 1, acts), name=f"{self._name} callbacks {level}", daemon=True
+        )
+        self._threads.append((thread, acts))
+        thread.start()
+
+    def _serve(self, level: int, acts: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+        _thread.level = level
+        while (act := acts.get()) is not None:
+            act()
 
 
 class SharedWork(dist.Work):
@@ -50,6 +102,7 @@ class SharedWork(dist.Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
         self._is_settled = False
+        self._level = 0
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end; the group's timeout holds where none is given.
@@ -97,17 +150,20 @@ class SharedWork(dist.Work):
         with self._lock:
             if self._future is None:
                 # The error is raised in a callback because torch's C++ sees no other error that Python sets.
+                self._level = _thread.level
                 self._begun = torch.futures.Future()
                 self._future = self._begun.then(self._outcome)
                 if self._is_settled:
                     self._begun.set_result(None)
             return self._future
 
-    def tend(self) -> None:
-        """Bring it to its end from a thread that has nothing else to do."""
+    def tend(self, callbacks: Callbacks) -> None:
+        """Bring it to its end from a thread that has nothing else to do; what waits for its future runs elsewhere."""
         for operation in self.operations:
             self._carrier.tend(operation)
-        self._settle()
+        begun = self._end()
+        if begun is not None:
+            callbacks.run(self._level, partial(begun.set_result, None))
 
     def _outcome(self, _: object) -> list[Tensor]:
         if self._error is not None:
@@ -115,6 +171,12 @@ class SharedWork(dist.Work):
         return self._result
 
     def _settle(self, timeout_s: float = 0.0) -> None:
+        begun = self._end(timeout_s)
+        if begun is not None:
+            begun.set_result(None)
+
+    def _end(self, timeout_s: float = 0.0) -> torch.futures.Future[None] | None:
+        """Wait, and finish; return the future that is to be completed then, if there is one."""
         error: Exception | None = None
         try:
             for operation in self.operations:
@@ -123,13 +185,11 @@ class SharedWork(dist.Work):
             error = found
         with self._lock:
             if self._is_settled:
-                return
+                return None
             self._error = error or self._finished()
             self._held = self._then = None
             self._is_settled = True
-            begun = self._begun
-        if begun is not None:
-            begun.set_result(None)
+            return self._begun
 
     def _finished(self) -> Exception | None:
         """Do what is left to do; return the error that ended it, if one did."""
@@ -148,6 +208,7 @@ class Keeper:
         self._name = name
         self._works: queue.SimpleQueue[SharedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._callbacks = Callbacks(name)
 
     def keep(self, work: SharedWork) -> None:
         """Hold a work, and with it its tensors, until it is done."""
@@ -162,7 +223,8 @@ class Keeper:
             self._works.put(None)
             self._thread.join()
             self._thread = None
+        self._callbacks.stop()
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
-            work.tend()
+            work.tend(self._callbacks)
