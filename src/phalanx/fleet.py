@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import phalanx.comm.context as context_of
 from phalanx.cluster.role import Role
-from phalanx.cluster.settings import warn_dead
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import wait_for_all
 from phalanx.errors import ConfigError, RoleError
@@ -87,7 +86,6 @@ def init(
             "Leave it out: the role is read from the launcher's environment."
         )
     strategy = check_strategy(strategy) if strategy is not None else None
-    warn_dead()
     role = role_maker or Role.detect()
     if is_collective and role.server_endpoints:
         raise RoleError(

@@ -142,3 +142,13 @@ def test_an_unknown_command_gets_the_nearest_name(folder: Path) -> None:
     done = launch(folder, "rum", program=(str(BIN / "phalanx"),))
     assert done.code == 2
     assert "There is no command 'rum'. Did you mean 'run'?" in done.err
+
+
+def test_the_time_to_wait_comes_from_the_flag_then_from_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print('waits', os.environ['PHALANX_RENDEZVOUS_TIMEOUT_S'])")
+    said = {"environment": {"PHALANX_RENDEZVOUS_TIMEOUT_S": "7.5"}}
+    assert "waits 7.5\n" in launch(tmp_path, "train.py", **said).out
+    assert "waits 9\n" in launch(tmp_path, "--timeout", "9", "train.py", **said).out
+    wrong = launch(tmp_path, "train.py", environment={"PHALANX_RENDEZVOUS_TIMEOUT_S": "soon"})
+    assert wrong.code == 2
+    assert "'soon' is no number of seconds. Give one above 0." in wrong.err

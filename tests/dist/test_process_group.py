@@ -89,6 +89,22 @@ def test_rank_0_holds_the_store_when_no_launcher_does(unused_port: int):
     assert ranks == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
+def test_ranks_started_by_hand_do_not_all_use_every_core(unused_port: int) -> None:
+    """RANK and WORLD_SIZE say nothing of the host; the ranks learn of each other when they meet."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    env = FLEET_ONLY | master | {"OMP_NUM_THREADS": None}
+    by_hand = {"env": env, "env_of_rank": lambda r: {"RANK": str(r), "WORLD_SIZE": "2"}}
+    assert run_ranks(_threads, 2, **by_hand) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+
+
+def _threads() -> int:
+    torch.get_num_threads = lambda: len(os.sched_getaffinity(0))  # other ranks of this suite compute with one
+    chosen = [torch.get_num_threads()]
+    torch.set_num_threads = chosen.append
+    px.init()
+    return chosen[-1]
+
+
 def test_a_rank_that_never_comes_is_named_by_those_that_came():
     came, absent = run_ranks(_init_unless_rank_1, 2, expect_failure=True, env={"PHALANX_RENDEZVOUS_TIMEOUT_S": "4"})
     assert came.error_type == "PeerLostError"

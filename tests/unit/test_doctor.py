@@ -45,7 +45,7 @@ GB = 1 << 30
         (checks.compiler("/usr/bin/g++"), "ok", ""),
         (checks.compiler(None), "warning", "Install g++"),
         (checks.dead_flags({"RANK": "1"}), "ok", ""),
-        (checks.dead_flags({"FLAGS_sync_nccl_allreduce": "1"}), "warning", "use strategy.sync_nccl_allreduce"),
+        (checks.dead_flags({"FLAGS_sync_nccl_allreduce": "1"}), "warning", "leave it out"),
     ],
 )
 def test_a_fact_is_judged_with_advice(check, state, advice):

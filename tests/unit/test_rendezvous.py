@@ -80,6 +80,18 @@ def test_ranks_without_known_endpoints_are_named_by_number():
     assert said[1] == "not ready endpoints:['rank 1', 'rank 2']"
 
 
+def test_within_ten_seconds_the_missing_are_named_with_address_and_log():
+    store, said = ScriptedStore(), []
+    with pytest.raises(PeerLostError):
+        run(store, say=lambda line: said.append((store.now, line)))
+    found = [at for at, line in said if line == LATE]
+    assert len(found) == 1
+    assert found[0] <= 10.0
+
+
+LATE = "still waiting for rank 1 (10.0.0.1:6170 did not answer, log log/workerlog.1)"
+
+
 def test_giving_up_names_the_missing_with_address_and_log():
     with pytest.raises(
         PeerLostError,

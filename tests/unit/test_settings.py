@@ -7,6 +7,7 @@ import re
 import warnings
 from pathlib import Path
 
+import phalanx as px
 import pytest
 from click.testing import CliRunner
 
@@ -50,20 +51,27 @@ def test_the_page_equals_the_table():
 @pytest.mark.parametrize(
     ("name", "replacement"),
     [
-        ("FLAGS_sync_nccl_allreduce", "strategy.sync_nccl_allreduce"),
+        ("FLAGS_sync_nccl_allreduce", "leave it out"),
         ("FLAGS_fuse_parameter_memory_size", "strategy.fuse_grad_size_in_MB"),
-        ("FLAGS_fuse_parameter_groups_size", "strategy.fuse_grad_size_in_TFLOPS"),
+        ("FLAGS_fuse_parameter_groups_size", "fused by bytes, use strategy.fuse_grad_size_in_MB"),
+        ("FLAGS_check_nan_inf", "torch.autograd.set_detect_anomaly(True)"),
     ],
 )
 def test_a_dead_flag_warns_with_its_replacement(name, replacement):
-    with pytest.warns(UserWarning, match=f"{name}=32 has no effect. Set {re.escape(replacement)} on"):
+    with pytest.warns(UserWarning, match=f"{name}=32: Does nothing.*{re.escape(replacement)}"):
         warn_dead({name: "32"})
 
 
 def test_without_dead_flags_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_dead({"FLAGS_selected_gpus": "0"})
+        warn_dead({"FLAGS_selected_gpus": "0", "FLAGS_check_nan_inf": "0"})
+
+
+def test_every_way_to_begin_warns_of_dead_flags(monkeypatch):
+    monkeypatch.setenv("FLAGS_check_nan_inf", "1")
+    with pytest.warns(UserWarning, match="FLAGS_check_nan_inf=1: Does nothing here"):
+        px.init()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
     "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),
     "waiting because": ("not ready endpoints:{names} ({why})", "尚未就绪的端点：{names}（{why}）"),
+    "ranks late": ("still waiting for {names}", "仍在等待 {names}"),
     "not started yet": ("not started yet", "尚未启动"),
     "unknown name": ("no host of this name yet", "尚无此主机名"),
     "hosts missing": (
@@ -47,11 +48,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "ranks missing": (
         (
             "Waited {timeout_s:g} s for {total} ranks; {missing} did not come: {names}. Look into their logs for why "
-            "they did not start, or raise PHALANX_RENDEZVOUS_TIMEOUT_S if they are slow."
+            "they did not start. If they are slow, allow more time: --timeout, or PHALANX_RENDEZVOUS_TIMEOUT_S."
         ),
         (
             "等待 {total} 个进程共 {timeout_s:g} 秒；有 {missing} 个未加入：{names}。请查看其日志了解未启动的原因；"
-            "若只是启动慢，请调大 PHALANX_RENDEZVOUS_TIMEOUT_S。"
+            "若只是启动慢，请用 --timeout 或 PHALANX_RENDEZVOUS_TIMEOUT_S 延长等待。"
         ),
     ),
     "port in use": (

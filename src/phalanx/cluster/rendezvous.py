@@ -17,6 +17,9 @@ from phalanx.errors import ConfigError, PeerLostError
 SAY_EVERY_S = 3.0
 """Seconds between two lines that say who is missing."""
 
+NAME_EVERY_S = 30.0
+"""How often the missing ranks are listed with their ports and logs."""
+
 SLICE_S = 0.5
 """Longest single wait, after which the verdict of another rank is looked for."""
 
@@ -113,7 +116,7 @@ def meet(
         message = _twice(Announcement.from_json(holder), me)
         # After a "go" the others have left; only the one that came too much can be told.
         raise ConfigError(message) if _is_go(store) else _fail(store, "config", message)
-    if not _wait(store, list(keys.values()), expected, timeout_s, clock, say):
+    if not _wait(store, list(keys.values()), expected, timeout_s, clock, say, probe):
         missing = [e for e in expected if not store.has([keys[e.rank]])]
         if missing:
             raise _fail(store, "lost", _missing(missing, len(expected), timeout_s, probe))
@@ -131,9 +134,10 @@ def _wait(
     timeout_s: float,
     clock: Callable[[], float],
     say: Callable[[str], None],
+    probe: Callable[[str], str],
 ) -> bool:
     start = clock()
-    next_line = start + SAY_EVERY_S
+    next_line, next_names = start + SAY_EVERY_S, start + 3 * SAY_EVERY_S
     while not store.wait(keys, max(0.01, min(SLICE_S, start + timeout_s - clock()))):
         if store.has(["verdict"]):
             return False if store.has(keys) else _raise(_obey(store.get("verdict")))
@@ -142,9 +146,12 @@ def _wait(
             return False
         if now >= next_line:
             next_line = now + SAY_EVERY_S
-            absent = [e.name for e, key in zip(expected, keys, strict=True) if not store.has([key])]
+            absent = [e for e, key in zip(expected, keys, strict=True) if not store.has([key])]
             say(text("waiting"))
-            say(text("waiting for", names=absent))
+            say(text("waiting for", names=[e.name for e in absent]))
+            if now >= next_names:
+                next_names = now + NAME_EVERY_S
+                say(text("ranks late", names=_described(absent, probe)))
     return True
 
 
@@ -176,12 +183,18 @@ def _twice(holder: Announcement, me: Announcement) -> str:
 
 
 def _missing(missing: Sequence[Expected], total: int, timeout_s: float, probe: Callable[[str], str]) -> str:
+    names = _described(missing, probe)
+    return text("ranks missing", timeout_s=timeout_s, total=total, missing=len(missing), names=names)
+
+
+def _described(missing: Sequence[Expected], probe: Callable[[str], str]) -> str:
+    """Return the ranks with what is known of each: whether its port answers, and its log."""
     parts = []
     for e in missing:
         facts = [probe(e.endpoint)] if e.endpoint else []
         facts += [f"log {e.log_file}"] if e.log_file else []
         parts.append(f"rank {e.rank}" + (f" ({', '.join(facts)})" if facts else ""))
-    return text("ranks missing", timeout_s=timeout_s, total=total, missing=len(missing), names="; ".join(parts))
+    return "; ".join(parts)
 
 
 def check_versions(everyone: Sequence[Announcement]) -> None:

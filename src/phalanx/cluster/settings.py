@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from phalanx.cluster.messages import language
 from phalanx.cluster.variables import ROWS
 
 _ACCESS = {"r": "read", "w": "written", "rw": "read, written", "-": "ignored"}
@@ -41,23 +42,21 @@ TABLE: tuple[Setting, ...] = tuple(
 )
 """Every setting, families together."""
 
-_REPLACEMENTS = {s.name: s.meaning_en.rpartition(" ")[2] for s in TABLE if s.family == "dead"}
+_OFF = ("", "0", "false", "False")
+"""Values that ask for nothing."""
 
 
 def warn_dead(env: Mapping[str, str] | None = None) -> None:
-    """Warn once per variable that used to act and no longer does, naming what replaces it.
+    """Warn of each variable of older frameworks that does not act here, and say what does.
 
     Args:
         env: Variables to look at; the process's own when omitted.
     """
     env = os.environ if env is None else env
-    for name, replacement in _REPLACEMENTS.items():
-        if name in env:
-            warnings.warn(
-                f"{name}={env[name]} has no effect. Set {replacement} on the DistributedStrategy instead.",
-                UserWarning,
-                stacklevel=3,
-            )
+    for setting in TABLE:
+        if setting.family == "dead" and (value := env.get(setting.name, "").strip()) not in _OFF:
+            meaning = setting.meaning_zh if language(env) == "zh" else setting.meaning_en
+            warnings.warn(f"{setting.name}={value}: {meaning}", UserWarning, stacklevel=3)
 
 
 def shown_value(name: str, value: str) -> str:

@@ -55,8 +55,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("PHALANX_HOST_ID", "r", "",
          "Stands in for this host's identity: ranks with different ones do not share memory; for tests",
          "代替本机标识：标识不同的进程不共享内存；用于测试"),
-        ("PHALANX_RENDEZVOUS_TIMEOUT_S", "rw", "60", "Seconds to wait for the other ranks at the start",
-         "启动时等待其他进程的秒数"),
+        ("PHALANX_RENDEZVOUS_TIMEOUT_S", "rw", "60", "Seconds to wait for the other ranks at the start; --timeout sets it",
+         "启动时等待其他进程的秒数；可由 --timeout 设定"),
         ("PHALANX_STOP_GRACE_S", "r", "30",
          "Seconds the launcher gives processes to save and end, once it was asked to end the job",
          "启动器被要求终止任务后，留给各进程保存并退出的秒数"),
@@ -176,7 +176,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("GLOO_SOCKET_IFNAME", "rw", "", "Network interface of gloo; set to the one towards the master",
          "gloo 的网络接口；默认取通往主节点者"),
         ("NCCL_SOCKET_IFNAME", "rw", "", "Network interface of NCCL between hosts", "NCCL 在主机间的网络接口"),
-        ("OMP_NUM_THREADS", "rw", "", "Threads of each rank; cores divided by ranks when unset",
+        ("OMP_NUM_THREADS", "rw", "", "Threads of each rank; cores divided by the ranks of the host when unset",
          "每进程线程数；未设时为核数除以进程数"),
         ("CUDA_VISIBLE_DEVICES", "rw", "", "Cards a process may use", "进程可用的 GPU"),
         ("XPU_VISIBLE_DEVICES", "w", "", "Cards a process may use", "进程可用的 XPU"),
@@ -202,12 +202,19 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("LANG", "r", "", "Language of messages that exist in two", "双语消息的语言"),
     ),
     "dead": (
-        ("FLAGS_sync_nccl_allreduce", "-", "", "Does nothing: use strategy.sync_nccl_allreduce",
-         "已失效：请用 strategy.sync_nccl_allreduce"),
+        ("FLAGS_sync_nccl_allreduce", "-", "",
+         "Does nothing, leave it out: gradients are complete before the optimizer step",
+         "不起作用，请删除：优化器更新前梯度均已归约完成"),
         ("FLAGS_fuse_parameter_memory_size", "-", "", "Does nothing: use strategy.fuse_grad_size_in_MB",
          "已失效：请用 strategy.fuse_grad_size_in_MB"),
-        ("FLAGS_fuse_parameter_groups_size", "-", "", "Does nothing: use strategy.fuse_grad_size_in_TFLOPS",
-         "已失效：请用 strategy.fuse_grad_size_in_TFLOPS"),
+        ("FLAGS_fuse_parameter_groups_size", "-", "",
+         "Does nothing: gradients are fused by bytes, use strategy.fuse_grad_size_in_MB",
+         "已失效：梯度按字节数融合，请用 strategy.fuse_grad_size_in_MB"),
+        ("FLAGS_check_nan_inf", "-", "",
+         "Does nothing here: torch.autograd.set_detect_anomaly(True) names the operation whose backward pass makes NaN, "
+         "a forward hook that calls torch.isfinite the module",
+         "此处不起作用：torch.autograd.set_detect_anomaly(True) 指出反向计算产生 NaN 的算子；"
+         "在前向 hook 中调用 torch.isfinite 可找到模块"),
     ),
 }  # fmt: skip
 """Rows `(name, access, default, English, Chinese)` by family; access is r, w, rw, or - for recognised and ignored."""

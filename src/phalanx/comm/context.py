@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.role import Role
-from phalanx.comm import agreement, process_group
+from phalanx.cluster.settings import warn_dead
+from phalanx.comm import agreement, process_group, threads
 from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
@@ -126,10 +127,12 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
         return _current
     role = role or _detect()
     speak(role.rank)
+    warn_dead()
     if role.is_worker:
         _keep_freed_memory()
     device = process_group.pick_device(role)
     owns_group = process_group.start(role, backend=backend, timeout_s=timeout_s)
+    threads.share_cores(role)
     if outsider := process_group.outsider():
         agreement.stay_out(outsider)
     _current = Context(role=role, device=device, owns_group=owns_group)

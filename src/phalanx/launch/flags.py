@@ -43,6 +43,22 @@ class _Count(click.ParamType[int]):
         return int(text)
 
 
+class _Seconds(click.ParamType[float]):
+    """A time that ends."""
+
+    name = "SECONDS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < float("inf"):
+            self.fail(f"'{value}' is no number of seconds. Give one above 0.", param, ctx)
+        return seconds
+
+
 class _Port(click.ParamType[int]):
     """A port a user can bind."""
 
@@ -169,9 +185,11 @@ _CONTEXT: dict[str, Any] = {
 @click.option(
     "--timeout",
     "timeout_s",
-    type=_Count("number of seconds"),
+    type=_Seconds(),
+    envvar="PHALANX_RENDEZVOUS_TIMEOUT_S",
     default=60,
     show_default=True,
+    show_envvar=True,
     help="Seconds to wait for other hosts and ranks.",
 )
 @click.option(
