@@ -7,10 +7,10 @@ import re
 import warnings
 from pathlib import Path
 
-import phalanx as px
 import pytest
 from click.testing import CliRunner
 
+import phalanx as px
 from phalanx.cluster.settings import TABLE, markdown, shown_value, warn_dead
 from phalanx.diagnose.commands import env
 
