@@ -22,7 +22,7 @@ class FakeBackend:
         if spec.resources.nodes > 1:
             raise SpecError("resources.nodes: 2 nodes are asked, there is 1")
 
-    def render(self, submission: Submission) -> str:
+    def render(self, submission: Submission, *, full: bool = False) -> str:
         return f"{submission.spec.command} {submission.secrets}"
 
     def submit(self, submission: Submission) -> str:

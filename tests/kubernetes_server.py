@@ -31,6 +31,7 @@ class KubernetesServer:
         self.requests: list[str] = []
         self.cuts = 0
         self.refused = ""
+        self.unknown = ""
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *words: _Handler(self, *words))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -98,8 +99,20 @@ class _Handler(BaseHTTPRequestHandler):
         name = body["metadata"]["name"]
         if name in self.world.collections.get(collection, {}):
             return self._refuse(409, f'{collection} "{name}" already exists')
+        if self.world.unknown and self.world.unknown in json.dumps(body):
+            if self._query().get("fieldValidation") == "Strict":
+                return self._refuse(400, f'strict decoding error: unknown field "spec.{self.world.unknown}"')
+            body["spec"].pop(self.world.unknown)
         body.setdefault("status", {})
+        body["metadata"]["uid"] = f"uid-of-{name}"
         self._answer(201, self.world.put(collection, name, lambda made: made.update(body), "ADDED"))
+
+    def do_PATCH(self) -> None:
+        collection, _, name = self._path().rpartition("/")
+        body = self._body()
+        if name not in self.world.collections.get(collection, {}):
+            return self._refuse(404, f'"{name}" not found')
+        self._answer(200, self.world.put(collection, name, lambda made: made["metadata"].update(body["metadata"])))
 
     def do_DELETE(self) -> None:
         collection, _, name = self._path().rpartition("/")

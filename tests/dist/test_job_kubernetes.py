@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.dist
 
 PODS = "/api/v1/namespaces/team/pods"
 JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets"
+CONFIGS = "/api/v1/namespaces/team/configmaps"
 SECRETS = "/api/v1/namespaces/team/secrets"
 
 
@@ -59,8 +61,7 @@ def pod(server: KubernetesServer, number: int, *, state: dict[str, Any] | None =
 
     def change(made: dict[str, Any]) -> None:
         labels = {
-            "phalanx.dev/job": "j-1",
-            "phalanx.dev/attempt": "1",
+            "jobset.sigs.k8s.io/jobset-name": "j-1-1",
             "batch.kubernetes.io/job-completion-index": str(number),
         }
         made["metadata"]["labels"] = labels
@@ -95,6 +96,9 @@ def test_an_attempt_is_made_once_watched_and_removed(
     assert status() == Status(Phase.GONE, "the cluster has no such workload")
     assert cluster.submit(job) == cluster.submit(job) == "j-1-1"
     assert [len(server.collections[path]) for path in (JOBSETS, SECRETS)] == [1, 1]
+    for path, name in ((SECRETS, "j-1-1-secrets"), (CONFIGS, "j-1-1-order")):
+        owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "j-1-1", "uid": "uid-of-j-1-1"}
+        assert server.collections[path][name]["metadata"]["ownerReferences"] == [owner]
     assert until(status, Phase.QUEUED).reason == "its pods are not made yet"
     condition(server, "Suspended")
     assert until(lambda: _worded(status(), "suspended"), Phase.QUEUED).reason == "suspended, waits in queue gold"
@@ -202,7 +206,7 @@ def test_what_the_cluster_refuses_is_told_in_its_words_until_it_does_not(
 ) -> None:
     cluster.submit(job)
     server.refused = "pods"
-    with pytest.raises(BackendError, match=r"does not tell of pods team: pods is forbidden \(403\)"):
+    with pytest.raises(BackendError, match=r"does not tell of pods team .*: pods is forbidden \(403\)"):
         cluster.status(job, "j-1-1")
     server.refused = ""
     pod(server, 0, state={"running": {}})
@@ -214,6 +218,19 @@ def test_what_the_cluster_refuses_is_told_in_its_words_until_it_does_not(
     server.refused = "log"
     with pytest.raises(BackendError, match=r"Kubernetes says no: log is forbidden \(403\)"):
         cluster.collect(job, "j-1-1")
+
+
+def test_what_an_older_trainer_would_leave_out_is_refused_with_the_setting_to_change(
+    server: KubernetesServer, cluster: Kubernetes, job: Submission
+) -> None:
+    asked = job.spec.kubernetes.model_copy(update={"dialect": "trainjob", "queue": None})
+    trainjob = replace(job, spec=job.spec.model_copy(update={"kubernetes": asked}))
+    server.unknown = "runtimePatches"
+    message = r'unknown field "spec.runtimePatches".* Kubeflow Trainer there is older than 2.3: say kubernetes.trainer'
+    with pytest.raises(BackendError, match=message):
+        cluster.submit(trainjob)
+    older = asked.model_copy(update={"trainer": "2.1"})
+    cluster.submit(replace(trainjob, spec=trainjob.spec.model_copy(update={"kubernetes": older})))
 
 
 def _despite(cluster: Kubernetes, job: Submission) -> Status:

@@ -52,7 +52,7 @@ class Engine:
 
     def check(self, spec: TrainingJob) -> None: ...
 
-    def render(self, submission: Submission) -> str:
+    def render(self, submission: Submission, *, full: bool = False) -> str:
         return submission.job
 
     def submit(self, submission: Submission) -> str:

@@ -23,13 +23,18 @@ NO_PATH_OF_THE_SERVER = {
     "env": "variables of the ranks",
     "datasets.file_system": "an id of a volume",
     "datasets.version": "an etag",
-    "kubernetes.namespace": "a name in the cluster",
     "kubernetes.image": "a name in a registry",
-    "kubernetes.queue": "a name in the cluster",
-    "kubernetes.runtime": "a name in the cluster",
-    "slurm.partition": "a name in the cluster",
-    "slurm.account": "a name in the cluster",
-    "slurm.qos": "a name in the cluster",
+    "kubernetes.pod_patch": "of pods; members may say it where the administrator allows that",
+    "kubernetes.workload_patch": "of pods; members may say it where the administrator allows that",
+    **dict.fromkeys(
+        (
+            *("kubernetes.namespace", "kubernetes.queue", "kubernetes.runtime", "kubernetes.service_account"),
+            *("kubernetes.image_pull_secrets", "kubernetes.priority_class", "kubernetes.node_selector"),
+            *("kubernetes.tolerations.key", "kubernetes.tolerations.value", "kubernetes.labels"),
+            *("kubernetes.annotations", "slurm.partition", "slurm.account", "slurm.qos"),
+        ),
+        "a name in the cluster",
+    ),
 }
 """Fields that take text with a slash, and why that is never a path that the server opens."""
 
@@ -59,6 +64,9 @@ def parts(annotation: Any) -> Iterator[Any]:
 def jobs_with(field: str, text: str) -> Iterator[TrainingJob]:
     """Every job that is one by its schema with `text` in a field."""
     outer, _, last = field.rpartition(".")
+    if outer == "kubernetes.tolerations":
+        outer, text = "kubernetes", {last: text}  # type: ignore[assignment]
+        last = "tolerations"
     for base in BASES if outer == "datasets" else [{}]:
         for value in (text, [text], {"A": text}):
             for backend in ("local", "slurm"):
@@ -166,6 +174,11 @@ def test_what_the_administrator_writes_is_read_again_and_nothing_is_taken_while_
         limits.check(job)
     with pytest.raises(SpecError, match="made in team, not in default"):
         limits.check(job.model_copy(update={"backend": "kubernetes"}))
+    patch = {"namespace": "team", "pod_patch": {"spec": {"hostNetwork": True}}}
+    patched = TrainingJob.model_validate({**job.model_dump(), "backend": "kubernetes", "kubernetes": patch})
+    with pytest.raises(SpecError, match="pod_patch and workload_patch: members"):
+        limits.check(patched)
+    Limits(tmp_path, kubernetes_patch=True).check(patched)
     for wrong in ("roots: [data]", "roots: [/a/../b]", "root: [/data]", "- /data", "roots: {", "home: /x"):
         (tmp_path / FILE).write_text(wrong)
         with pytest.raises(ConfigError, match="nothing is taken from its members"):

@@ -293,3 +293,16 @@ def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_tho
 def test_the_owner_of_the_store_names_what_they_like_over_a_server_too(store, tree, woken):
     owner = JobService(store, {"local": FakeBackend()}, OWNER, wake=woken.append)
     assert owner.submit(spec(code={"path": str(tree)})).state is State.QUEUED
+
+
+def test_only_the_owner_at_the_command_line_gets_values_of_secrets_for_a_job_made_by_hand(acting, store, tree, woken):
+    acting(OWNER).put_secret("default", "TOKEN", VALUE)
+    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    asked = spec(secrets=["TOKEN"])
+    assert VALUE in acting(OWNER).render(asked, base=tree, full=True)
+    assert VALUE not in acting(OWNER).render(asked, base=tree)
+    served = JobService(store, {"local": FakeBackend()}, OWNER, wake=woken.append)
+    for who in (served, acting(Actor("ann"))):
+        with pytest.raises(AccessError, match="No server gives values of secrets away"):
+            who.render(spec(secrets=["TOKEN"], code={"path": str(tree)}), full=True)
+        assert who.render(spec(code={"path": str(tree)}), full=True).startswith("python train.py")

@@ -16,7 +16,7 @@ def _leaves(made):
 
 def test_every_field_of_the_spec_is_asked_for():
     paths = {one.path for one in _leaves(form.fields(SCHEMA, {}, {}))}
-    flat = form.filled_from(TrainingJob(name="a", command="c", code={"git": "u"}).model_dump(mode="json"))
+    flat = form.filled_from(SCHEMA, TrainingJob(name="a", command="c", code={"git": "u"}).model_dump(mode="json"))
     assert {path for path in flat if path != "kind"} <= paths
     assert {
         "resources.nodes",
@@ -48,7 +48,8 @@ def test_kinds_follow_the_schema():
     assert kinds["resources.nodes"] == "number"
     assert kinds["datasets"] == "yaml"
     assert kinds["secrets"] == "lines"
-    assert kinds["env"] == "pairs"
+    assert kinds["env"] == kinds["kubernetes.labels"] == "pairs"
+    assert kinds["kubernetes.pod_patch"] == kinds["kubernetes.tolerations"] == "yaml"
 
 
 def test_hidden_fields_are_left_out_and_errors_open_their_group():
@@ -86,7 +87,7 @@ def test_a_job_comes_back_from_its_form(nodes, env, secrets, backend, readonly):
         backend=backend,
         datasets=[{"name": "d", "mount": "data", "readonly": readonly}],
     )
-    filled = form.filled_from(job.model_dump(mode="json"))
+    filled = form.filled_from(SCHEMA, job.model_dump(mode="json"))
     again, errors = form.collect(SCHEMA, filled)
     assert not errors
     assert TrainingJob.model_validate(again) == job

@@ -52,11 +52,12 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **said: Any) -> No
 
 @job.command()
 @spec_options
-def render(**said: Any) -> None:
+@click.option("--full", is_flag=True, help="Leave nothing out: packed code and values of secrets, for kubectl apply.")
+def render(full: bool, **said: Any) -> None:
     """Print what the backend would be handed for a job: a command, a batch script, a manifest."""
     spec, base = spec_of(said)
     with jobs() as found:
-        click.echo(found.render(spec, base=base))
+        click.echo(found.render(spec, base=base, full=full))
 
 
 @job.command()

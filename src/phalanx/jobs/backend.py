@@ -63,8 +63,13 @@ class Backend(Protocol):
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if this engine could never run `spec`: too large, an option it lacks, not reachable."""
 
-    def render(self, submission: Submission) -> str:
-        """Return what `submit` would hand over, as text a person can read: a command, a batch script, a manifest."""
+    def render(self, submission: Submission, *, full: bool = False) -> str:
+        """Return what `submit` would hand over, as text: a command, a batch script, a manifest.
+
+        Args:
+            submission: The attempt.
+            full: Whether everything is in it, so that the engine takes it; else what a person reads.
+        """
 
     def submit(self, submission: Submission) -> str:
         """Start the attempt, or find it if it was started before; return the engine's name for it."""

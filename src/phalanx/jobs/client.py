@@ -79,9 +79,9 @@ class Client:
         body = {"spec": self._sent(spec, base).model_dump(mode="json"), "request": request}
         return self._ask(Job, "POST", "jobs", json=body)
 
-    def render(self, spec: TrainingJob, *, base: Path | None = None) -> str:
+    def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
         """Return what the server's backend would be handed; the code is sent, so that it can be checked."""
-        body = {"spec": self._sent(spec, base).model_dump(mode="json")}
+        body = {"spec": self._sent(spec, base).model_dump(mode="json"), "full": full}
         return str(self._ask(dict[str, str], "POST", "jobs/render", json=body)["text"])
 
     def _sent(self, spec: TrainingJob, base: Path | None) -> TrainingJob:

@@ -105,6 +105,11 @@ class Limits:
         if self.namespaces is not None and asked not in self.namespaces:
             allowed = " and ".join(self.namespaces) or "none"
             yield f"kubernetes.namespace: jobs of this server's members are made in {allowed}, not in {asked}."
+        if not self.kubernetes_patch and (spec.kubernetes.pod_patch or spec.kubernetes.workload_patch):
+            yield (
+                "kubernetes.pod_patch and workload_patch: members of this server may not say them. Leave them out, or "
+                f"its administrator sets `kubernetes_patch: true` in {FILE}."
+            )
 
     def code(self, code: Code) -> Code:
         """Return `code`, a path of this machine in it resolved.

@@ -22,6 +22,14 @@ def to_bytes(said: str | int) -> int:
     return int(count)
 
 
+def as_quantity(count: int) -> str:
+    """Return bytes in the largest unit that says them exactly, as Kubernetes reads them: `8Gi`, `500M`."""
+    for unit in ("Ti", "Gi", "Mi", "T", "G", "M", "Ki", "k"):
+        if count % _BYTES[unit] == 0:
+            return f"{count // _BYTES[unit]}{unit}"
+    return str(count)
+
+
 def to_seconds(said: str | float) -> float:
     """Return the seconds that `said` means, as `90`, `90s`, `30m`, `2h`, `1h30m` or `1d`.
 

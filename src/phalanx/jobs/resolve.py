@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -19,6 +20,8 @@ from phalanx.jobs.command import PythonCommand, python_command
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.spec_file import validated
+
+logger = logging.getLogger("phalanx.jobs")
 
 _SHELLS = ("sh", "bash", "dash", "zsh")
 
@@ -78,7 +81,15 @@ def resolve(
     if spec.backend != "kubernetes":
         problems.extend(_of_this_machine(spec, found, home))
     problems.raise_for(spec)
+    _warn_of_unused(spec)
     return validated(TrainingJob, spec.model_dump() | {"datasets": [dataset.model_dump() for dataset in found]})
+
+
+def _warn_of_unused(spec: TrainingJob) -> None:
+    """Warn of what is said for another engine than the one that runs the job."""
+    for engine in {"kubernetes", "slurm"} - {spec.backend}:
+        for field in getattr(spec, engine).model_dump(exclude_defaults=True):
+            logger.warning("%s.%s does nothing: the job runs on %s", engine, field, spec.backend)
 
 
 class _Problems(list[str]):

@@ -17,7 +17,7 @@ from phalanx.jobs.limits import Limits
 from phalanx.jobs.metrics import Reports
 from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
 from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
-from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob
+from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store
 from phalanx.jobs.store.jobs import no_job
@@ -73,13 +73,20 @@ class JobService:
         self._wake(self._store.home)
         return made
 
-    def render(self, spec: TrainingJob, *, base: Path | None = None) -> str:
-        """Return what a backend would be handed for `spec`; values of secrets are not in it."""
+    def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
+        """Return what a backend would be handed for `spec`; values of secrets are in it for their owner alone."""
         self._need(spec.workspace, Role.DEVELOPER)
         resolved = self._resolved(spec, base)
         folder = layout.attempt_folder(self._store.home, resolved.name, 1)
-        hidden = dict.fromkeys(resolved.secrets, "******")
-        return self._backend(resolved).render(Submission(resolved.name, 1, resolved, folder, hidden))
+        values = dict.fromkeys(resolved.secrets, "******")
+        if full and (names := secrets_of(resolved.model_dump())):
+            if self._remote or not self._actor.owner:
+                raise AccessError(
+                    "No server gives values of secrets away. Render it in full without them, and let the pods take "
+                    "them from a secret of the cluster (kubernetes.env_from); or render it where the store is."
+                )
+            values = self._store.secret_values(resolved.workspace, names)
+        return self._backend(resolved).render(Submission(resolved.name, 1, resolved, folder, values), full=full)
 
     def jobs(
         self,

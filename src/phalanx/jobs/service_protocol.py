@@ -85,8 +85,18 @@ class Jobs(Protocol):
             SpecError: If the job could never run as it is written; names everything that was found.
         """
 
-    def render(self, spec: TrainingJob, *, base: Path | None = None) -> str:
-        """Return what a backend would be handed for `spec`, after the checks of `submit`; nothing is kept."""
+    def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
+        """Return what a backend would be handed for `spec`, after the checks of `submit`; nothing is kept.
+
+        Args:
+            spec: What to train.
+            base: Folder that relative paths in `spec` are meant from; None refuses relative paths.
+            full: Whether packed code and values of secrets are in it, so that `kubectl apply` takes it; else they are
+                left out. Values are given to the owner of the store alone, and not over a server.
+
+        Raises:
+            AccessError: If `full` would give values of secrets away.
+        """
 
     def jobs(
         self,

@@ -8,7 +8,16 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    WithJsonSchema,
+    model_validator,
+)
 
 from phalanx.jobs.addresses import (
     bucket_and_key,
@@ -32,6 +41,9 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 """One line: what becomes one of a script, or a value in a manifest."""
+
+Source = Annotated[str, Field(pattern=r"^(secret|configmap)/[a-z0-9][a-z0-9.-]*$")]
+"""Where pods take environment variables from."""
 
 Cores = Annotated[float, Field(gt=0, le=100_000)]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -203,19 +215,56 @@ class Checkpoint(_Model):
     """An absolute path, as to go on from another job, or one in the job's own folder. Default: one of the job's own."""
 
 
+class Toleration(_Model):
+    """A taint of nodes that pods may run on all the same."""
+
+    key: Word | None = None
+    operator: Literal["Equal", "Exists"] = "Equal"
+    value: Word | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
 class Kubernetes(_Model):
     """What only Kubernetes needs to know."""
 
     dialect: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
     """Which kind of object is made."""
+    trainer: Literal["2.0", "2.1", "2.2", "2.3"] = "2.3"
+    """TrainJob: the release of Kubeflow Trainer in the cluster, or the newest that is older than it."""
     namespace: Word = "default"
     """Where it is made."""
     image: Word | None = None
     """Container image; phalanx must be installed in it."""
     queue: Word | None = None
-    """Kueue: the local queue."""
+    """Kueue: the local queue. Default: `queue` of the job, unless that is `default`."""
     runtime: Word = "torch-distributed"
     """TrainJob: the cluster training runtime to build on."""
+    service_account: Word | None = None
+    """Service account of the pods."""
+    image_pull_secrets: Annotated[tuple[Word, ...], Field(max_length=100)] = ()
+    """Secrets of the namespace with which the image is pulled."""
+    priority_class: Word | None = None
+    """Priority class of the pods."""
+    node_selector: Annotated[dict[Word, Text], Field(max_length=100)] = {}
+    """Labels that a node must have."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=100)] = ()
+    """Taints of nodes that pods may run on all the same."""
+    env_from: Annotated[tuple[Source, ...], Field(max_length=100)] = ()
+    """What pods take environment variables from, as `secret/NAME` or `configmap/NAME` of the namespace."""
+    labels: Annotated[dict[Word, Text], Field(max_length=100)] = {}
+    """More labels of the workload and its pods."""
+    annotations: Annotated[dict[Word, Text], Field(max_length=100)] = {}
+    """More annotations of the workload and its pods."""
+    restricted: bool = False
+    """Fit the Pod Security Standard `restricted`: no root, no more rights than a process begins with."""
+    run_as_user: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Id of the user that pods run as. Default: what the image says."""
+    fs_group: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Group that owns the volumes of pods."""
+    pod_patch: Annotated[dict[Word, JsonValue], Field(max_length=100)] = {}
+    """What else a pod's template says, as `spec: {hostNetwork: true}`; lists of what has names are merged by them."""
+    workload_patch: Annotated[dict[Word, JsonValue], Field(max_length=100)] = {}
+    """What else the workload says, merged in the same way."""
 
 
 class Slurm(_Model):
@@ -258,9 +307,9 @@ class TrainingJob(_Model):
     kubernetes: Kubernetes = Kubernetes()
     slurm: Slurm = Slurm()
     queue: Name = "default"
-    """Queue of this machine; Slurm's and Kubernetes' are said under their names."""
+    """Queue of this machine, or of Kueue; Slurm's is slurm.partition."""
     priority: int = Field(default=5, ge=1, le=9)
-    """From 1 to 9; higher ones start first."""
+    """This machine: from 1 to 9; higher ones start first."""
     max_runtime: Seconds | None = None
     """Time after which the job is ended, as 2h or 1h30m."""
     grace: Seconds = 30.0

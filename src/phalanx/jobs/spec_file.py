@@ -134,6 +134,7 @@ def _put(said: dict[str, Any], field: str, value: Any) -> None:
 
 
 _PATTERNS = {
+    "^(secret|configmap)": "secret/NAME or configmap/NAME",
     "^[a-z0-9]": "small letters, digits and dashes, 40 at most",
     "^[A-Za-z_]": "letters, digits and underscores",
     "^[0-9a-f]{40}": "the 40 digits of a commit",

@@ -17,7 +17,7 @@ class Field:
 
     Attributes:
         path: Where its value lies in the job: `resources.nodes`; also the name of the input.
-        kind: What is shown: `lines` is one value a line, `pairs` one NAME=value a line, `yaml` a list of objects.
+        kind: What is shown: `lines` is one value a line, `pairs` one NAME=value a line, `yaml` objects.
         value: What is filled in, as text.
         shown: What the job means when it is left empty.
     """
@@ -123,7 +123,8 @@ def _kind(inner: Mapping[str, Any], root: Mapping[str, Any]) -> Kind:
         case "array":
             return "yaml" if "properties" in _resolved(inner["items"], root) else "lines"
         case "object":
-            return "pairs"
+            values = next(iter(inner.get("patternProperties", {}).values()), inner.get("additionalProperties"))
+            return "pairs" if isinstance(values, Mapping) and "type" in _resolved(values, root) else "yaml"
     return "text"
 
 
@@ -183,20 +184,28 @@ def _put(job: dict[str, Any], path: str, value: Any) -> None:
     job[last] = value
 
 
-def filled_from(job: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def filled_from(schema: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, str]:
     """Return what the form shows for `job`, by path: the way back from `collect`."""
-    found: dict[str, str] = {}
-    for name, value in job.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path != "env":
-            found |= filled_from(value, f"{path}.")
-        elif isinstance(value, Mapping):
-            found[path] = "\n".join(f"{key}={one}" for key, one in value.items())
-        elif isinstance(value, (list, tuple)):
-            plain = all(isinstance(one, str) for one in value)
-            found[path] = "\n".join(value) if plain else yaml.safe_dump(list(value), sort_keys=False)
-        elif isinstance(value, bool):
-            found[path] = str(value).lower()
-        elif value is not None:
-            found[path] = str(value)
-    return found
+    found = {one.path: _written(one.kind, _at(job, one.path)) for one in _leaves(fields(schema, {}, {}))}
+    return {path: text for path, text in found.items() if text is not None}
+
+
+def _at(job: Mapping[str, Any], path: str) -> Any:
+    value: Any = job
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _written(kind: Kind, value: Any) -> str | None:
+    if value is None:
+        return None
+    if kind == "lines":
+        return "\n".join(value)
+    if kind == "pairs":
+        return "\n".join(f"{name}={one}" for name, one in value.items())
+    if kind == "yaml":
+        return (
+            str(yaml.safe_dump(value if isinstance(value, Mapping) else list(value), sort_keys=False)) if value else ""
+        )
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -27,7 +27,7 @@ _HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
 @routes.get("/w/{workspace}/new")
 def form_page(who: Visiting, workspace: str, like: str = "") -> Response:
     """Show the form, filled in from the job `like` if there is one."""
-    filled = form.filled_from(who.jobs.job(like).spec) if like else {}
+    filled = form.filled_from(_SCHEMA, who.jobs.job(like).spec) if like else {}
     return _form(who, filled, {}, "", secrets.token_hex(8))
 
 

@@ -40,6 +40,15 @@ class Submitted(BaseModel):
     request: str | None = Field(default=None, max_length=200)
 
 
+class ToRender(BaseModel):
+    """A job to render; `full` leaves nothing out, so that its engine takes the text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    spec: TrainingJob
+    full: bool = False
+
+
 class Rendered(BaseModel):
     """What a backend would be handed."""
 
@@ -53,9 +62,9 @@ def submit(caller: Caller, body: Submitted) -> Job:
 
 
 @routes.post("/jobs/render")
-def render(caller: Caller, body: Submitted) -> Rendered:
+def render(caller: Caller, body: ToRender) -> Rendered:
     """Return what a backend would be handed for a job; nothing is kept."""
-    return Rendered(text=caller.render(body.spec))
+    return Rendered(text=caller.render(body.spec, full=body.full))
 
 
 @routes.get("/jobs")

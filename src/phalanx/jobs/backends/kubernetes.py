@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from phalanx.jobs import attempt, layout, trees
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends import kubernetes_manifests as manifests
 from phalanx.jobs.backends.kubernetes_logs import Seen
-from phalanx.jobs.backends.kubernetes_manifests import DIALECTS, Dialect, Manifest
+from phalanx.jobs.backends.kubernetes_manifests import DIALECTS, Dialect
+from phalanx.jobs.backends.kubernetes_options import Manifest, queue_of
 from phalanx.jobs.backends.kubernetes_pods import Pod, failure_of, pods_of, why_waiting
 from phalanx.jobs.records import Failure
 from phalanx.jobs.spec import TrainingJob
@@ -27,6 +29,8 @@ from phalanx.jobs.states import Cause
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends.kubernetes_watch import Watched
+
+logger = logging.getLogger("phalanx.jobs")
 
 REQUEST_S = 30.0
 """How long one request may take."""
@@ -55,12 +59,19 @@ class Kubernetes:
             raise SpecError("backend: kubernetes needs its client library. Run: pip install 'phalanx[kubernetes]'")
         manifests.check(spec)
 
-    def render(self, submission: Submission) -> str:
-        """Return the manifests as YAML, values of secrets struck out."""
+    def render(self, submission: Submission, *, full: bool = False) -> str:
+        """Return the manifests as YAML; values of secrets are struck out and packed code is left out, unless `full`."""
         import yaml
 
-        shown = manifests.hidden(self._objects(submission))
-        return str(yaml.safe_dump_all(shown, sort_keys=False, width=120))
+        class Plain(yaml.SafeDumper):
+            """Writes everything where it belongs: what is there twice is written twice."""
+
+            def ignore_aliases(self, data: Any) -> bool:
+                return True
+
+        made = self._objects(submission)
+        shown = made if full else manifests.hidden(made)
+        return str(yaml.dump_all(shown, Dumper=Plain, sort_keys=False, width=120))
 
     def submit(self, submission: Submission) -> str:
         """Make the attempt's objects, or find those that are there; return the workload's name.
@@ -74,7 +85,16 @@ class Kubernetes:
         core = self._core()
         self._made(core.create_namespaced_config_map, space, config)
         self._made(core.create_namespaced_secret, space, secret)
-        self._made(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
+        try:
+            self._made(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
+        except BackendError as error:
+            if "unknown field" in str(error) and submission.spec.kubernetes.dialect == "trainjob":
+                release = submission.spec.kubernetes.trainer
+                raise BackendError(
+                    f"{error} Kubeflow Trainer there is older than {release}: say kubernetes.trainer."
+                ) from None
+            raise
+        self._own(submission, (core.patch_namespaced_config_map, config), (core.patch_namespaced_secret, secret))
         return manifests.name_of(submission)
 
     def status(self, submission: Submission, handle: str) -> Status:
@@ -92,7 +112,7 @@ class Kubernetes:
         if failed is not None or broken is not None or any(pod.phase == "Failed" for pod in pods):
             return Status(Phase.FAILED, _worded(failed or {}), hosts, broken or _of_workload(failed))
         if "Suspended" in conditions:
-            queue = submission.spec.kubernetes.queue
+            queue = queue_of(submission.spec)
             return Status(Phase.QUEUED, f"suspended, waits in queue {queue}" if queue else "suspended")
         reason, servers = why_waiting(pods), submission.spec.servers
         all_pods = submission.spec.resources.nodes + (servers.count if servers else 0)
@@ -137,11 +157,13 @@ class Kubernetes:
 
     def _pods(self, submission: Submission) -> list[Pod]:
         space = submission.spec.kubernetes.namespace
+        # The operator's label: not every release of Trainer lets a job say labels of its own.
+        label = DIALECTS[submission.spec.kubernetes.dialect].name_label
         found = self._watch(
-            ("pods", space), lambda: self._core().list_namespaced_pod, space, label_selector=manifests.JOB_LABEL
+            ("pods", space, label), lambda: self._core().list_namespaced_pod, space, label_selector=label
         )
-        mine = {manifests.JOB_LABEL: submission.job, manifests.ATTEMPT_LABEL: str(submission.attempt)}
-        chosen = [raw for raw in found.values() if mine.items() <= (raw["metadata"].get("labels") or {}).items()]
+        mine = manifests.name_of(submission)
+        chosen = [raw for raw in found.values() if (raw["metadata"].get("labels") or {}).get(label) == mine]
         return pods_of(submission.spec, chosen)
 
     def _workload(self, submission: Submission) -> Mapping[str, Any] | None:
@@ -182,7 +204,21 @@ class Kubernetes:
 
     def _made(self, create: Any, *words: Any) -> None:
         """Make an object; one that is there already was made by us before."""
-        _asked(create, *words, fine=(409,))
+        # Strict: fields that the cluster does not know are refused, which it would else leave out.
+        _asked(create, *words, fine=(409,), field_validation="Strict")
+
+    def _own(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
+        """Have the cluster remove objects with their workload, whoever removes that."""
+        dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
+        made = _asked(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
+        if made is None:
+            return
+        owner = {"apiVersion": f"{dialect.group}/{dialect.version}", "kind": dialect.kind, "name": name}
+        said = {"metadata": {"ownerReferences": [owner | {"uid": made["metadata"]["uid"]}]}}
+        for patch, held in objects:
+            one = held["metadata"]["name"]
+            if _asked(patch, one, held["metadata"]["namespace"], said, fine=(403, 404)) is None:
+                logger.warning("%s cannot be patched, so it stays if nobody removes it with %s", one, name)
 
     def _removed(self, delete: Any, *words: Any, policy: str = "Background") -> None:
         _asked(delete, *words, fine=(404,), propagation_policy=policy)

@@ -15,6 +15,9 @@ from typing import Any
 from phalanx.errors import SpecError
 from phalanx.jobs import attempt, launching
 from phalanx.jobs.backend import Submission
+from phalanx.jobs.backends import kubernetes_options as options
+from phalanx.jobs.backends.kubernetes_options import GRACE_S, Manifest
+from phalanx.jobs.quantities import as_quantity
 from phalanx.jobs.spec import TrainingJob
 
 FOLDER = "/phalanx"
@@ -25,11 +28,7 @@ HIDDEN = "(hidden)"
 CODE_BYTES = 900_000
 """Most bytes of packed code that go with the order; a ConfigMap holds 1 MiB."""
 
-_GRACE_S = 15
-"""What a pod gets beyond the job's grace, to report its end."""
-
 JOB_LABEL, ATTEMPT_LABEL = "phalanx.dev/job", "phalanx.dev/attempt"
-Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,7 @@ def check(spec: TrainingJob) -> None:
             f"kubernetes.dialect {asked.dialect} has no role for parameter servers. Set kubernetes.dialect to jobset, "
             "where servers are a replicated job of their own."
         )
-    for dataset in spec.datasets:
-        if dataset.kind == "local":
-            raise SpecError(
-                f"dataset {dataset.name} is a folder of this machine, which pods do not see. Use kind nas (a volume "
-                "claim), s3, oss or http."
-            )
+    options.check(spec)
 
 
 def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> list[Manifest]:
@@ -91,7 +85,8 @@ def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> 
     values = {**submission.secrets, "PHALANX_JOB_SECRET": job_secret}
     secret = _object(submission, "v1", "Secret", "-secrets")
     secret |= {"type": "Opaque", "stringData": {"secrets.json": json.dumps(values)}}
-    return [_config_map(submission, code), secret, workload(submission, bool(code))]
+    made = options.merged(workload(submission, bool(code)), spec.kubernetes.workload_patch)
+    return [_config_map(submission, code), secret, made]
 
 
 def hidden(objects: list[Manifest]) -> list[Manifest]:
@@ -122,8 +117,12 @@ def _object(submission: Submission, version: str, kind: str, suffix: str = "") -
 def _workload(submission: Submission) -> Manifest:
     dialect = DIALECTS[submission.spec.kubernetes.dialect]
     made = _object(submission, f"{dialect.group}/{dialect.version}", dialect.kind)
-    if queue := submission.spec.kubernetes.queue:
-        made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = queue
+    asked, metadata = submission.spec.kubernetes, made["metadata"]
+    metadata["labels"] |= asked.labels
+    if asked.annotations:
+        metadata["annotations"] = dict(asked.annotations)
+    if queue := options.queue_of(submission.spec):
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
     return made
 
 
@@ -157,13 +156,14 @@ def _command(submission: Submission, *, variable: str, first: int = 0) -> list[s
 
 
 def _volumes(submission: Submission) -> list[Manifest]:
+    # The secret's file may be read by any user of the pod, since images run as any; no other container mounts it.
     name = name_of(submission)
     claims = {d.file_system for d in submission.spec.datasets if d.kind == "nas" and d.file_system}
     return [
         {"name": "attempt", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
         {"name": "order", "configMap": {"name": f"{name}-order"}},
-        {"name": "secrets", "secret": {"secretName": f"{name}-secrets", "defaultMode": 0o400}},
+        {"name": "secrets", "secret": {"secretName": f"{name}-secrets", "defaultMode": 0o444}},
         *({"name": f"nas-{claim}", "persistentVolumeClaim": {"claimName": claim}} for claim in sorted(claims)),
     ]
 
@@ -188,7 +188,7 @@ def _amounts(cpu: float | None, memory: int | None, gpu: int = 0) -> Mapping[str
     if cpu is not None:
         amounts["cpu"] = f"{round(cpu * 1000)}m"
     if memory is not None:
-        amounts["memory"] = str(memory)
+        amounts["memory"] = as_quantity(memory)
     if gpu:
         amounts["nvidia.com/gpu"] = str(gpu)
     return {"requests": amounts, "limits": amounts} if amounts else {}
@@ -203,16 +203,22 @@ def _pod(
         wanted = _amounts(spec.servers.cpu, spec.servers.memory)
     made: Manifest = {"name": container, "image": spec.kubernetes.image, "command": command}
     made |= {"resources": wanted} if wanted else {}
-    made["volumeMounts"] = _mounts(submission, has_code)
-    return {
-        "metadata": {"labels": {JOB_LABEL: submission.job, ATTEMPT_LABEL: str(submission.attempt)}},
-        "spec": {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": int(spec.grace) + _GRACE_S,
-            "containers": [made],
-            "volumes": _volumes(submission),
-        },
+    made |= {"volumeMounts": _mounts(submission, has_code), **options.container(spec)}
+    metadata: Manifest = {"labels": {JOB_LABEL: submission.job, ATTEMPT_LABEL: str(submission.attempt)}}
+    metadata["labels"] |= spec.kubernetes.labels
+    if spec.kubernetes.annotations:
+        metadata["annotations"] = dict(spec.kubernetes.annotations)
+    body = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(spec.grace) + GRACE_S,
+        "containers": [made],
+        "volumes": _volumes(submission),
     }
+    return {"metadata": metadata, "spec": body | options.pod_spec(spec)}
+
+
+def _patched(submission: Submission, pod: Manifest) -> Manifest:
+    return dict(options.merged(pod, submission.spec.kubernetes.pod_patch))
 
 
 def _deadline(submission: Submission) -> dict[str, int]:
@@ -222,6 +228,7 @@ def _deadline(submission: Submission) -> dict[str, int]:
 
 
 def _indexed_job(submission: Submission, pods: int, pod: Manifest) -> Manifest:
+    pod = _patched(submission, pod)
     made = {"parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
     return {"spec": made | _deadline(submission)}
 
@@ -248,33 +255,18 @@ def _trainjob(submission: Submission, has_code: bool) -> Manifest:
     trainer: Manifest = {"image": spec.kubernetes.image, "command": command, "numNodes": spec.resources.nodes}
     trainer |= {"resourcesPerNode": wanted} if wanted else {}
     pod = _pod(submission, "node", command, has_code)
-    patch = {
-        "metadata": pod["metadata"],
-        "spec": {
-            "terminationGracePeriodSeconds": pod["spec"]["terminationGracePeriodSeconds"],
-            "volumes": pod["spec"]["volumes"],
-            "containers": [{"name": "node", "volumeMounts": pod["spec"]["containers"][0]["volumeMounts"]}],
-        },
-    }
-    replicated = {"name": "node", "template": {"spec": {"template": patch}}}
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": spec.kubernetes.runtime}
-    body = {
-        "runtimeRef": runtime,
-        "trainer": trainer,
-        "runtimePatches": [
-            {
-                "manager": "phalanx.dev/jobs",
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-            }
-        ],
-    }
-    return _workload(submission) | {"spec": body | _deadline(submission)}
+    body = {"runtimeRef": runtime, "trainer": trainer, **options.trainjob_changes(spec, pod, "node")}
+    # The nodes keep to the limit; older releases know no second one.
+    deadline = _deadline(submission) if "runtimePatches" in body else {}
+    return _workload(submission) | {"spec": body | deadline}
 
 
 def _pytorchjob(submission: Submission, has_code: bool) -> Manifest:
     # The operator sets RANK to the number of the pod.
     pod = _pod(submission, "pytorch", _command(submission, variable="RANK"), has_code)
     others = submission.spec.resources.nodes - 1
+    pod = _patched(submission, pod)
     roles = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
     roles |= {"Worker": {"replicas": others, "restartPolicy": "Never", "template": pod}} if others else {}
     policy = {"backoffLimit": 0, "cleanPodPolicy": "None", **_deadline(submission)}

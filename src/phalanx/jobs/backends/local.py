@@ -81,7 +81,7 @@ class Local:
                 "Ask for less, or submit it to `backend: slurm` or `kubernetes`."
             )
 
-    def render(self, submission: Submission) -> str:
+    def render(self, submission: Submission, *, full: bool = False) -> str:
         """Return the commands that `submit` would start, one a line."""
         mark = f"{MARK}={shlex.quote(str(submission.folder))}"
         return "\n".join(f"{mark} {shlex.join(self._argv(submission, node))}" for node in _nodes(submission))

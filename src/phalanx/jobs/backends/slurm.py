@@ -63,13 +63,14 @@ class Slurm:
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if no partition could ever run `spec`, or no Slurm is reachable from here."""
         launching.check(spec)
+        slurm_words.check_said(spec)
         try:
             said = _call("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l")
         except BackendError as error:
             raise SpecError(f"backend: slurm cannot be used here. {error}") from None
         slurm_words.check_fits(spec, slurm_words.read_nodes(said))
 
-    def render(self, submission: Submission) -> str:
+    def render(self, submission: Submission, *, full: bool = False) -> str:
         """Return the batch script."""
         spec, folder = submission.spec, submission.folder
         options = [

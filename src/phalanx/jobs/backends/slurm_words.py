@@ -101,6 +101,18 @@ def needs(spec: TrainingJob) -> tuple[float | None, int | None]:
     return None if cpu is None else cpu + more_cpu, None if memory is None else memory + more_memory
 
 
+def check_said(spec: TrainingJob) -> None:
+    """Raise SpecError for what means nothing to Slurm."""
+    default = TrainingJob.model_fields
+    if spec.queue != default["queue"].default:
+        raise SpecError(f"queue {spec.queue} means nothing on Slurm. Say slurm.partition, or leave queue out.")
+    if spec.priority != default["priority"].default:
+        raise SpecError(
+            f"priority {spec.priority} means nothing on Slurm. Say slurm.qos, or --nice in slurm.options, or leave "
+            "priority out."
+        )
+
+
 def check_fits(spec: TrainingJob, rows: list[NodeRow]) -> None:
     """Raise SpecError if the partition of `spec` does not exist, or has too few nodes that are large enough."""
     partition = spec.slurm.partition

@@ -1,0 +1,216 @@
+"""What `kubernetes.*` of a job adds to its pods and its workload, and what each kind of workload can carry. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from phalanx.errors import SpecError
+from phalanx.jobs.addresses import is_local
+from phalanx.jobs.spec import TrainingJob
+
+logger = logging.getLogger("phalanx.jobs")
+
+Manifest = dict[str, Any]
+
+GRACE_S = 15
+"""What a pod gets beyond the job's grace, to report its end."""
+
+_POD_GRACE_S = 30
+"""What a pod gets where nothing is said."""
+
+_CARRIED: dict[str, frozenset[str]] = {
+    "2.0": frozenset({"containers", "volumes", "serviceAccountName", "nodeSelector", "tolerations"}),
+}
+"""Of a pod's spec, what a TrainJob can change in its runtime, by release of Trainer."""
+_CARRIED["2.1"] = _CARRIED["2.0"] | {"affinity", "imagePullSecrets", "metadata"}
+_CARRIED["2.2"] = _CARRIED["2.1"] | {"securityContext"}
+_CARRIED["2.3"] = _CARRIED["2.2"] | {"terminationGracePeriodSeconds"}
+
+_FIELD = {
+    "priorityClassName": "priority_class",
+    "envFrom": "env_from",
+    "imagePullSecrets": "image_pull_secrets",
+    "metadata": "labels and annotations",
+    "securityContext": "restricted, run_as_user and fs_group",
+}
+
+
+def queue_of(spec: TrainingJob) -> str | None:
+    """Return the local queue of Kueue in which a job waits; None for no queue."""
+    own = spec.queue if spec.queue != TrainingJob.model_fields["queue"].default else None
+    return spec.kubernetes.queue or own
+
+
+def pod_spec(spec: TrainingJob) -> Manifest:
+    """Return what a job says of the spec of its pods, beside containers and volumes."""
+    asked = spec.kubernetes
+    tolerations = [one.model_dump(exclude_none=True) for one in asked.tolerations]
+    context: Manifest = {"runAsUser": asked.run_as_user, "fsGroup": asked.fs_group}
+    if asked.restricted:
+        context |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    return _without_nothing(
+        {
+            "serviceAccountName": asked.service_account,
+            "imagePullSecrets": [{"name": name} for name in asked.image_pull_secrets],
+            "priorityClassName": asked.priority_class,
+            "nodeSelector": dict(asked.node_selector),
+            "tolerations": tolerations,
+            "securityContext": _without_nothing(context),
+        }
+    )
+
+
+def container(spec: TrainingJob) -> Manifest:
+    """Return what a job says of the containers of its pods."""
+    kinds = {"secret": "secretRef", "configmap": "configMapRef"}
+    sources = [one.split("/", 1) for one in spec.kubernetes.env_from]
+    context = (
+        {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}} if spec.kubernetes.restricted else {}
+    )
+    return _without_nothing(
+        {"envFrom": [{kinds[kind]: {"name": name}} for kind, name in sources], "securityContext": context}
+    )
+
+
+def _without_nothing(said: Mapping[str, Any]) -> Manifest:
+    return {name: value for name, value in said.items() if value is not None and value not in ([], {})}
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """Return `base` changed by `patch`.
+
+    Objects are merged, null removes a key, lists of things with a `name` or `mountPath` are merged by it, and all else
+    takes the place of what was there.
+    """
+    if isinstance(base, Mapping) and isinstance(patch, Mapping):
+        both = {**base, **{name: merged(base.get(name), value) for name, value in patch.items()}}
+        return {name: value for name, value in both.items() if value is not None}
+    if isinstance(base, list) and isinstance(patch, list):
+        for key in ("mountPath", "name"):
+            if all(isinstance(one, Mapping) and key in one for one in (*base, *patch)):
+                known = {one[key]: one for one in base}
+                return list((known | {one[key]: merged(known.get(one[key]), one) for one in patch}).values())
+    return merged({}, patch) if isinstance(patch, Mapping) else patch
+
+
+# -- what a TrainJob changes in its runtime ---------------------------------------------------------------------------
+
+
+def trainjob_changes(spec: TrainingJob, pod: Manifest, replicated: str) -> Manifest:
+    """Return the part of a TrainJob's spec that makes the pods of its runtime those of `pod`.
+
+    Args:
+        spec: The job.
+        pod: The template of its pods, with one container, without the job's own patch.
+        replicated: Name of the replicated job, and of the container, in the runtime.
+    """
+    release = spec.kubernetes.trainer
+    kept = {name: value for name, value in pod["spec"].items() if name in _CARRIED[release]}
+    own = {name: value for name, value in pod["spec"]["containers"][0].items() if name in _IN_CONTAINER}
+    kept["containers"] = [{"name": replicated, **own}]
+    template = merged({"metadata": pod["metadata"], "spec": kept}, spec.kubernetes.pod_patch)
+    if release == "2.0":
+        return {"podSpecOverrides": [{"targetJobs": [{"name": replicated}], **template["spec"]}]}
+    if release == "2.1":
+        return {"podTemplateOverrides": [{"targetJobs": [{"name": replicated}], **template}]}
+    jobs = [{"name": replicated, "template": {"spec": {"template": template}}}]
+    change = {"trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    return {"runtimePatches": [{"manager": "phalanx.dev/jobs", **change}]}
+
+
+_IN_CONTAINER = ("env", "volumeMounts", "securityContext")
+"""Of a container, what a TrainJob can change in its runtime; image, command and resources are said elsewhere."""
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check(spec: TrainingJob) -> None:
+    """Raise SpecError with everything in `spec` that Kubernetes, or its kind of workload, cannot do."""
+    wrong = [*_wrong_sources(spec), *_wrong_queue(spec), *_wrong_retries(spec), *_wrong_patches(spec)]
+    if spec.kubernetes.dialect == "trainjob":
+        wrong += _wrong_for_trainjob(spec)
+    if wrong:
+        raise SpecError("\n  ".join(wrong))
+
+
+def _wrong_sources(spec: TrainingJob) -> Iterator[str]:
+    if not spec.name[0].isalpha():
+        yield f"name {spec.name}: pods are found by names that begin with a letter. Begin it with one."
+    if spec.code.git is not None and is_local(spec.code.git):
+        yield (
+            f"code.git: {spec.code.git} is a repository on this machine, which pods do not see. Give its address as "
+            "https:// or ssh://, or the folder as code.path."
+        )
+    for dataset in spec.datasets:
+        if dataset.kind == "local":
+            yield (
+                f"dataset {dataset.name} is a folder of this machine, which pods do not see. Use kind nas (a volume "
+                "claim), s3, oss or http."
+            )
+
+
+def _wrong_queue(spec: TrainingJob) -> Iterator[str]:
+    own, asked = spec.queue, spec.kubernetes
+    default = TrainingJob.model_fields["queue"].default
+    if asked.queue is not None and own not in (default, asked.queue):
+        yield f"queue {own} and kubernetes.queue {asked.queue} name two queues of Kueue; leave one of them out."
+    if spec.priority != TrainingJob.model_fields["priority"].default and asked.priority_class is None:
+        yield (
+            f"priority {spec.priority} means nothing on Kubernetes, which orders by classes. Name one in "
+            "kubernetes.priority_class, or leave priority out."
+        )
+
+
+def _wrong_retries(spec: TrainingJob) -> Iterator[str]:
+    folder = spec.checkpoint.dir
+    if spec.retries.max == 0:
+        return
+    claims = {str(one.uri): one for one in spec.datasets if one.kind == "nas"}
+    if folder is None or not folder.startswith("/"):
+        yield (
+            f"retries.max is {spec.retries.max}, and checkpoints would be lost with the pods of each attempt. Let "
+            "checkpoint.dir be a path in a dataset of kind nas, or leave retries out."
+        )
+        return
+    around = [one for uri, one in claims.items() if PurePosixPath(folder).is_relative_to(uri)]
+    if around and all(one.readonly for one in around):
+        yield f"checkpoint.dir {folder} lies in dataset {around[0].name}, which is readonly; say `readonly: false`."
+    if not around:
+        logger.warning(
+            "checkpoint.dir %s lies in no dataset of kind nas: attempts after the first find no checkpoint there, "
+            "unless the runtime or kubernetes.pod_patch mounts a volume",
+            folder,
+        )
+
+
+def _wrong_patches(spec: TrainingJob) -> Iterator[str]:
+    asked = spec.kubernetes
+    if others := sorted(asked.pod_patch.keys() - {"metadata", "spec"}):
+        yield f"kubernetes.pod_patch: a pod's template has metadata and spec, not {', '.join(others)}."
+    metadata = asked.workload_patch.get("metadata")
+    found = {*asked.workload_patch, *(metadata if isinstance(metadata, dict) else ())}
+    if ours := sorted(found & {"apiVersion", "kind", "name", "namespace", "status"}):
+        yield f"kubernetes.workload_patch: {', '.join(ours)} of the workload cannot be changed; leave it out."
+
+
+def _wrong_for_trainjob(spec: TrainingJob) -> Iterator[str]:
+    release = spec.kubernetes.trainer
+    said = {*pod_spec(spec), *container(spec)}
+    said |= {"metadata"} if spec.kubernetes.labels or spec.kubernetes.annotations else set()
+    patched = spec.kubernetes.pod_patch.get("spec")
+    said |= {*(patched if isinstance(patched, dict) else ())}
+    for name in sorted(said - _CARRIED[release]):
+        field = _FIELD.get(name, name)
+        later = next((one for one, carried in _CARRIED.items() if name in carried), None)
+        instead = f"It can from Trainer {later} on (kubernetes.trainer), or" if later else "Say it in the runtime, or"
+        yield f"kubernetes.{field}: a TrainJob of Trainer {release} cannot say it. {instead} set dialect to jobset."
+    if "terminationGracePeriodSeconds" not in _CARRIED[release] and spec.grace + GRACE_S > _POD_GRACE_S:
+        logger.warning(
+            "a TrainJob of Trainer %s cannot say how long its pods get to end: let terminationGracePeriodSeconds of "
+            "the runtime %s be %d",
+            *(release, spec.kubernetes.runtime, int(spec.grace) + GRACE_S),
+        )
