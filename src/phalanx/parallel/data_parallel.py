@@ -15,7 +15,11 @@ collective:
 What is averaged is `param.grad` whole. A part of it that was reduced before is equal on all ranks, so its mean is
 itself; that makes accumulation exact with and without `no_sync`.
 
-After backward, each `param.grad` is a view into its bucket, valid until the next backward.
+After backward, each `param.grad` is a view into its bucket. A bucket whose gradients a script keeps, as gradient
+surgery does, moves to new memory before the next backward pass writes to it.
+
+Several models may be trained by one backward pass. The one whose gradient comes first reduces while it runs, the others
+after it, in the order in which they were distributed: which branches a rank uses does not change the order of issue.
 """
 
 from __future__ import annotations
@@ -53,6 +57,37 @@ _numbers = count(1)
 """Of models, in the order in which they are distributed, which is the same on every rank."""
 
 
+class _Running:
+    """The reducers of the backward pass that runs now; the first may issue buckets before its end."""
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._reducers: list[Reducer] = []
+
+    def join(self, reducer: Reducer) -> None:
+        """Add one whose gradients have begun to come."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:  # else a pass that raised an error has left its own
+            self._pass, self._reducers = now, []
+        self._reducers.append(reducer)
+
+    def is_first(self, reducer: Reducer) -> bool:
+        """Return whether a reducer was the first to join."""
+        return bool(self._reducers) and self._reducers[0] is reducer
+
+    def leave(self, reducer: Reducer) -> list[Reducer]:
+        """Return all that have to finish now, in an order that is the same on every rank."""
+        if reducer not in self._reducers:  # of a pass within this one
+            return [reducer]
+        first, *others = self._reducers
+        self._reducers = []
+        return [first, *sorted(others, key=lambda other: other.number)]
+
+
+_running = _Running()
+"""In this process."""
+
+
 class Reducer:
     """Averages gradients over the ranks that read other rows, overlapped with the backward pass.
 
@@ -78,6 +113,9 @@ class Reducer:
     ) -> None:
         self._context = context
         self._readers = mesh.readers()
+        self.number = next(_numbers)
+        """Its place among those of this process."""
+
         self._syncing = True
         self._running = False
         self._next = 0
@@ -95,7 +133,7 @@ class Reducer:
         self._touched: set[str] = set()
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
-        self._number, self._model = next(_numbers), type(model).__name__
+        self._model = type(model).__name__
         routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
         self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers)
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
@@ -110,6 +148,11 @@ class Reducer:
     def is_reducing(self) -> bool:
         """Whether a backward pass has begun and not ended: during it, or after one that raised."""
         return self._running
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of parameters travel in its buckets, not only buffers."""
+        return any(bucket.gradients for bucket in self._buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -134,14 +177,22 @@ class Reducer:
         self._take(gradient)
         bucket = self._buckets[index]
         bucket.pending -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._issue(self._buckets[self._next])
+        if _running.is_first(self):
+            self._issue_complete()
 
     def begin(self) -> None:
         """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
         if self._running or not self._syncing or self.is_resting:
             return
+        if torch.is_grad_enabled():  # so it is in a backward pass that creates a graph
+            raise ConfigError(
+                "a backward pass with create_graph=True came to a distributed model, whose gradients are averaged over "
+                "the ranks outside of any graph: what is computed from them would have wrong gradients. For a penalty "
+                "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
+                "sharding."
+            )
         self._open()
+        _running.join(self)
         # Runs in the thread that called backward, once its last gradient has been accumulated.
         torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
 
@@ -163,14 +214,22 @@ class Reducer:
         self._running = True
         self._next = 0
         for bucket in self._buckets:
+            if bucket.is_kept():
+                bucket.renew()
             bucket.pending = len(bucket.gradients)
             for gradient in bucket.gradients:
                 gradient.touched = False
 
     def _on_end(self) -> None:
+        # The first to end finishes all: none issues a bucket before those in front of it have issued theirs.
         # A re-entrant checkpoint ends a backward pass of its own; what came so far is then reduced already.
         if self._running:
-            self._finish()
+            for reducer in _running.leave(self):
+                reducer._finish()
+
+    def _issue_complete(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._issue(self._buckets[self._next])
 
     @torch.no_grad()
     def _take(self, gradient: Gradient) -> None:
@@ -197,7 +256,7 @@ class Reducer:
             bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
         else:
             bucket.flags.fill_(1)
-        mark(bucket, self._number % 64 << 10 | self._next % 1024)
+        mark(bucket, self.number % 64 << 10 | self._next % 1024)
         self._load_buffers(bucket.carried)
         try:
             with label_calls(self._label_of(bucket)):
@@ -280,7 +339,7 @@ class Reducer:
     def _label_of(self, bucket: Bucket) -> str:
         names = [gradient.name for gradient in bucket.gradients]
         parts = f"gradients of {' to '.join(dict.fromkeys((names[0], names[-1])))}" if names else "buffers"
-        return f"the {parts} of model {self._number}, {self._model}"
+        return f"the {parts} of model {self.number}, {self._model}"
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         rank, world = self._context.rank, self._context.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,34 @@ class Bucket:
     """Gradients this backward pass has not produced yet."""
 
     work: Sent | None = None
+    sharers: int = 0
+    """Tensors in the memory of `flat`, as long as no script has made another."""
+
+    def is_kept(self) -> bool:
+        """Return whether a script keeps gradients of an earlier backward pass, which the next would overwrite.
+
+        What is in `param.grad` still is meant to change: gradients add up in place.
+        """
+        is_shared = _sharers(self.flat) > self.sharers
+        for gradient in self.gradients:
+            is_referred_to = sys.getrefcount(gradient.view) > _OWN_REFERENCES
+            if (is_shared or is_referred_to) and gradient.param.grad is not gradient.view:
+                return True
+        return False
+
+    def renew(self) -> None:
+        """Move to new memory; gradients that are still in `param.grad` move along."""
+        sizes = [g.view.numel() for g in self.gradients] + [self.flags.numel()] + [c.view.numel() for c in self.carried]
+        self.flat = self.flat.clone()
+        pieces = iter(self.flat.split(sizes))
+        for gradient in self.gradients:
+            is_there = gradient.param.grad is gradient.view
+            gradient.view = _view_like(next(pieces), gradient.param)
+            if is_there:
+                gradient.param.grad = gradient.view
+        self.flags = next(pieces)
+        for item in self.carried:
+            item.view = next(pieces).view(item.view.shape)
 
 
 def allocate(
@@ -97,9 +126,18 @@ def allocate(
         riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of.get(dtype) == index else []
         made.append(_allocate_one(names, members, riding, wire))
     homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
-    return made + [
-        _allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype], readers) for dtype in homeless
-    ]
+    made += [_allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype], readers) for dtype in homeless]
+    for bucket in made:
+        bucket.sharers = _sharers(bucket.flat)
+    return made
+
+
+_OWN_REFERENCES = 2
+"""References to a tensor that only a `Gradient` has: its own, and the argument of who counts."""
+
+
+def _sharers(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def mark(bucket: Bucket, number: int) -> None:
