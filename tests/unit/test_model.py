@@ -531,7 +531,7 @@ def test_eval_says_when_there_is_nothing_to_compute() -> None:
         ),
         ((small(), None, torch.optim.SGD), "takes a torch optimizer, found the class SGD"),
         ((small(), None, [1]), "takes a torch optimizer, found list"),
-        ((small(), None, torch.optim.SGD(small().parameters())), "the optimizer holds no parameter of the net"),
+        ((small(), None, torch.optim.SGD(small().parameters())), "the optimizer holds no parameter of the Sequential"),
     ],
 )
 def test_parts_of_another_kind_are_named(parts: tuple[Any, ...], message: str) -> None:

@@ -40,6 +40,7 @@ from phalanx.parallel.techniques import (
     updaters_of,
 )
 from phalanx.parallel.tensor.swap import cut_layers
+from phalanx.parallel.wrappers import check_unwrapped
 from phalanx.plan.files import leave
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
@@ -142,6 +143,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     check_fits(plan, model, shape, context)
     _check_rules(plan, model, is_derived=is_derived)
     check_operators(plan, model)
+    _check_embeddings(plan, model, context)
     model.to(context.device)
     mesh, reducer = Mesh.of(plan, context), None
     if dist.is_initialized():
@@ -183,6 +185,30 @@ def _check_rules(plan: Plan, model: nn.Module, *, is_derived: bool) -> None:
     check_rules(plan, params=params, modules={name for name, _ in model.named_modules(remove_duplicate=False)})
 
 
+def _check_embeddings(plan: Plan, model: nn.Module, context: Context) -> None:
+    """Raise if a layer does something to its table that depends on all rows of the batch, of which each rank has some.
+
+    Raises:
+        ConfigError: Names the layer, and what to do instead.
+    """
+    for name, module in model.named_modules():
+        is_alone = not context.is_distributed or plan.tables  # which have rules of their own
+        if is_alone or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise ConfigError(
+                f"{name!r} has max_norm={module.max_norm}, which scales the rows that are looked up, in the forward "
+                "pass: each rank would scale those of its own batch, and the ranks' tables come apart. Remove "
+                "max_norm, and scale all rows after the optimizer's step: weight.copy_(torch.renorm(weight, 2, 0, "
+                f"{module.max_norm})) under torch.no_grad()."
+            )
+        if module.scale_grad_by_freq:
+            raise ConfigError(
+                f"{name!r} has scale_grad_by_freq, which counts how often a row is in the batch: each rank would count "
+                "in its own rows only. Remove it, or train in one process."
+            )
+
+
 def _set_readers(mesh: Mesh, context: Context) -> None:
     """Let loaders and metrics know which ranks read the same rows."""
     readers = mesh.readers()
@@ -203,7 +229,7 @@ def check_model(model: nn.Module) -> None:
     """Raise unless this is a module that can be distributed and was not yet.
 
     Raises:
-        ConfigError: If it is no module, or a lazy layer has no parameters yet.
+        ConfigError: If it is no module, a lazy layer has no parameters yet, or a wrapper distributes it.
         PlanError: If it, or one of its parameters, is distributed already.
     """
     if not isinstance(model, nn.Module):
@@ -221,6 +247,7 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is distributed already, as {_cared_for[param][0]!r} of another model. Distribute "
                 "one module that holds both."
             )
+    check_unwrapped(model)
 
 
 @torch.no_grad()

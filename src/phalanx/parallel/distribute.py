@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import IterableDataset
 
 import phalanx.comm.context as context_of
@@ -23,9 +23,13 @@ from phalanx.parallel.apply import applied, applied_to, apply, check_model, dist
 from phalanx.parallel.describe import shape_of
 from phalanx.parallel.learning_rate import apply_factor, factor_for
 from phalanx.parallel.pairing import pair
+from phalanx.parallel.rows_watch import RowsWatch
+from phalanx.parallel.shared_loss import share_losses
+from phalanx.parallel.step_gate import follow_torch_scaler
 from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.step_watch import StepWatch, every_optimizer
 from phalanx.parallel.tensor.mark import is_marked, told, with_marks
-from phalanx.parallel.watch import ForwardWatch, StepWatch, assembly, reach_at_call
+from phalanx.parallel.watch import ForwardWatch, assembly, reach_at_call, refuse_outer_wrapper
 from phalanx.plan.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -95,7 +99,10 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         _pair(optimizer, model)
     if expects_optimizer:
         assembly.incomplete.add(model)
-    model.register_forward_hook(ForwardWatch(), with_kwargs=True)
+    model.register_forward_hook(ForwardWatch(RowsWatch()), with_kwargs=True)
+    if context.is_distributed:
+        model.register_forward_pre_hook(refuse_outer_wrapper)
+        every_optimizer.begin()
     return model
 
 
@@ -109,7 +116,10 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if optimizer in assembly.optimizers:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = join("distributed_optimizer"), assembly.loader
+    follow_torch_scaler(optimizer)
     hook_steps(optimizer, before=StepWatch())
+    if isinstance(optimizer, LBFGS) and context.is_distributed:
+        share_losses(optimizer)
     factor = factor_for(
         use_strategy(None),
         context.world_size,
@@ -183,12 +193,21 @@ def with_old_words(model: ModelT) -> ModelT:
 
 
 def _scale_loss(loss: Tensor) -> Tensor:
-    logger.warning("scale_loss is not needed: gradients are averaged over the ranks. Remove the call.")
+    _name_old_words()
     return loss
 
 
 def _apply_collective_grads() -> None:
-    logger.warning("apply_collective_grads is not needed: gradients are reduced during backward. Remove the call.")
+    _name_old_words()
+
+
+def _name_old_words() -> None:
+    if not assembly.has_named_old_words:
+        assembly.has_named_old_words = True
+        logger.warning(
+            "scale_loss and apply_collective_grads are not needed: gradients are averaged over the ranks during "
+            "backward. Remove the calls."
+        )
 
 
 def _refuse_word(word: str, *_: Any, **__: Any) -> None:

@@ -17,8 +17,11 @@ from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied
+from phalanx.parallel.describe import is_handle, is_module_held
+from phalanx.parallel.elementwise import check_elementwise
 from phalanx.parallel.kept_state import keep_state
 from phalanx.parallel.rebind import rebind
+from phalanx.parallel.step_gate import refuse_torch_scaler
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.parallel")
@@ -43,7 +46,8 @@ def pair(
         quiet: Makes a block in which the model's backward passes do not reduce.
 
     Raises:
-        ConfigError: If a setting asks for one model to each optimizer, and this is the optimizer's second.
+        ConfigError: If a setting asks for one model to each optimizer, and this is the optimizer's second; or the
+            optimizer looks at whole parameters, of which ranks hold slices.
     """
     rebind(optimizer)
     known = _paired.setdefault(optimizer, weakref.WeakSet())
@@ -56,7 +60,11 @@ def pair(
             "one optimizer trains two distributed models, which gradient_merge and float16 do not take. Distribute one "
             "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
         )
+    check_elementwise(optimizer, model)
     known.add(model)
+    why = _why_no_torch_scaler(optimizer, made)
+    if why is not None:
+        refuse_torch_scaler(optimizer, why)
     _follow_plan(optimizer, model, made, quiet)
     if is_first:
         _follow_recipe(optimizer, strategy)
@@ -65,6 +73,22 @@ def pair(
 
         ema = strategy.ema_configs
         keep_average(model, optimizer, ema.get("decay", 0.999), warmup=ema.get("warmup", True))
+
+
+def _why_no_torch_scaler(optimizer: Optimizer, made: Applied) -> str | None:
+    """Return why torch's GradScaler cannot take the steps of an optimizer, as a sentence without its end; or None."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if made.plan.step.accumulate > 1:
+        return "gradient_merge adds up gradients over several steps, each of which would divide the sum by the scale"
+    if made.plan.step.scaler is not None:
+        return "strategy.amp scales its losses already"
+    if any(map(is_handle, params)):
+        return "it trains rows of a table, whose gradients nothing would unscale"
+    if made.updaters:
+        return "ranks would leave out different steps, as each sees its own gradients (localsgd, dgc)"
+    if made.pipeline is not None or any(map(is_module_held, params)):
+        return "ranks that hold slices or stages of the model would leave out different steps, as each sees its own"
+    return None
 
 
 def _follow_plan(

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.torch_scaler import admit_scaled, handles_scale, refuse_scaler
 
 Gate = Callable[[Optimizer], bool]
+Closure = Callable[[], Any]
 
 
 @dataclass(slots=True)
@@ -48,6 +50,29 @@ def gate_steps(optimizer: Optimizer, gate: Gate, *, first: bool = False) -> None
     """
     gates = _step_of(optimizer).gates
     gates.insert(0 if first else len(gates), gate)
+
+
+def wrap_closures(optimizer: Optimizer, wrap: Callable[[Closure], Closure]) -> None:
+    """Let an optimizer see what `wrap` makes of the closures that its `step` is given."""
+    made = _step_of(optimizer)
+    inner = made.update
+
+    def update(self: Optimizer, closure: Closure | None) -> Any:
+        return inner(self, None if closure is None else wrap(closure))
+
+    made.update = update
+
+
+def refuse_torch_scaler(optimizer: Optimizer, why: str) -> None:
+    """Let a step of an optimizer be an error if torch's GradScaler takes it; `why` is a sentence without its end."""
+    _step_of(optimizer)
+    refuse_scaler(optimizer, why)
+
+
+def follow_torch_scaler(optimizer: Optimizer) -> None:
+    """Let what acts around an optimizer's steps see true gradients, and no step that torch's GradScaler leaves out."""
+    if handles_scale(optimizer):
+        _step_of(optimizer)
 
 
 def replace_update(optimizer: Optimizer, update: Callable[[Optimizer], None]) -> None:
@@ -120,7 +145,7 @@ def _step_of(optimizer: Optimizer) -> _Step:
                 "optimizer.step(closure) was called, and a setting (gradient_merge, or amp with float16) may hold its "
                 "update back, which a closure cannot know. Call backward() yourself, then step()."
             )
-        made.has_updated = all(gate(self) for gate in made.gates)
+        made.has_updated = admit_scaled(self) and all(gate(self) for gate in made.gates)
         if not made.has_updated:
             return None
         self._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask for

@@ -14,7 +14,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, use_strategy
-from phalanx.parallel.watch import assembly, is_trained_by
+from phalanx.parallel.watch import assembly, check_trains
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
@@ -41,11 +41,8 @@ def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
         raise ConfigError(
             f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
         )
-    if optimizer is not None and applied_to(net) is None and not is_trained_by(net, optimizer):
-        raise ConfigError(
-            "the optimizer holds no parameter of the net, so nothing would be trained. Make it of "
-            "net.parameters(), of this very net."
-        )
+    if optimizer is not None:
+        check_trains(net, optimizer)
 
 
 def check_epochs(epoch: object) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, join, use_strategy
-from phalanx.parallel.watch import ACTS_AT_UPDATES, Training, assembly
+from phalanx.parallel.watch import ACTS_AT_UPDATES, Training, assembly, check_trains
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 
@@ -53,6 +53,8 @@ def distribute(
     join("distribute")
     if plan is not None and strategy is not None:
         raise ConfigError("give a strategy or a plan, not both: a strategy makes a plan.")
+    if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
+        check_trains(model, optimizer)
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.apply import applied_to, is_cared_for
+from phalanx.parallel.distribute import add_model
 from phalanx.parallel.out_of_memory import memory_explained
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
-from phalanx.parallel.watch import warn_if_apart
+from phalanx.parallel.watch import assembly, check_trains, warn_if_apart
 from phalanx.train.batches import types_explained
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
@@ -214,7 +215,8 @@ def train_step(
     """Make one optimizer step a single call.
 
     Args:
-        model: A distributed model, or a plain one.
+        model: A distributed model, or a plain one. If only its optimizer was handed over, as in Fleet's graph mode, the
+            model is distributed here; the call is collective then.
         loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch.
         optimizer: The optimizer over the model's parameters.
         fetch: Named values to return with the loss, each `f(output, target)`.
@@ -222,7 +224,14 @@ def train_step(
 
     Returns:
         A callable; `out = step(inputs, target)`, then `out.loss` or `out["acc1"]`.
+
+    Raises:
+        ConfigError: If the optimizer holds no parameter of the model, or a fetch is called `loss`.
     """
+    check_trains(model, optimizer)
+    is_handed_over = optimizer in assembly.optimizers
+    if is_handed_over and applied_to(model) is None and not any(map(is_cared_for, model.parameters())):
+        add_model(model)
     applied = applied_to(model)
     if compiled is None:
         compiled = applied is not None and applied.plan.step.compiled
