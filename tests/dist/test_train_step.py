@@ -180,3 +180,19 @@ def wrong_uses():
 
 def test_wrong_uses_are_explained():
     assert run_ranks(wrong_uses, 1) == [True]
+
+
+def train_on_a_label_that_is_no_class():
+    rank = px.init().rank
+    model = nn.Linear(2, 3)
+    model, optimizer, _ = px.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = px.train_step(model, F.cross_entropy, optimizer)
+    step(torch.ones(2, 2), torch.tensor([0, 3 if rank else 2]))
+
+
+def test_a_label_of_one_rank_that_is_no_class_is_an_error_on_all_before_the_first_update():
+    first, second = run_ranks(train_on_a_label_that_is_no_class, 2, expect_failure=True)
+    assert (first.error_type, second.error_type) == ("ConfigError", "DataError")
+    for outcome in (first, second):
+        assert "The label 3, of row 1 of this rank's batch, is outside the 3 classes" in outcome.message
+    assert "on rank 1" in first.message

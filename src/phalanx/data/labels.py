@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from phalanx.errors import ConfigError, DataError
@@ -33,6 +36,42 @@ def check_labels(data: Any, class_dim: int) -> None:
             f"{class_dim - 1}); {wrong.size} of {labels.size} labels are. "
             f"Build the model with class_dim={int(labels.max()) + 1}, or correct the labels."
         )
+
+
+def label_problem(output: Sequence[int], labels: Tensor, *, ignored: int) -> str | None:
+    """Return what makes labels no target of a loss over classes, and what to do; None when they are one.
+
+    Args:
+        output: Shape of the logits, (rows, classes, ...).
+        labels: One class for each place of the output, or probabilities, of which nothing is said.
+        ignored: The label that the loss leaves out.
+    """
+    if len(output) < 2 or labels.is_floating_point():
+        return None
+    rows, classes, *places = output
+    needed = (rows, *places)
+    if tuple(labels.shape) != needed:
+        remedy = "Let the data give one class for each row"
+        if labels.dim() == len(needed) + 1 and labels.numel() == math.prod(needed):
+            dim = next(i for i in range(labels.dim() - 1, -1, -1) if labels.shape[i] == 1)
+            remedy = f"Write target.squeeze({dim})"
+        return (
+            f"The loss takes labels of shape {needed} for outputs of shape {tuple(output)}, found "
+            f"{tuple(labels.shape)}. {remedy}."
+        )
+    if labels.dtype not in (torch.int64, torch.uint8):
+        found = str(labels.dtype).removeprefix("torch.")
+        return f"The loss takes labels of type int64, found {found}. Write target.long(), or convert them in the data."
+    values = labels.detach().cpu().numpy()
+    wrong = ((values < 0) | (values >= classes)) & (values != ignored)
+    if not wrong.any():
+        return None
+    row, label = np.nonzero(wrong)[0][0], values[wrong][0]
+    return (
+        f"The label {label}, of row {row} of this rank's batch, is outside the {classes} classes of the output (0 to "
+        f"{classes - 1}). Let the model give an output for every class, or correct the labels; "
+        "px.data.check_labels(dataset, classes) finds all such rows."
+    )
 
 
 def labels_of(data: Any) -> NDArray[Any]:

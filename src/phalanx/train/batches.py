@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,13 +184,13 @@ class MeanLoss:
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
         self._takes_numbers = isinstance(loss_fn, _TAKES_NUMBERS) or loss_fn in _NUMBERS_BY_FUNCTION
-        self._takes_classes = isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
+        self._takes_classes = takes_classes(loss_fn)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss, no dimensions."""
         if isinstance(output, Tensor) and isinstance(target, Tensor):
             if self._takes_classes:
-                target = _as_classes(output, target)
+                target = as_classes(output, target)
             elif self._takes_numbers:
                 target = _as_numbers(output, target)
         loss = self.loss_fn(output, target)
@@ -197,6 +198,12 @@ class MeanLoss:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {found}. Return the mean over the rows of the batch: one element.")
         return loss if not loss.dim() else loss.reshape(())  # adds no operator of its own where none is needed
+
+
+def takes_classes(loss_fn: LossFunction) -> bool:
+    """Return whether this is one of torch's losses whose target is one class a row."""
+    loss_fn = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
 
 
 def own_loss(output: Any, _target: Any) -> Any:
@@ -211,7 +218,8 @@ def _as_numbers(output: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-def _as_classes(output: Tensor, target: Tensor) -> Tensor:
+def as_classes(output: Tensor, target: Tensor) -> Tensor:
+    """Return classes of shape (N, 1) or of another whole-number type as the loss takes them, others as they are."""
     is_whole = not target.is_floating_point() and target.dtype is not torch.bool
     if is_whole and output.dim() == 2 and target.shape in ((len(output),), (len(output), 1)):
         return (target if target.dim() == 1 else target.reshape(-1)).long()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.comm import context
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to, is_cared_for
@@ -26,6 +27,7 @@ from phalanx.parallel.watch import assembly, check_trains, warn_if_apart
 from phalanx.train.batches import types_explained
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
+from phalanx.train.label_check import LabelsChecked
 
 logger = logging.getLogger("phalanx.train")
 
@@ -82,9 +84,11 @@ class TrainStep:
     ) -> None:
         self._model = model
         self._call = call or model
-        self._loss_fn = loss_fn
         self._optimizer = optimizer
         made = applied_to(model)
+        is_collective = made is not None and made.pipeline is None and not context.current().role.server_endpoints
+        # A step that is compiled or captured must not look at values.
+        self._loss_fn = loss_fn if compiled or captured else LabelsChecked(loss_fn, is_collective=is_collective)
         self._pipeline = None if made is None else made.pipeline
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._fetch = dict(fetch)
