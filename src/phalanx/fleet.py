@@ -8,14 +8,17 @@ model = fleet.distributed_model(model)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import phalanx.comm.context as context_of
 from phalanx.cluster.role import Role
+from phalanx.comm import agreement
 from phalanx.comm.context import Context
-from phalanx.comm.transfers import wait_for_all
+from phalanx.comm.transfers import check_not_alone
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
@@ -59,6 +62,8 @@ __all__ = [
     "worker_num",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ModelT = TypeVar("ModelT", bound="nn.Module")
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer")
 
@@ -178,15 +183,18 @@ def server_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def barrier_worker() -> None:
-    """Wait until every worker has called this. Collective over the workers.
+    """Wait until every worker has called this, half an hour at most. Collective over the workers.
+
+    Workers that are not here yet are named every 5 s.
 
     Raises:
         RoleError: On a server.
-        PeerLostError: If a worker ended meanwhile.
+        PeerLostError: If a worker ended meanwhile, did not come, or was started again alone.
     """
     _need_worker("barrier_worker")
     if context_of.current().is_distributed:
-        wait_for_all("barrier_worker")
+        check_not_alone("barrier_worker")
+        agreement.barrier("barrier_worker", timeout_s=_BARRIER_TIMEOUT_S)
 
 
 def init_parallel_env() -> Context:
@@ -210,6 +218,26 @@ def get_world_size() -> int:
 # --- parameter servers; what they need is imported by the verbs: no other job waits for it ----------------------------
 
 
+def _names_old_arguments(verb: Callable[P, R]) -> Callable[P, R]:
+    """Let a verb that is given the executor and programs of older scripts say what it takes."""
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def checked(*args: P.args, **named: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **named)
+        except TypeError as error:
+            first = next(iter(signature.parameters))
+            raise ConfigError(
+                f"fleet.{verb.__name__} does not take these arguments: {error}. There are no executors, programs and "
+                f"variables here. Write fleet.{verb.__name__}({first})."
+            ) from None
+        return verb(*args, **named)
+
+    return checked
+
+
+@_names_old_arguments
 def init_server(model_dir: str | Path | None = None, var_names: Sequence[str] | None = None) -> None:
     """Say what this server starts from.
 
@@ -261,11 +289,13 @@ def stop_worker() -> None:
     tables.finish()
 
 
+@_names_old_arguments
 def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
     """Write all tables and dense parameters to a folder, at one moment.
 
     Not collective: one worker may call it, or all; a call that finds the folder up to date writes nothing. In sync mode
-    it holds every step that this worker has made, of all workers.
+    it holds every step that this worker has made, of all workers. In a job without servers it writes the models that
+    were distributed; `px.save` also writes optimizers, and models that are cut over ranks.
 
     Args:
         directory: Folder to write, seen by all servers.
@@ -273,6 +303,7 @@ def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
 
     Raises:
         RoleError: On a server.
+        ConfigError: If a job without servers holds a model in parts, or workers train apart.
     """
     _need_worker("save_persistables")
     from phalanx.parallel import tables
@@ -280,6 +311,7 @@ def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
     tables.save(Path(directory), mode)
 
 
+@_names_old_arguments
 def save_inference_model(directory: str | Path) -> None:
     """Write what prediction needs, rows without their optimizer state. See `save_persistables`."""
     _need_worker("save_inference_model")
@@ -288,6 +320,7 @@ def save_inference_model(directory: str | Path) -> None:
     tables.save(Path(directory), "serving")
 
 
+@_names_old_arguments
 def load(directory: str | Path, var_names: Sequence[str] | None = None) -> None:
     """Replace tables and dense parameters by those of a folder that `save_persistables` wrote.
 
@@ -320,6 +353,9 @@ def shrink() -> int:
 
     return tables.shrink()
 
+
+_BARRIER_TIMEOUT_S = 1800.0
+"""Seconds to wait at a barrier: another worker may be writing or evaluating, and says so; as long as torch waits."""
 
 _first: tuple[Path | None, Sequence[str] | None] = (None, None)
 """What `init_server` said: the folder to load, and the tables of it."""

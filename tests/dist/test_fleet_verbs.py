@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import os
 import pickle
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import fleet
+from phalanx.comm import agreement, process_group
 from phalanx.errors import ConfigError, PlanError, RoleError
 from phalanx.parallel.apply import applied_to
 from ranks import rank_environment, run_ranks
@@ -337,3 +339,77 @@ def test_the_applied_plan_is_shown_as_a_table():
     assert table == same.replace("Memory of rank 1", "Memory of rank 0")
     for line in ("Plan over data=2", "2 gradients travel in 1 all-reduces per step", "nothing (frozen)"):
         assert line in table
+
+
+def saved_by_fleets_verbs(folder):
+    fleet.init(is_collective=True)
+    torch.manual_seed(fleet.worker_index())
+    model = fleet.distributed_model(nn.Linear(2, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def saved():
+        fleet.barrier_worker()
+        if fleet.worker_index() == 1:  # any one worker may
+            fleet.save_persistables(folder)
+        fleet.barrier_worker()
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        fleet.load(folder)
+        return bool(torch.equal(model.weight, before))
+
+    step()
+    came_back = [saved()]
+    step()
+    came_back.append(saved())  # what was trained since is written too
+    fleet.save_inference_model(f"{folder}-serving")
+    assert fleet.shrink() == 0
+    with pytest.raises(ConfigError, match=r"There are no executors, programs and .*Write fleet.save_persistables\("):
+        fleet.save_persistables(None, folder)
+    with pytest.raises(ConfigError, match=r"Write fleet.save_inference_model\(directory\)"):
+        fleet.save_inference_model(None, folder, ["x"], [])
+    with pytest.raises(ConfigError, match=r"Write fleet.load\(directory\)"):
+        fleet.load(dirname=folder)
+    return came_back
+
+
+def cut_models_saved_by_fleets_verbs(folder):
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(sharding=True))
+    fleet.distributed_optimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1))
+    fleet.distributed_model(model)
+    fleet.save_persistables(folder)
+
+
+def test_fleets_save_verbs_work_in_a_collective_job(tmp_path):
+    assert run_ranks(saved_by_fleets_verbs, 2, str(tmp_path / "saved")) == [[True, True]] * 2
+    for outcome in run_ranks(cut_models_saved_by_fleets_verbs, 2, str(tmp_path / "cut"), expect_failure=True):
+        assert outcome.error_type == "ConfigError"
+        assert "is cut over ranks. Call px.save(folder, model, optimizer) and px.load on all ranks" in outcome.message
+
+
+def a_worker_that_is_late():
+    fleet.init(is_collective=True)
+    said = []
+    agreement.SAY_EVERY_S = 0.05
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("phalanx.comm").addHandler(handler)
+    store = process_group.meeting().store
+    if fleet.worker_index() == 1:
+        store.wait(["named"], 30)
+    else:
+        handler.emit = lambda record: (said.append(record.getMessage()), store.set("named", ""))
+    fleet.barrier_worker()
+    return said
+
+
+def test_a_barrier_names_the_worker_it_waits_for():
+    first, second = run_ranks(a_worker_that_is_late, 2)
+    assert "waiting for rank 1" in first[0]
+    assert "'barrier_worker', which only rank 0 called so far" in first[0]
+    assert second == []

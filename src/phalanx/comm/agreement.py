@@ -109,17 +109,21 @@ def share_from_first(name: str, key: str, value: Any, *, timeout_s: float = DEFA
     return json.loads(meeting.store.get(key))
 
 
-def barrier(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Wait until every rank is here.
+def barrier(name: str = "barrier", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Wait until every rank is here; who is missing is named every 5 s.
 
     Collective over the workers. Free with one process.
+
+    Args:
+        name: What the caller calls this, for messages.
+        timeout_s: Seconds to wait for the slowest rank.
 
     Raises:
         PeerLostError: If a rank did not come in time; names it.
     """
     meeting = _meeting()
     if meeting is not None:
-        _exchange(meeting, f"{_next_call(meeting)}/barrier", "here", "barrier", timeout_s)
+        _exchange(meeting, f"{_next_call(meeting)}/barrier", "here", name, timeout_s)
 
 
 def leave() -> None:

@@ -67,12 +67,6 @@ def check_not_alone(verb: str) -> None:
         )
 
 
-def wait_for_all(verb: str, group: Group = None) -> None:
-    """Wait until every rank of the group is here; `verb` is what the caller calls this."""
-    with peers_named(verb, group):
-        dist.barrier(group=group)
-
-
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """Return the reduction of `x` over the group."""
     total = x.detach().clone(memory_format=torch.contiguous_format)

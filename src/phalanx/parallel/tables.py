@@ -10,18 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import check_not_alone
+from phalanx.data.stream import digest
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import distributed_models
-from phalanx.parallel.describe import is_handle
+from phalanx.parallel.apply import applied_to, distributed_models
+from phalanx.parallel.describe import is_handle, is_module_held
 from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
+from phalanx.plan.value import Average
 from phalanx.ps import attach
 from phalanx.ps.attach import Attachment
+from phalanx.ps.local import LocalStore
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
 from phalanx.ps.snapshot.read import read
+from phalanx.ps.store import Store
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.ps")
@@ -64,24 +70,27 @@ def finish() -> None:
 def save(directory: Path, mode: str) -> None:
     """Write tables and dense parameters at one moment, unless the folder holds them as they are now.
 
-    Not collective; workers that call it at once take turns.
+    Not collective; workers that call it at once take turns. Without tables any one worker writes the models.
 
     Args:
         directory: Folder of the snapshot.
         mode: As `Store.save` takes it.
 
     Raises:
-        ConfigError: If the folder cannot be made.
+        ConfigError: If the folder cannot be made, or a job without servers holds a model in parts.
     """
     tables = attach.current()
+    store = _store_of(tables, f"fleet.save_persistables({str(directory)!r})")
     with _alone_in(directory):
-        tables.mode.flush()
-        counts = {name: [table.rows, table.pushed] for name, table in tables.mode.store.report().items()}
+        store.flush()
+        models = [model.state_dict() for model in distributed_models()]
+        counts = {name: [table.rows, table.pushed] for name, table in store.report().items()}
+        # Pushes change with every step, and where nothing is pushed the models themselves do.
+        counts = counts or {"models": [digest(models)]}
         if _is_saved(directory, mode, counts, tables.since):
             logger.info("%s holds this moment already: another worker saved it", directory)
             return
-        models = [model.state_dict() for model in distributed_models()]
-        tables.mode.store.save(directory, {"models": models, "counts": counts}, mode=mode)
+        store.save(directory, {"models": models, "counts": counts}, mode=mode)
 
 
 def load(directory: Path, names: Sequence[str] | None) -> None:
@@ -98,7 +107,11 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
     extra: dict[str, Any] = read(directory).extra()
     # Nobody may go on training while another still loads, nor may a second load undo what was trained.
     agree("load", [str(directory), list(names) if names is not None else None])
-    tables.load(directory, names)
+    has_tables = _has_tables(tables)
+    if has_tables:
+        tables.load(directory, names)
+    else:
+        _require_whole(f"fleet.load({str(directory)!r})")
     agree("loaded", True)
     if names is not None:
         return
@@ -111,16 +124,51 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
         )
     for model, state in zip(models, extra["models"], strict=True):
         model.load_state_dict(state)
-    tables.settle_dense(directory)
+    if has_tables:
+        tables.settle_dense(directory)
 
 
 def shrink() -> int:
     """End a day of every table; returns rows dropped. Acts on worker 0, and returns 0 on others."""
     tables = attach.current()
-    if context_of.current().rank:
+    if context_of.current().rank or not _has_tables(tables):
         return 0
     tables.mode.flush()
     return sum(tables.mode.store.shrink(name) for name in tables.claims.tables)
+
+
+def _has_tables(tables: Attachment) -> bool:
+    """Return whether there may be a table: in a job of several workers without servers, whether a model has one."""
+    role = tables.context.role
+    if role.worker_num == 1 or role.server_endpoints or tables.claims.tables:
+        return True
+    return any(is_handle(param) for model in distributed_models() for param in model.parameters())
+
+
+def _store_of(tables: Attachment, call: str) -> Store:
+    """Return what holds this job's tables; where there is none, an empty one beside which models are saved."""
+    if _has_tables(tables):
+        return tables.mode.store
+    _require_whole(call)
+    return LocalStore()
+
+
+def _require_whole(call: str) -> None:
+    """Raise unless every worker of this job without tables holds the same whole models."""
+    for model in distributed_models():
+        made = applied_to(model)
+        parts = [
+            name
+            for name, param in model.named_parameters()
+            if param.is_meta or isinstance(param, DTensor) or is_module_held(param)
+        ]
+        is_apart = made is not None and any(isinstance(rule.update, Average) for rule in made.plan.params)
+        if parts or is_apart:
+            found = f"{parts[0]!r} is cut over ranks" if parts else "ranks train apart between two averages"
+            raise ConfigError(
+                f"{call} writes and reads whole models by each worker for itself, and {found}. Call px.save(folder, "
+                "model, optimizer) and px.load on all ranks, or px.export_state_dict(model, path) for one file."
+            )
 
 
 def _say_what_stays(directory: Path) -> None:
