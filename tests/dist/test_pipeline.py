@@ -74,7 +74,7 @@ def errors() -> dict[str, str]:
     calls: dict[str, Callable[[], Any]] = {
         "loop": lambda: F.cross_entropy(model(inputs), target).backward(),
         "copy": lambda: copy.deepcopy(model),
-        "by name": lambda: model.eval()(x=inputs),
+        "by name": lambda: model.eval()(x=inputs, mask=inputs),
         "inputs": lambda: model.eval()(inputs, inputs),
         "rows": lambda: step(inputs, target[:5]),
         "numbers": lambda: step(inputs, 3.0 * torch.ones(())),
@@ -158,7 +158,7 @@ def test_what_a_pipeline_cannot_do_is_one_error_on_all_ranks():
             r"training Glued, which is cut into stages, needs px.train_step: step = px.train_step", found["loop"]
         )
         assert "cannot be copied or pickled whole. Keep its state_dict" in found["copy"]
-        assert "takes its inputs in order, found ['x'] by name" in found["by name"]
+        assert "the pipeline of Glued takes x, the inputs without a default; found x, mask" in found["by name"]
         assert "takes 1 inputs, those without a default; found 2" in found["inputs"]
         assert "cuts batches by rows, along dim 0 of inputs and targets; found sizes [(5,), (24,)]" in found["rows"]
         assert "found sizes [(), (24,)]" in found["numbers"]

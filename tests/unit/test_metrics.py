@@ -116,12 +116,12 @@ def test_other_batches_take_a_forward_of_their_own() -> None:
             return 3
 
         def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"x": torch.ones(4) * index, "y": torch.tensor(index)}
+            return {"x": torch.ones(4) * index, "of": {"y": torch.tensor(index)}, "z": torch.zeros(())}
 
     model = nn.Linear(4, 3)
-    with pytest.raises(ConfigError, match="batches of type dict"):
+    with pytest.raises(ConfigError, match=r"Linear takes \(input\), and the batch has 2 inputs beside the target"):
         evaluate(model, Rows())
-    found = evaluate(model, Rows(), ["acc3"], forward=lambda net, batch: (net(batch["x"]), batch["y"]))
+    found = evaluate(model, Rows(), ["acc3"], forward=lambda net, batch: (net(batch["x"]), batch["of"]["y"]))
     assert found == {"acc3": 1.0}
 
 
@@ -142,7 +142,7 @@ def test_every_module_returns_to_its_own_mode_even_after_an_error() -> None:
     ("metrics", "message"),
     [
         (["acc"], r"Asked for the metric 'acc'.* Did you mean 'acc1'"),
-        (["loss"], "Asked for the metric 'loss' without loss_fn"),
+        (["loss"], r"without loss_fn a net returns its loss.*found a tensor of shape \(13, 3\).*or pass loss_fn="),
         ({"n": lambda out, _: 3}, "Metric 'n' returned int for 13 rows"),
     ],
 )

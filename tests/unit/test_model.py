@@ -255,6 +255,7 @@ class WithLoss(nn.Module):
         lambda x, y: {"image": x, "label": y},
         lambda x, y: {"label": y, "image": x},
         lambda x, y: {"a": x, "b": y},
+        lambda x, y: {"input": x, "y": y},
         lambda x, y: (x, y.reshape(1)),
         lambda x, y: (x, y.int()),
     ],
@@ -285,7 +286,7 @@ def test_several_inputs_and_a_net_that_returns_its_loss() -> None:
             None,
             F.cross_entropy,
             (torch.zeros(9, 6),),
-            r"takes batches \(input, ..., target\), found a list of 1 column\.",
+            r"a batch is \(input, ..., target\), found 1 column\. Let the data yield the target too, leave loss_fn out",
         ),
         (
             Sum(),
@@ -511,7 +512,9 @@ def test_predict_says_what_it_cannot_do(given: tuple[Any, ...], message: str) ->
 
 
 def test_eval_says_when_there_is_nothing_to_compute() -> None:
-    with pytest.raises(ConfigError, match=r"Model.eval has nothing to compute: give Model a loss_fn"):
+    with pytest.raises(
+        ConfigError, match=r"without loss_fn a net returns its loss, .*found a tensor of shape \(50, 5\)"
+    ):
         px.Model(small()).eval(data())
 
 

@@ -57,7 +57,8 @@ def test_a_batch_is_looked_at_and_comes_again(kind: str) -> None:
 
 
 def test_columns_are_as_long_as_the_global_batch() -> None:
-    images, labels = global_batch(LOADERS["rows"](), nn.Linear(6, 2), has_target=True)
+    (images,), named, labels = global_batch(LOADERS["rows"](), nn.Linear(6, 2), has_target=True)
+    assert not named
     assert images.shape == (6, 6)
     assert images.dtype == torch.float32
     assert labels.shape == (6,)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from phalanx.auto.capture_record import Recorder
 from phalanx.auto.graph import LEVELS, Captured, Level, Operator
 from phalanx.auto.operator_sites import unfit
 from phalanx.cluster.messages import meant, text
+from phalanx.data.binding import Inputs, bind_argument, entry_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.captured import note_capture
 from phalanx.plan.shape import ParamShape
@@ -43,8 +44,10 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
     Args:
         model: Any module, on any device that torch can name, `meta` among them.
         sample: A batch: a tensor, a tuple or list of arguments, or a dictionary of keyword arguments. With a loss, a
-            tuple or list whose last column is the target. Only shapes and dtypes count.
-        loss_fn: Takes the model's output and the target. Without, gradients start at the model's outputs.
+            tuple or list whose last column is the target; the one before it may be a dictionary of keyword arguments.
+            Only shapes and dtypes count.
+        loss_fn: Takes the model's output and the target. Without, gradients start at the output that the model calls
+            `loss` or, if there is none, at all outputs.
         level: The level to tell; by default the best that the model allows. See `Captured.level`.
 
     Returns:
@@ -56,7 +59,7 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
     if level is not None and level not in LEVELS:
         known = ", ".join(LEVELS)
         raise ConfigError(text("capture level", known=known, level=level, nearest=meant(level, LEVELS)))
-    inputs = arguments_of(sample, has_target=loss_fn is not None)
+    inputs = arguments_of(model, sample, has_target=loss_fn is not None)
     seen, reasons = _seen(model, inputs, loss_fn)
     parameters = tuple(_shape(name, param) for name, param in model.named_parameters())
     blocks = repeated_blocks(seen.operators, parameters)
@@ -81,13 +84,17 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
     return captured
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """What a model is called with, and what its loss takes beside the output."""
+class Arguments(NamedTuple):
+    """What a model is called with, and what its loss takes beside the output; a sample for `capture`."""
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
     target: Any = None
+
+    @classmethod
+    def of(cls, inputs: Inputs, target: Any = None) -> Arguments:
+        """Return the arguments of a model that is called with these inputs."""
+        return cls((), inputs, target) if isinstance(inputs, dict) else cls(inputs, {}, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +105,26 @@ class _Seen:
     questions: list[tuple[str, str]] | None
 
 
-def arguments_of(sample: Any, *, has_target: bool) -> Arguments:
+def arguments_of(model: nn.Module, sample: Any, *, has_target: bool) -> Arguments:
     """Return how a model is called on a sample, and its target."""
+    if isinstance(sample, Arguments):
+        return sample
     if has_target:
         if not isinstance(sample, tuple | list) or len(sample) < 2:
             size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
             raise ConfigError(text("capture sample", found=f"{type(sample).__name__}{size}"))
-        return Arguments(tuple(sample[:-1]), {}, sample[-1])
+        inputs = bind_argument(model, sample[0]) if len(sample) == 2 else tuple(sample[:-1])
+        return Arguments.of(inputs, sample[-1])
     if isinstance(sample, Mapping):
         return Arguments((), dict(sample))
     return Arguments(tuple(sample) if isinstance(sample, tuple | list) else (sample,), {})
+
+
+def gradients_start(outputs: Any) -> list[Tensor]:
+    """Return the tensors at which the backward pass of a model starts that was called without a loss function."""
+    own = entry_of(outputs, "loss")
+    leaves = tree_leaves(outputs if own is None else own)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _seen(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None) -> tuple[_Seen, list[str]]:
@@ -159,7 +176,7 @@ def _pass(model: nn.Module, inputs: Arguments, loss_fn: LossFunction | None, mod
             recorder.phase = "loss"
             outputs = loss(outputs, target)
         recorder.phase = "backward"
-        ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        ends = gradients_start(outputs)
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     return _Seen(recorder.operators(), None if mode is None else recorder.questions)
 

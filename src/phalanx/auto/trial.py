@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from phalanx.auto.capture import LossFunction, arguments_of, capture
+from phalanx.auto.capture import LossFunction, arguments_of, capture, gradients_start
 from phalanx.auto.capture_copy import copied, random_numbers_kept
 from phalanx.auto.layers import Way
 from phalanx.errors import ConfigError
@@ -73,12 +72,12 @@ def cannot_run_cut(
 
 def _runs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
     """Return whether both passes run on shapes alone; a capture takes several times as long."""
-    inputs = arguments_of(sample, has_target=loss_fn is not None)
+    inputs = arguments_of(model, sample, has_target=loss_fn is not None)
     try:
         with random_numbers_kept(), torch.inference_mode(False), torch.enable_grad():
             outputs = model(*inputs.positional, **inputs.keywords)
             made = outputs if loss_fn is None else loss_fn(outputs, inputs.target)
-            ends = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            ends = gradients_start(made)
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     except Exception:  # noqa: BLE001  # a model's own code may raise anything; the capture says what
         return False

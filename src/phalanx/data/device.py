@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ def moved(part: Any, device: torch.device) -> Any:
         return part.to(device, non_blocking=True)
     if isinstance(part, dict):
         return {key: moved(value, device) for key, value in part.items()}
+    if isinstance(part, MutableMapping):  # as torch's collate copies it: its class has no rule for its constructor
+        there = copy(part)
+        there.update({key: moved(value, device) for key, value in part.items()})
+        return there
     if isinstance(part, tuple) and hasattr(part, "_fields"):
         return type(part)(*(moved(value, device) for value in part))
     if isinstance(part, list | tuple):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.data.device import to_device
+from phalanx.data.generator import GeneratorDataset
 from phalanx.data.loading import Loading
 from phalanx.errors import ConfigError
 
@@ -101,8 +102,10 @@ class ShardedLoader:
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The names of the columns of a batch, in order, where a pipeline says them."""
-        return None if self._loading.pipeline is None else self._loading.pipeline.columns
+        """The names of the columns of a batch, in order, where a pipeline or a generator's feeds say them."""
+        if self._loading.pipeline is not None:
+            return self._loading.pipeline.columns
+        return self.dataset.column_names if isinstance(self.dataset, GeneratorDataset) else None
 
     @property
     def drops_last(self) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
+from phalanx.data.binding import bind_argument
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied, applied_to
 from phalanx.parallel.kept_memory import activation_bytes, as_trained, is_averaged, state_of
@@ -24,9 +25,9 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
 
     Args:
         model: A distributed model.
-        *inputs: Arguments of its forward pass. When given, one pass measures which kinds of layers hold the parameters
-            and which compute, and one in training what is kept for the backward pass; every rank must call it, if
-            layers are cut over ranks.
+        *inputs: Arguments of its forward pass, or one dictionary of them by name. When given, one pass measures which
+            kinds of layers hold the parameters and which compute, and one in training what is kept for the backward
+            pass; every rank must call it, if layers are cut over ranks.
         optimizer: Its optimizer, whose state then counts as memory of this rank.
 
     Raises:
@@ -39,17 +40,18 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
             "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
         )
     shape = as_trained(made.shape, model)
+    given = bind_argument(model, inputs[0]) if len(inputs) == 1 else inputs
     found = explain_plan(
         made.plan,
         shape,
-        layer_kinds(model, inputs) if inputs else (),
+        layer_kinds(model, given) if inputs else (),
         rank=context_of.current().rank,
         state=None if optimizer is None else state_of(optimizer),
         averaged=is_averaged(model),
     )
     if not inputs or computes_elsewhere(made):
         return found
-    return replace(found, activation_bytes=activation_bytes(model, inputs))
+    return replace(found, activation_bytes=activation_bytes(model, given))
 
 
 def computes_elsewhere(made: Applied) -> bool:

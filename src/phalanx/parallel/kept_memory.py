@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx.data.binding import Inputs, call
 from phalanx.errors import ConfigError
 from phalanx.parallel.forwards import buffers_kept
 from phalanx.parallel.recipe.norms import local_part
@@ -61,7 +62,7 @@ def is_averaged(model: nn.Module) -> bool:
     return averages is not None and averages.is_averaged(model)
 
 
-def activation_bytes(model: nn.Module, inputs: Sequence[Any]) -> int:
+def activation_bytes(model: nn.Module, inputs: Inputs) -> int:
     """Return the bytes that one forward pass in training keeps for its backward pass.
 
     Counted is the memory that its operators made and that is still there when only the graph is. The pass leaves
@@ -69,13 +70,13 @@ def activation_bytes(model: nn.Module, inputs: Sequence[Any]) -> int:
 
     Args:
         model: Any module that is not compiled, in the mode that is to be measured. Collective if its layers are.
-        inputs: Arguments of its forward pass.
+        inputs: Arguments of its forward pass, by position or by name.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     made = _Made((*model.parameters(), *model.buffers(), *leaves))
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), made:
-        outputs = model(*inputs)
+        outputs = call(model, inputs)
     graph = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     del outputs
     kept = made.alive()

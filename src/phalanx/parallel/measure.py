@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from phalanx.data.binding import Inputs, call
 from phalanx.plan.fractions import LayerKind, combined
 
 
 @torch.no_grad()
-def layer_kinds(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerKind, ...]:
+def layer_kinds(model: nn.Module, inputs: Inputs) -> tuple[LayerKind, ...]:
     """Return parameters and multiplications of the kinds of layers in a model.
 
     Runs one forward pass in evaluation mode; collective if the model's layers are cut over ranks.
 
     Args:
         model: Any module; layers that are cut count as the whole layer.
-        inputs: Arguments of its forward pass.
+        inputs: Arguments of its forward pass, by position or by name.
     """
     computed: dict[nn.Module, int] = {}
     with ExitStack() as stack:
@@ -30,7 +31,7 @@ def layer_kinds(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerKind, ...
         for module in model.modules():
             handle = module.register_forward_hook(partial(_count, computed))
             stack.callback(handle.remove)
-        model(*inputs)
+        call(model, inputs)
     seen: set[int] = set()
     found = []
     for module in model.modules():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import phalanx.comm.context as context_of
+from phalanx.data.binding import Inputs
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied, applied_to, distributed_models
 from phalanx.parallel.explain import computes_elsewhere
@@ -32,7 +32,7 @@ _HEAD = "Out of memory:"
 
 
 @contextmanager
-def memory_explained(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
+def memory_explained(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     """Add a note to an error of the block that says that memory ran out: what holds it, and what would save most.
 
     Args:
@@ -67,7 +67,7 @@ def _add_note(error: BaseException, accounts: list[str]) -> None:
         error.add_note("\n".join((head, *accounts)))
 
 
-def _account(made: Applied, model: nn.Module, inputs: Sequence[Any] | None) -> str:
+def _account(made: Applied, model: nn.Module, inputs: Inputs | None) -> str:
     """Return the table of a model's memory, and what would save most of it."""
     rank, shape = context_of.current().rank, as_trained(made.shape, model)
     state, averaged = _state_of(model), is_averaged(model)
@@ -119,7 +119,7 @@ def _state_of(model: nn.Module) -> StateOf | None:
         return None
 
 
-def _activations(made: Applied, model: nn.Module, inputs: Sequence[Any]) -> int | None:
+def _activations(made: Applied, model: nn.Module, inputs: Inputs) -> int | None:
     """Return about what one forward pass of a batch keeps; None where this process alone cannot tell."""
     rows = next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
     meets_others = made.plan.step.sync_bn or any(rule.managed == "module" for rule in made.plan.params)

@@ -8,6 +8,7 @@ uneven batches stay exact.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 import zlib
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.comm import transfers
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
+from phalanx.data.binding import Inputs
 from phalanx.errors import ConfigError
 from phalanx.parallel import pipeline_values
 from phalanx.parallel.data_parallel import Reducer
@@ -135,7 +137,7 @@ class Pipeline:
 
     def train(
         self,
-        inputs: Any,
+        inputs: Inputs,
         target: Any,
         loss_fn: LossFunction,
         fetch: Values,
@@ -146,7 +148,7 @@ class Pipeline:
         Collective over all ranks of the job.
 
         Args:
-            inputs: The model's input; tensors with rows along dim 0.
+            inputs: The model's inputs, by position or by name; tensors with rows along dim 0.
             target: The same rows' targets.
             loss_fn: The mean over the rows it is given.
             fetch: Named values of the whole batch's output and target.
@@ -165,8 +167,9 @@ class Pipeline:
         count, wanted = microbatches_of(self.route, *self._of_copies(rows))
         self._warn_of(rows, count, wanted)
         weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
-        parts = [(part,) for part in split(inputs, rows, count)]
-        batch = self._batch = Batch(parts, split(target, rows, count), loss_fn, weight)
+        batch = self._batch = Batch(
+            split(self.in_order(inputs), rows, count), split(target, rows, count), loss_fn, weight
+        )
         if self.sharded is not None:
             self.sharded.gather()
         schedule, last = self._schedule()
@@ -201,6 +204,22 @@ class Pipeline:
             self.sharded.let_go()
         self._batch = _NO_BATCH
         return told
+
+    def in_order(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Return inputs in the order in which the stages take them.
+
+        Raises:
+            ConfigError: If others are named than those.
+        """
+        if not isinstance(inputs, dict):
+            return inputs
+        needed = [str(node.target) for node in next(iter(self._recorded.values())).inputs()]
+        if inputs.keys() != set(needed):
+            raise ConfigError(
+                f"the pipeline of {type(self.model).__name__} takes {', '.join(needed)}, the inputs without a default; "
+                f"found {', '.join(inputs)}. Give these alone, or let the model have no default for what it needs."
+            )
+        return tuple(inputs[name] for name in needed)
 
     @contextmanager
     def _together(self, verb: str) -> Iterator[None]:
@@ -306,19 +325,17 @@ class Pipeline:
         )
 
 
-def _run_forward(_: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> Any:
+def _run_forward(forward: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> Any:
     """Take the place of a model's forward pass."""
     model = pipeline.model
-    if named:
-        raise ConfigError(
-            f"a model cut into stages takes its inputs in order, found {sorted(named)} by name. Leave the names out."
-        )
     if model.training and torch.is_grad_enabled():
         raise ConfigError(
             f"training {type(model).__name__}, which is cut into stages, needs px.train_step: step = px.train_step("
             "model, loss_fn, optimizer), then step(inputs, target) for each batch. For a loop of your own plan without "
             'stages, px.auto_parallel(..., limits=["pp=1"]). To evaluate, use px.evaluate or torch.no_grad().'
         )
+    if named:
+        inputs = pipeline.in_order(inspect.signature(forward).bind(*inputs, **named).arguments)
     return pipeline.forward(*inputs)
 
 

@@ -7,13 +7,15 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.data.binding import Binding, Inputs, bind, described, fits, parameters_of, signature_of
 from phalanx.errors import ConfigError
+from phalanx.train.own_loss import scores_of, takes_scores
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Columns that are the target of a batch by column, wherever they stand."""
@@ -33,52 +35,97 @@ _NUMBERS_BY_FUNCTION = (
 )
 
 
-def inputs_and_target(batch: Any, *, has_target: bool = True) -> tuple[tuple[Any, ...], Any]:
-    """Return a batch as the net's inputs and the loss's target.
+Given = Literal["apart", "too", "if taken", "if needed"]
+"""Whether the target is among the net's inputs: never; always; where the net has a parameter of its name or, if columns
+have no names, takes as many; where it has a parameter of its name or does not take the others alone."""
 
-    The target is the last column; in a dictionary the one named `label`, `labels`, `target`, `targets` or `y`, where
-    there is exactly one of these. The others are inputs, in their order.
+
+class BatchReader:
+    """Reads batches for one net: what it is called with, and the target.
+
+    The target is the one column called `label`, `labels`, `target`, `targets` or `y`; where none is, the last, unless
+    the net has a parameter of its name. How the others are given is decided by `bind`, once for each set of names.
 
     Args:
-        batch: A tuple, list or dictionary of columns, or a tensor.
-        has_target: Whether one of the columns is the target; else all are inputs, and the target is None.
-
-    Raises:
-        ConfigError: If there are too few columns.
+        net: A module.
+        target: What becomes of the target.
+        needs_target: Whether a batch without one is an error.
     """
-    if not has_target:
-        return tuple(columns_of(batch).values()), None
-    columns = columns_of(batch)
-    if len(columns) < 2:
-        found = f"a {type(batch).__name__} of {len(columns)} column{'s' * (len(columns) != 1)}"
-        raise ConfigError(
-            f"Model takes batches (input, ..., target), found {found}. Let the data yield the target too, or leave "
-            "loss_fn out if the net returns its own loss."
-        )
+
+    def __init__(self, net: nn.Module, *, target: Given, needs_target: bool = False) -> None:
+        self._net = net
+        self._target = target
+        self._needs_target = needs_target or target == "apart"
+        self._found: dict[tuple[Any, ...], tuple[Binding, Any]] = {}
+
+    def __call__(self, batch: Any, names: Sequence[str] | None = None) -> tuple[Inputs, Any]:
+        """Return the net's inputs and the target of a batch; None for one that has no target.
+
+        Args:
+            batch: A mapping, tuple or list of columns, or a tensor.
+            names: What the columns of a tuple are called, where a pipeline says it.
+
+        Raises:
+            ConfigError: If the net cannot be called with it; names columns and parameters.
+        """
+        columns = columns_of(batch, names)
+        binding, target = self.binding(batch, names)
+        return binding.inputs(columns), None if target is None else columns[target]
+
+    def binding(self, batch: Any, names: Sequence[str] | None = None) -> tuple[Binding, Any]:
+        """Return how the net is called with a batch like this, and the name or number of its target; see `__call__`."""
+        columns = columns_of(batch, names)
+        key = *columns, isinstance(batch, Mapping)
+        if key not in self._found:
+            self._found[key] = self._read(tuple(columns), is_ordered=not isinstance(batch, Mapping))
+        return self._found[key]
+
+    def _read(self, columns: tuple[Any, ...], *, is_ordered: bool) -> tuple[Binding, Any]:
+        target = _target_of(self._net, columns)
+        if target is None and self._needs_target:
+            raise ConfigError(_no_target(columns))
+        others = tuple(name for name in columns if name != target)
+        takes = signature_of(self._net)
+        is_taken = target in parameters_of(takes) or (isinstance(target, int) and fits(takes, len(columns)))
+        is_needed = target in parameters_of(takes) or (is_taken and not fits(takes, len(others)))
+        as_input = {"apart": False, "too": True, "if taken": is_taken, "if needed": is_needed}[self._target]
+        if as_input or target is None:
+            return bind(self._net, columns, is_ordered=is_ordered), target
+        beside = " beside the target, which is the last or the one called label"
+        return bind(self._net, others, is_ordered=is_ordered, beside=beside), target
+
+
+def _target_of(net: nn.Module, columns: Sequence[Any]) -> Any:
+    """Return the column that is the target; None if there is none, or several may be."""
+    own = parameters_of(signature_of(net))
     named = [name for name in columns if name in TARGETS]
-    target = named[0] if len(named) == 1 else list(columns)[-1]
-    return tuple(value for name, value in columns.items() if name != target), columns[target]
+    if len(named) > 1:  # one that the net takes is an input
+        named = [name for name in named if name not in own]
+    if named or set(columns) & set(TARGETS):
+        return named[0] if len(named) == 1 else None
+    return None if len(columns) < 2 or columns[-1] in own else columns[-1]
 
 
-def inputs_of(batch: Any, net: nn.Module) -> tuple[Any, ...]:
-    """Return the net's inputs of a batch that may hold a target too: all columns if it takes as many, else the others.
-
-    Raises:
-        ConfigError: If the net takes neither.
-    """
-    takes, every = inspect.signature(net.forward), tuple(columns_of(batch).values())
-    others = inputs_and_target(batch)[0] if len(every) > 1 else every
-    if not _binds(takes, len(others)) and _binds(takes, len(every)):
-        return every
-    check_call(net, others, has_target=len(every) > 1)
-    return others
+def _no_target(columns: Sequence[Any]) -> str:
+    if len(columns) < 2:
+        found, advice = f"{len(columns)} column{'s' * (len(columns) != 1)}", "Let the data yield the target too"
+    else:
+        named = [name for name in columns if name in TARGETS]
+        which = f"{' and '.join(named)} may be" if named else "none is"
+        found = f"the columns {', '.join(map(str, columns))}, of which {which} the target"
+        advice = f"Call one column {', '.join(TARGETS[:-1])} or {TARGETS[-1]}"
+    return (
+        f"a batch is (input, ..., target), found {found}. {advice}, leave loss_fn out if the net returns its own loss, "
+        "or give px.evaluate forward=lambda model, batch: (output, target)."
+    )
 
 
 def columns_of(batch: Any, names: Sequence[str] | None = None) -> dict[Any, Any]:
     """Return the columns of a batch by name, or by number where neither the batch nor `names` say one."""
-    if isinstance(batch, dict):
-        return batch
+    if isinstance(batch, Mapping):
+        return dict(batch)
     columns = batch if isinstance(batch, tuple | list) else (batch,)
+    names = getattr(batch, "_fields", names)
     return dict(zip(names if names and len(names) == len(columns) else range(len(columns)), columns, strict=True))
 
 
@@ -120,22 +167,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_call(net: nn.Module, inputs: tuple[Any, ...], *, has_target: bool) -> None:
-    """Raise unless the net can be called with this many inputs.
-
-    Raises:
-        ConfigError: If it cannot; says what it takes and what the batch has.
-    """
-    takes = inspect.signature(net.forward)
-    if _binds(takes, len(inputs)):
-        return
-    beside = " beside the target, which is the last or the one called label" if has_target else ""
-    raise ConfigError(
-        f"{type(net).__name__} takes {_names(takes)}, and the batch has {len(inputs)} input{'s' * (len(inputs) != 1)}"
-        f"{beside}. Let the data yield what the net takes."
-    )
-
-
 def check_loss(loss_fn: object) -> None:
     """Raise unless this is a function of (output, target).
 
@@ -150,27 +181,11 @@ def check_loss(loss_fn: object) -> None:
         takes = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
     except ValueError:  # some functions written in C do not tell
         return
-    if not _binds(takes, 2):
+    if not fits(takes, 2):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise ConfigError(f"loss_fn is called as loss_fn(output, target), and {name} takes {_names(takes)}. Wrap it.")
-
-
-def _binds(takes: inspect.Signature, count: int) -> bool:
-    try:
-        takes.bind(*range(count))
-    except TypeError:
-        return False
-    return True
-
-
-def _names(takes: inspect.Signature) -> str:
-    """Return the parameters as a script writes them, without types."""
-    return str(
-        takes.replace(
-            parameters=[found.replace(annotation=found.empty) for found in takes.parameters.values()],
-            return_annotation=takes.empty,
+        raise ConfigError(
+            f"loss_fn is called as loss_fn(output, target), and {name} takes {described(takes)}. Wrap it."
         )
-    )
 
 
 class MeanLoss:
@@ -178,16 +193,19 @@ class MeanLoss:
 
     Torch's cross entropy wants classes as int64 of shape (N,); here (N, 1) and other whole-number types will do.
     Its losses of one number a row compare every output with every target where one is (N,) and the other (N, 1); here
-    row meets row, as in metrics.
+    row meets row, as in metrics. All of torch's get the `logits` of an output that has some.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
+        self._takes_scores = takes_scores(loss_fn)
         self._takes_numbers = isinstance(loss_fn, _TAKES_NUMBERS) or loss_fn in _NUMBERS_BY_FUNCTION
         self._takes_classes = takes_classes(loss_fn)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss, no dimensions."""
+        if self._takes_scores:
+            output = scores_of(output)
         if isinstance(output, Tensor) and isinstance(target, Tensor):
             if self._takes_classes:
                 target = as_classes(output, target)
@@ -204,11 +222,6 @@ def takes_classes(loss_fn: LossFunction) -> bool:
     """Return whether this is one of torch's losses whose target is one class a row."""
     loss_fn = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
-
-
-def own_loss(output: Any, _target: Any) -> Any:
-    """Return what a net without a loss function returned: its loss."""
-    return output
 
 
 def _as_numbers(output: Tensor, target: Tensor) -> Tensor:

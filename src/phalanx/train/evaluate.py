@@ -15,16 +15,18 @@ from torch.utils.data import IterableDataset
 
 from phalanx.comm import context
 from phalanx.comm.agreement import agree
+from phalanx.data.binding import call
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import gather_from
-from phalanx.train.batches import columns_of, types_explained
+from phalanx.train.batches import BatchReader, columns_of, types_explained
 from phalanx.train.expanded_loss import cut_of_logits
 from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, RowMetric, read_metrics, takes_loss
 from phalanx.train.metrics_sums import AllRanks, GlobalMetric
+from phalanx.train.own_loss import OwnLoss, of_scores, own_loss, scores_of
 
 logger = logging.getLogger("phalanx.train")
 
@@ -51,12 +53,14 @@ def evaluate(
     Args:
         model: The model, wrapped or not.
         data: Anything `ShardedLoader` takes. Every row is used, also where a DataLoader says drop_last, and once,
-            whatever a pipeline repeats.
+            whatever a pipeline repeats. A batch is (input, ..., target) or a dictionary, as `px.Model` takes it.
         metrics: Names: `acc<k>` for the top-k accuracy, `loss`, `auc`, `confusion`, `precision`, `recall`, `f1` (also
             `f1_macro` and so on), `mae`, `mse`, `rmse`, `r2`. Functions of (output, target), one value a row, of which
             the result is the mean. Objects, such as `px.F1("macro")`, of torchmetrics, or of yours with reset, update
             and compute. A mapping names them itself.
-        loss_fn: What `loss` means; added under that name when given. A mean over the batch, or one value a row.
+        loss_fn: What `loss` means; added under that name when given. A mean over the batch, or one value a row. When
+            None, `loss` is the one that the model returns of targets among its inputs. Torch's own, and all other
+            metrics, get the `logits` of an output that has some, such as a ModelOutput.
         batch_size: Rows per rank; a DataLoader's or pipeline's own, or 64 when omitted.
         forward: From (model, batch) to (output, target), for batches other than (input, ..., target).
 
@@ -68,22 +72,31 @@ def evaluate(
             ranks, if they ask for different metrics, hold different numbers of rows, or are at different calls.
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
+    loss_fn = None if loss_fn is None else of_scores(loss_fn)
     chosen = read_metrics(metrics, loss_fn)
     loader = evaluation_loader(data, batch_size)
+    read = _reader(model, chosen, is_own=loss_fn is None or loss_fn is own_loss)
     _meet(chosen, loader)
     cut = cut_of_logits(model)
     rows = 0
     with evaluation_mode(model), torch.no_grad():
         for batch in _with_progress(loader):
             assert loader.share is not None
-            with types_explained(model, columns_of(batch, loader.columns)):
-                out, target = (forward or forward_tuple)(model, batch)
-            whole = out if cut is None else whole_output(out, cut)
+            columns = columns_of(batch, loader.columns)
+            with types_explained(model, columns):
+                if forward is not None:
+                    out, target = forward(model, batch)
+                else:
+                    inputs, target = read(batch, loader.columns)
+                    out = call(model, inputs)
+            whole = scores_of(out) if cut is None else whole_output(scores_of(out), cut)
             # A padded row may hold anything, and counts on another rank.
             if loader.share.rows:
                 rows += loader.share.rows
                 for metric in chosen.values():
-                    metric.update(out if takes_loss(metric, loss_fn) else whole, target)
+                    # A net that returns its loss may be the only one to know its target; rows are counted then.
+                    known = columns if target is None and isinstance(metric, OwnLoss) else target
+                    metric.update(out if takes_loss(metric, loss_fn) else whole, known)
     ranks = AllRanks()
     if int(ranks.sum(torch.tensor(rows))) == 0:
         raise ConfigError("Asked to evaluate on data without rows. Check the dataset.")
@@ -97,6 +110,8 @@ def evaluate(
 
 def whole_output(out: Any, cut: Cut) -> Any:
     """Return outputs of which this rank holds a slice of the classes, put together. Collective along the cut."""
+    if isinstance(out, Mapping) and "logits" in out:
+        return {**out, "logits": whole_output(out["logits"], cut)}
     if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
         return gather_from(out, out.ndim - 1, cut)
     return out
@@ -109,14 +124,13 @@ def _meet(chosen: Mapping[str, GlobalMetric], loader: ShardedLoader) -> None:
         agree("evaluate", {"metrics": list(chosen), "rows": rows, "seed": loader.seed})
 
 
-def forward_tuple(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """Apply the model to all parts of a batch but the last, which is the target."""
-    if not isinstance(batch, list | tuple) or len(batch) < 2:
-        raise ConfigError(
-            f"Asked to evaluate on batches of type {type(batch).__name__}, but only (input, ..., target) is "
-            "understood. Pass forward=lambda model, batch: (output, target)."
-        )
-    return model(*batch[:-1]), batch[-1]
+def _reader(model: nn.Module, chosen: Mapping[str, GlobalMetric], *, is_own: bool) -> BatchReader:
+    """Return what reads batches for metrics, of which one may be the loss that the model returns itself."""
+    needs_target = not all(isinstance(metric, OwnLoss) for metric in chosen.values())
+    if not is_own:
+        return BatchReader(model, target="apart")
+    has_loss = any(isinstance(metric, OwnLoss) for metric in chosen.values())
+    return BatchReader(model, target="if taken" if has_loss else "if needed", needs_target=needs_target)
 
 
 def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:

@@ -13,9 +13,7 @@ from phalanx.comm.agreement import agree
 from phalanx.data.labels import label_problem
 from phalanx.errors import ConfigError, DataError
 from phalanx.train.batches import LossFunction, MeanLoss, as_classes, takes_classes
-
-IGNORED = -100
-"""What torch's losses over classes leave out unless `ignore_index` says otherwise."""
+from phalanx.train.own_loss import IGNORED, scores_of, takes_scores
 
 _SPEAKS_OF_LABELS = re.compile(
     "Target -?[0-9]+ is out of bounds|target tensor expected|multi-target not supported|target dtype to be Long|"
@@ -36,6 +34,7 @@ class LabelsChecked:
     def __init__(self, loss_fn: LossFunction, *, is_collective: bool) -> None:
         self.loss_fn = loss_fn
         self._inner = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
+        self._takes_scores = takes_scores(self._inner)
         self._waits_for_first = takes_classes(self._inner)
         self._is_collective = is_collective
 
@@ -46,6 +45,8 @@ class LabelsChecked:
             DataError: If labels have another shape or type than the loss takes, or are no classes of the output.
             ConfigError: If those of another rank do, in the first call.
         """
+        if self._takes_scores:
+            output = scores_of(output)
         if self._waits_for_first:
             self._waits_for_first = False
             self._check_first(self._problem(output, target))

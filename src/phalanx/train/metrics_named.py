@@ -15,6 +15,7 @@ from phalanx.train.metrics_classes import AVERAGES, F1, Average, ConfusionMatrix
 from phalanx.train.metrics_foreign import Foreign, is_foreign
 from phalanx.train.metrics_regression import MAE, MSE, R2, RMSE
 from phalanx.train.metrics_sums import GlobalMetric, MeanOfRows
+from phalanx.train.own_loss import OwnLoss, own_loss
 
 RowMetric = Callable[[Any, Any], Tensor]
 """From (output, target) to one value per row, shape (N,), or to the mean over the rows, no dimensions."""
@@ -54,7 +55,7 @@ def read_metrics(
             named[name] = metric
     chosen = {name: _made(name, metric, loss_fn) for name, metric in named.items()}
     if loss_fn is not None and "loss" not in chosen:
-        chosen["loss"] = MeanOfRows("loss", loss_fn)
+        chosen["loss"] = _loss(loss_fn)
     for made in chosen.values():
         made.reset()
     return chosen
@@ -62,7 +63,11 @@ def read_metrics(
 
 def takes_loss(metric: GlobalMetric, loss_fn: RowMetric | None) -> bool:
     """Return whether a metric is the loss itself, which is given outputs as the model leaves them."""
-    return isinstance(metric, MeanOfRows) and metric.of_rows is loss_fn
+    return isinstance(metric, OwnLoss) or (isinstance(metric, MeanOfRows) and metric.of_rows is loss_fn)
+
+
+def _loss(loss_fn: RowMetric | None) -> MeanOfRows:
+    return OwnLoss() if loss_fn is None or loss_fn is own_loss else MeanOfRows("loss", loss_fn)
 
 
 def _name_of(metric: Any) -> str:
@@ -88,9 +93,7 @@ def _made(name: str, metric: Any, loss_fn: RowMetric | None) -> GlobalMetric:
 
 def _by_name(name: str, loss_fn: RowMetric | None) -> GlobalMetric:
     if name == "loss":
-        if loss_fn is None:
-            raise ConfigError("Asked for the metric 'loss' without loss_fn. Pass loss_fn=.")
-        return MeanOfRows(name, loss_fn)
+        return _loss(loss_fn)
     if top := re.fullmatch(r"acc([1-9]\d*)", name):
         k = int(top[1])
         return MeanOfRows(name, lambda out, target: topk_correct(out, target, k))

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import context
 from phalanx.comm.collectives import all_gather, all_gather_list
@@ -173,7 +174,7 @@ class MeanOfRows:
 
     def update(self, output: Any, target: Any) -> None:
         """Add the rows of a batch."""
-        rows = len(output)
+        rows = rows_in(output, target)
         value = values_of_rows(self._name, self.of_rows(output, target), rows)
         if value.is_floating_point():
             self._exact.add(value)
@@ -188,6 +189,13 @@ class MeanOfRows:
         whole, rows = totals[-2:].tolist()
         exact = ExactSum.value(totals[:-2])
         return quotient(exact + whole, rows)
+
+
+def rows_in(output: Any, target: Any) -> int:
+    """Return the rows of a batch: those of the output, or of the first part of target and output that has some."""
+    if isinstance(output, Tensor) and output.dim():
+        return len(output)
+    return next((len(leaf) for leaf in tree_leaves((target, output)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def values_of_rows(name: str, value: Any, rows: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from phalanx.comm import context
+from phalanx.data.binding import Binding, Inputs, bind, call
 from phalanx.data.device import moved
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
@@ -38,13 +39,10 @@ from phalanx.train.assemble import (
 )
 from phalanx.train.auto_context import auto_context, close_context
 from phalanx.train.batches import (
+    BatchReader,
     LossFunction,
     MeanLoss,
-    check_call,
     columns_of,
-    inputs_and_target,
-    inputs_of,
-    own_loss,
     types_explained,
 )
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
@@ -56,6 +54,7 @@ from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
 from phalanx.train.modes import ParallelMode
+from phalanx.train.own_loss import own_loss
 from phalanx.train.plan_ahead import hold_whole, look_ahead, plan_ahead
 from phalanx.train.predict import outputs_in_order, rows_in_order
 from phalanx.train.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
@@ -77,10 +76,11 @@ class Model:
     the optimizer stay the same objects.
 
     Args:
-        net: A module. Called with the inputs of a batch: all columns but the target, which is the last, or in a
-            dictionary the one called `label`, `labels`, `target`, `targets` or `y`.
+        net: A module. Called with the inputs of a batch: all columns but the target, which is the one called `label`,
+            `labels`, `target`, `targets` or `y`, or where columns have no names the last. Columns that have names are
+            given by name.
         loss_fn: A function of (output, target) to the mean over the rows. When None the net takes all columns and
-            returns its loss.
+            returns its loss, as one element or under the name `loss`, as models of transformers do.
         optimizer: Any torch optimizer over the net's parameters; None for a Model that only evaluates.
         metrics: What `eval` computes beside the loss, as `px.evaluate` takes it.
         strategy: How it trains on several ranks.
@@ -128,8 +128,10 @@ class Model:
         self._params = None if applied_to(net) is not None else _count_params(net)
         """Number of parameters of the whole net; None when it was distributed before, and this rank may hold a part."""
 
-        self._steps: dict[tuple[int, bool], TrainStep] = {}
-        """By number of inputs, and whether it is captured."""
+        self._read_to_train = BatchReader(net, target="too" if loss_fn is None else "apart")
+        self._read_to_predict = BatchReader(net, target="if needed")
+        self._steps: dict[tuple[Binding, bool], TrainStep] = {}
+        """By how the net is called, and whether it is captured."""
 
         close_context(self)
 
@@ -247,17 +249,16 @@ class Model:
         chosen, loss = self._evaluated(metrics)
         self._join("Model.eval")
         self._distribute()
-        return evaluate(
-            self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size, forward=self._output_and_target
-        )
+        return evaluate(self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size)
 
     def predict(self, *data: Any, batch_size: int | None = None) -> Any:
         """Return what the net gives, in evaluation mode and without gradients. Collective.
 
         Args:
-            *data: The inputs of one batch, as tensors or arrays: each rank gets its own outputs, on its device. Or data
-                as `train` takes it, whose targets are left aside: every rank gets the outputs of all rows, in the order
-                of the data, on the CPU.
+            *data: The inputs of one batch, as tensors or arrays, or one dictionary of them: each rank gets its own
+                outputs, on its device. Or data as `train` takes it, whose targets are left aside unless the net has a
+                parameter of their name: every rank gets the outputs of all rows, in the order of the data, on the CPU;
+                of a mapping, such as a ModelOutput, a dictionary of what has one row for each row.
             batch_size: Rows per rank for the latter; the data's own, or 64 when None.
 
         Raises:
@@ -266,17 +267,17 @@ class Model:
         here = self._join("Model.predict")
         self._distribute()
         with evaluation_mode(self.net), torch.no_grad():
-            if data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-                check_call(self.net, data, has_target=False)
-                inputs = tuple(moved(torch.as_tensor(part), here.device) for part in data)
-                return self._output(inputs, columns_of(inputs))
+            if (columns := _one_batch(data)) is not None:
+                binding = bind(self.net, tuple(columns), is_ordered=not isinstance(data[0], Mapping))
+                tensors = {name: moved(torch.as_tensor(part), here.device) for name, part in columns.items()}
+                return self._output(binding.inputs(tensors), tensors)
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
                 raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
             loader = rows_in_order(one_pass(data[0]), batch_size)
             names = loader.columns
             return outputs_in_order(
-                loader, lambda batch: self._output(inputs_of(batch, self.net), columns_of(batch, names))
+                loader, lambda batch: self._output(self._read_to_predict(batch, names)[0], columns_of(batch, names))
             )
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -299,9 +300,7 @@ class Model:
     def _evaluated(self, metrics: Metrics | None) -> tuple[Metrics, LossFunction | None]:
         """Return the metrics and the loss of an evaluation."""
         chosen = metrics if metrics is not None else (self.metrics if self.metrics is not None else ())
-        if self.loss_fn is None and not chosen:
-            raise ConfigError("Model.eval has nothing to compute: give Model a loss_fn, or metrics=['acc1'].")
-        return chosen, None if self.loss_fn is None else self._loss
+        return chosen, self._loss if self.loss_fn is not None or not chosen else None
 
     def _check_evaluation(self, dataset: Any) -> list[str] | None:
         """Raise before training what an evaluation after the first epoch would; return the metrics it will give.
@@ -370,37 +369,20 @@ class Model:
 
     def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""
-        inputs, target = inputs_and_target(batch, has_target=self.loss_fn is not None)
-        step = self._step(inputs, captured)
+        names = run.loader.columns
+        step = self._step(self._read_to_train.binding(batch, names)[0], captured)
         before = step.train_s, step.compile_s
-        columns = columns_of(batch, run.loader.columns)
-        loss = step(inputs[0] if len(inputs) == 1 else inputs, target, columns=columns).loss
+        loss = step.take(*self._read_to_train(batch, names), columns_of(batch, names)).loss
         run.train_s += step.train_s - before[0]
         run.compile_s += step.compile_s - before[1]
         return run.batch_done(loss)
 
-    def _step(self, inputs: tuple[Any, ...], captured: bool) -> TrainStep:
-        if (found := self._steps.get((len(inputs), captured))) is not None:
+    def _step(self, binding: Binding, captured: bool) -> TrainStep:
+        if (found := self._steps.get((binding, captured))) is not None:
             return found
-        check_call(self.net, inputs, has_target=self.loss_fn is not None)
-        made = applied_to(self.net)
-        assert made is not None
         assert self.optimizer is not None
-        if made.pipeline is not None and len(inputs) > 1:
-            raise ConfigError(
-                f"A model cut into stages takes one input, and the batch has {len(inputs)}. Stack them, or train it "
-                "without stages."
-            )
-        step = TrainStep(
-            self.net,
-            self._loss,
-            self.optimizer,
-            {},
-            self._compiles(),
-            call=None if len(inputs) == 1 else lambda several: self.net(*several),
-            captured=captured,
-        )
-        self._steps[len(inputs), captured] = step
+        step = TrainStep(self.net, self._loss, self.optimizer, {}, self._compiles(), captured=captured)
+        self._steps[binding, captured] = step
         return step
 
     def _compiles(self) -> bool:
@@ -408,17 +390,18 @@ class Model:
         assert made is not None
         return made.plan.step.compiled if self._compiled is None else self._compiled
 
-    def _output(self, inputs: tuple[Any, ...], columns: Mapping[Any, Any]) -> Any:
+    def _output(self, inputs: Inputs, columns: Mapping[Any, Any]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
         with types_explained(self.net, columns):
-            output = self.net(*inputs)
+            output = call(self.net, inputs)
         cut = cut_of_logits(self.net)
         return output if cut is None else whole_output(output, cut)
 
-    def _output_and_target(self, net: nn.Module, batch: Any) -> tuple[Any, Any]:
-        inputs, target = inputs_and_target(batch)
-        check_call(net, inputs, has_target=True)
-        return net(*inputs), target
+
+def _one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:
+    """Return the columns of one batch that `predict` was given, by name or number; None if it was given none."""
+    columns = columns_of(data[0] if len(data) == 1 and isinstance(data[0], Mapping) else data)
+    return columns if columns and all(isinstance(part, Tensor | np.ndarray) for part in columns.values()) else None
 
 
 def _folder_of(callbacks: Iterable[Callback]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,12 @@ from phalanx.parallel.describe import shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_context import SEARCH_MODES, auto_context
-from phalanx.train.batches import LossFunction, inputs_and_target, inputs_of
+from phalanx.train.batches import BatchReader, LossFunction
 from phalanx.train.job_cluster import cluster_of
 from phalanx.train.no_tables import check_no_tables
+
+if TYPE_CHECKING:
+    from phalanx.auto.capture import Arguments
 
 logger = logging.getLogger("phalanx.train")
 
@@ -61,7 +64,7 @@ def plan_ahead(
     if here.role.server_endpoints:
         raise ConfigError(text("plan with servers"))
     check_no_tables(net)
-    sample: tuple[Any, ...] = ()
+    sample: Any = None
 
     def look() -> None:
         nonlocal sample
@@ -98,12 +101,11 @@ def look_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target:
     ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
     if share("captured step", check_of(net) is not None, timeout_s=PATIENCE_S):
         return
-    sample: tuple[Any, ...] = ()
+    sample: Any = None
 
     def look() -> None:
         nonlocal sample
-        columns = global_batch(loader, net, has_target=has_target)
-        sample = columns[:-1] if has_target else columns  # the loss makes no difference to a forward pass
+        sample = global_batch(loader, net, has_target=has_target)
 
     def see(_: Any) -> None:
         from phalanx.auto.capture import capture  # a job that captures nothing does not wait for this
@@ -135,8 +137,8 @@ def hold_whole(net: nn.Module, here: Context) -> None:
 
 def global_batch(
     loader: ShardedLoader, net: nn.Module, *, has_target: bool | None, ranks: int | None = None
-) -> tuple[Any, ...]:
-    """Return the columns of one batch of all ranks, the target last, as tensors of its shapes without its values.
+) -> Arguments:
+    """Return how a net is called on one batch of all ranks, as tensors of its shapes without its values.
 
     Collective as iterating the loader is; does not move it.
 
@@ -144,19 +146,20 @@ def global_batch(
         loader: The data.
         net: What is called on them; the tensors are where its parameters are.
         has_target: Whether a column is the target, the others being inputs. None where a loop of the user's own
-            decides: then the inputs alone are returned, as the net's signature tells them.
+            decides: then the net's signature tells whether it takes the target too.
         ranks: How many will read rows of their own, if not those that are here: a size per rank stands for more rows.
     """
+    from phalanx.auto.capture import Arguments  # a job that captures nothing does not wait for this
+
     batch, share_here = loader.peek()
-    if has_target is None:
-        columns = inputs_of(batch, net)
-    else:
-        inputs, target = inputs_and_target(batch, has_target=has_target)
-        columns = (*inputs, target) if has_target else inputs
+    read = BatchReader(net, target="if needed" if has_target is None else "apart" if has_target else "too")
+    inputs, target = read(batch, loader.columns)
     all_rows = share_here.global_rows
     if ranks is not None:
         all_rows = all_rows * loader.global_batch_for(ranks) // loader.global_batch
-    return tuple(with_rows(columns, share_here.rows, all_rows, net))
+    sample = Arguments.of(inputs, target if has_target else None)
+    widened: Arguments = with_rows(sample, share_here.rows, all_rows, net)
+    return widened
 
 
 def rows_of(values: Any) -> int:
@@ -179,7 +182,7 @@ def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
 
 def _found(
     net: nn.Module,
-    sample: tuple[Any, ...],
+    sample: Any,
     loss_fn: LossFunction | None,
     optimizer: Optimizer,
     strategy: DistributedStrategy,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
 from phalanx.comm import context
 from phalanx.comm.collectives import all_gather
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.train.batches import columns_of
 
 
 def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
@@ -45,7 +46,8 @@ def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> An
 
     Args:
         loader: Every rank's rows, those of all ranks side by side.
-        outputs: From a batch to a tensor with the batch's rows along dim 0, or tensors in tuples, lists and dicts.
+        outputs: From a batch to a tensor with the batch's rows along dim 0, or tensors in tuples, lists and dicts; of a
+            mapping what has these rows is taken, and the rest (a loss, a cache) left out.
 
     Raises:
         ConfigError: If the data has no rows, or an output is not one row for each row.
@@ -54,11 +56,34 @@ def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> An
     structure = None
     for batch in loader:
         assert loader.share is not None
-        values, structure = tree_flatten(outputs(batch))
+        values, structure = tree_flatten(_of_rows(outputs(batch), _rows_of(batch)))
         parts.append([_whole(value, loader.share.rows) for value in values])
     if structure is None:
         raise ConfigError("Asked to predict on data without rows. Check the dataset.")
     return tree_unflatten([torch.cat(column) for column in zip(*parts, strict=True)], structure)
+
+
+def _rows_of(batch: Any) -> int:
+    """Return how many rows a batch has here, also one that does not count; -1 where none of its columns tells."""
+    leaves = tree_leaves(columns_of(batch))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), -1)
+
+
+def _of_rows(output: Any, rows: int) -> Any:
+    """Return an output without the entries, if it is a mapping, that are not one row for each row of the batch."""
+    if not isinstance(output, Mapping):
+        return output
+
+    def has_rows(value: Any) -> bool:
+        leaves = tree_leaves(value)
+        return bool(leaves) and all(isinstance(x, Tensor) and x.dim() and len(x) == rows for x in leaves)
+
+    found = {name: value for name, value in output.items() if has_rows(value)}
+    if not found:
+        raise ConfigError(
+            f"Model.predict needs one output for each of {rows} rows, and none of {', '.join(output)} is one."
+        )
+    return found
 
 
 def _whole(value: Any, rows: int) -> Tensor:

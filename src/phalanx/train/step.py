@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.comm import context
+from phalanx.data.binding import Inputs, bind_argument, call
 from phalanx.data.device import moved
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to, is_cared_for
@@ -24,10 +25,11 @@ from phalanx.parallel.out_of_memory import memory_explained
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import assembly, check_trains, warn_if_apart
-from phalanx.train.batches import types_explained
+from phalanx.train.batches import BatchReader, types_explained
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
 from phalanx.train.label_check import LabelsChecked
+from phalanx.train.own_loss import of_scores, own_loss
 
 logger = logging.getLogger("phalanx.train")
 
@@ -68,8 +70,7 @@ class StepOutput(Mapping[str, Tensor]):
 class TrainStep:
     """One optimizer step as one call; made by `train_step`.
 
-    A `Model` also says how the model is called with the inputs (`call`), and whether forward and backward pass are
-    captured once as a CUDA graph and replayed (`captured`).
+    A `Model` also says whether forward and backward pass are captured once as a CUDA graph and replayed (`captured`).
     """
 
     def __init__(
@@ -79,16 +80,17 @@ class TrainStep:
         optimizer: Optimizer,
         fetch: Mapping[str, Fetch],
         compiled: bool,
-        call: Callable[[Any], Any] | None = None,
         captured: bool = False,
     ) -> None:
         self._model = model
-        self._call = call or model
+        self._returns_loss = loss_fn is own_loss
+        self._read = BatchReader(model, target="too" if self._returns_loss else "apart")
         self._optimizer = optimizer
         made = applied_to(model)
         is_collective = made is not None and made.pipeline is None and not context.current().role.server_endpoints
         # A step that is compiled or captured must not look at values.
-        self._loss_fn = loss_fn if compiled or captured else LabelsChecked(loss_fn, is_collective=is_collective)
+        is_traced = compiled or captured
+        self._loss_fn = of_scores(loss_fn) if is_traced else LabelsChecked(loss_fn, is_collective=is_collective)
         self._pipeline = None if made is None else made.pipeline
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._fetch = dict(fetch)
@@ -122,27 +124,39 @@ class TrainStep:
         """Graphs compiled for the optimizer."""
         return self._update_graphs.count
 
-    def __call__(self, *batch: Any, columns: Mapping[Any, Any] | None = None) -> StepOutput:
+    def __call__(self, *batch: Any) -> StepOutput:
         """Run one step on one batch.
 
         Collective: every rank calls it with its own batch.
 
         Args:
-            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0.
-            columns: The same by the names that the script has for them, for errors.
+            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0. A dictionary of
+                inputs is given by name. One dictionary alone is a whole batch, as `px.Model` reads it. Without a loss
+                function all are inputs: `step(batch)`, `step(x, y)` or `step((x, y))`.
 
         Returns:
             The loss and the fetches of this rank's batch.
+
+        Raises:
+            ConfigError: If the model cannot be called with it; names columns and parameters.
         """
         inputs, target = self._unpack(batch)
+        named = inputs if isinstance(inputs, dict) else {"inputs": inputs[0] if len(inputs) == 1 else inputs}
+        return self.take(inputs, target, {**named, "target": target})
+
+    def take(self, inputs: Inputs, target: Any, columns: Mapping[Any, Any]) -> StepOutput:
+        """Run one step, as `__call__` does.
+
+        Args:
+            inputs: All arguments of the model.
+            target: What the loss function takes beside its output.
+            columns: The same by the names that the script has for them, for errors.
+        """
+        inputs, target = moved(inputs, self._device), moved(target, self._device)
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
-        named = {"inputs": inputs, "target": target} if columns is None else columns
-        with (
-            types_explained(self._model, named),
-            memory_explained(self._model, (inputs,) if self._call is self._model else inputs),
-        ):
+        with types_explained(self._model, columns), memory_explained(self._model, inputs):
             loss, fetched = self._backward(inputs, target)
             tell_loss(loss)
             if self.compiled:
@@ -170,7 +184,7 @@ class TrainStep:
         return loss, fetched
 
     def _compute(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        output = self._call(inputs)
+        output = call(self._model, inputs)
         with torch.no_grad():
             fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
         return self._loss_fn(output, target), fetched
@@ -189,15 +203,19 @@ class TrainStep:
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
 
-    def _unpack(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _unpack(self, batch: tuple[Any, ...]) -> tuple[Inputs, Any]:
+        if len(batch) == 1 and (self._returns_loss or isinstance(batch[0], Mapping)):
+            return self._read(batch[0])
+        if self._returns_loss:
+            return self._read(batch)
         if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
             batch = tuple(batch[0])
         if len(batch) != 2:
             raise ConfigError(
-                f"step takes (inputs, target), found {len(batch)} values. Bundle several inputs in one tuple."
+                f"step takes (inputs, target), found {len(batch)} values. Bundle several inputs in one tuple, or give "
+                "them by name in a dictionary."
             )
-        inputs, target = (moved(part, self._device) for part in batch)
-        return inputs, target
+        return bind_argument(self._model, batch[0]), batch[1]
 
     def _account(self, seconds: float, has_compiled: bool, loss: Tensor) -> None:
         report_step(self.steps, loss.detach())
@@ -210,7 +228,7 @@ class TrainStep:
 
 def train_step(
     model: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     optimizer: Optimizer,
     *,
     fetch: Mapping[str, Fetch] | None = None,
@@ -221,13 +239,15 @@ def train_step(
     Args:
         model: A distributed model, or a plain one. If only its optimizer was handed over, as in Fleet's graph mode, the
             model is distributed here; the call is collective then.
-        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch.
+        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch. When None the model takes all columns
+            and returns its loss, as one element or under the name `loss`, as models of transformers do. Torch's own get
+            the `logits` of an output that has some.
         optimizer: The optimizer over the model's parameters.
         fetch: Named values to return with the loss, each `f(output, target)`.
         compiled: Whether to compile; what the model's Plan says when omitted.
 
     Returns:
-        A callable; `out = step(inputs, target)`, then `out.loss` or `out["acc1"]`.
+        A callable; `out = step(inputs, target)` or `step(batch)`, then `out.loss` or `out["acc1"]`.
 
     Raises:
         ConfigError: If the optimizer holds no parameter of the model, or a fetch is called `loss`.
@@ -242,7 +262,7 @@ def train_step(
     if "loss" in (fetch or {}):
         raise ConfigError("'loss' is always fetched; give the fetch another name.")
     warn_if_apart(model, optimizer)
-    return TrainStep(model, loss_fn, optimizer, fetch or {}, compiled)
+    return TrainStep(model, own_loss if loss_fn is None else loss_fn, optimizer, fetch or {}, compiled)
 
 
 class _GraphCounter:
