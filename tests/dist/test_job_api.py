@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import socket
 import ssl
 import subprocess
@@ -301,3 +302,54 @@ def test_whatever_the_description_allows_breaks_nothing(server, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
+
+
+def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
+    assert httpx.get(f"{server.url}/healthz").text == "ok\n"
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    server.queue("counted", queue="measured")
+    running = server.queue("counted")
+    server.start(running)
+    found = owner.counts()
+    assert found.waiting["local", "measured"] == 1
+    assert found.jobs["running"] >= 1
+    asked = {"Authorization": f"Bearer {server.owner_token()}"}
+    answer = httpx.get(f"{server.url}/metrics", headers=asked)
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    assert 'phalanx_queue_length{backend="local",queue="measured"} 1' in lines
+    assert f'phalanx_jobs{{state="running"}} {found.jobs["running"]}' in lines
+    assert f'phalanx_attempts{{state="running"}} {found.attempts["running"]}' in lines
+    assert any(line.startswith('phalanx_http_requests_total{method="GET",status="200"}') for line in lines)
+    assert any(line.startswith('phalanx_machine_total{resource="cpu"}') for line in lines)
+    assert all(re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines)
+    with Client(server.url, server.token("counts", Role.VIEWER, "default")) as viewer:
+        assert viewer.counts().waiting["local", "measured"] == 1
+    server.store.create_workspace("counted-apart")
+    with Client(server.url, server.token("apart", Role.VIEWER, "counted-apart")) as stranger:
+        assert stranger.counts().jobs == {}
+
+
+def test_head_is_get_without_a_body(server):
+    for path in ("/healthz", "/api/v1", "/api/v1/openapi.json", "/ui/sign-in", "/ui/static/console.css"):
+        got, head = httpx.get(server.url + path), httpx.head(server.url + path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert httpx.head(f"{server.url}/api/v1/jobs").status_code == 401
+
+
+def test_mistakes_in_a_request_are_told_in_words(server):
+    asked = {"Authorization": f"Bearer {server.owner_token()}"}
+
+    def post(body: object, path: str = "jobs") -> str:
+        answer = httpx.post(f"{server.url}/api/v1/{path}", json=body, headers=asked)
+        assert answer.status_code == 422
+        return str(answer.json()["message"])
+
+    bare = post({"name": "mnist", "command": "python train.py"})
+    assert bare == 'body: this is a job itself; put it under `spec`: {"spec": {...}}'
+    told = post({"spec": {"name": "Not A Name", "comand": "x"}})
+    assert 'body.spec.name: "Not A Name" cannot be; write small letters, digits and dashes, 40 at most' in told
+    assert "body.spec.comand: there is no such field. Did you mean 'command'?" in told
+    assert "^[a-z0-9]" not in told
+    assert httpx.get(f"{server.url}/api/v1").json()["openapi"] == "/api/v1/openapi.json"

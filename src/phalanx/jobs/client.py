@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from phalanx import errors
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.jobs.metrics import Reports
-from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
+from phalanx.jobs.records import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
 from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
@@ -152,6 +152,12 @@ class Client:
     def plan(self, job: str) -> str:
         """Return the picture of the Plan a job trains by, as SVG; empty if it left none."""
         return self._answer("GET", _path("jobs", job, "plan")).text
+
+    def counts(self) -> Counts:
+        """Return how many jobs and attempts there are of those that the caller sees."""
+        found = self._get(dict[str, Any], "counts")
+        waiting = {(one["backend"], one["queue"]): one["jobs"] for one in found["waiting"]}
+        return Counts(found["jobs"], found["attempts"], waiting)
 
     def machine(self) -> dict[str, tuple[float, float]]:
         """Return what of the server's machine is given to jobs and what it has."""

@@ -36,6 +36,21 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How many jobs and attempts there are.
+
+    Attributes:
+        jobs: By state.
+        attempts: By state.
+        waiting: Jobs that wait to start, by backend and queue.
+    """
+
+    jobs: dict[str, int]
+    attempts: dict[str, int]
+    waiting: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
 class Named:
     """A code or dataset configuration of a workspace: its name and its validated content as JSON."""
 

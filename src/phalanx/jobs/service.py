@@ -15,7 +15,7 @@ from phalanx.jobs import layout
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.limits import Limits
 from phalanx.jobs.metrics import Reports
-from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
+from phalanx.jobs.records import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
 from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import State
@@ -217,6 +217,10 @@ class JobService:
             name: (sum(getattr(one, name) for one in given) * factor, getattr(has, name) * factor)
             for name, factor in unit.items()
         }
+
+    def counts(self) -> Counts:
+        """Return how many jobs and attempts there are of those that the actor sees."""
+        return self._store.counts(None if self._actor.owner else [one.name for one in self.workspaces()])
 
     # Workspaces.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.jobs.metrics import Reports
-from phalanx.jobs.records import Actor, Attempt, Event, Job, Named, Role, Workspace
+from phalanx.jobs.records import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.usage import Usage
@@ -156,6 +156,9 @@ class Jobs(Protocol):
 
     def machine(self) -> dict[str, tuple[float, float]]:
         """Return what of this machine is given to jobs and what it has: cpu cores, bytes of memory, gpus."""
+
+    def counts(self) -> Counts:
+        """Return how many jobs and attempts there are of those that the actor sees."""
 
     # Workspaces.
 

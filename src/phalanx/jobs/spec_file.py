@@ -146,11 +146,12 @@ _PATTERNS = {
 
 def _in_words(model: type[BaseModel], detail: ErrorDetails) -> str:
     where = ".".join(map(str, detail["loc"]))
-    words = _what_is_wrong(model, detail)
+    words = what_is_wrong(model, detail)
     return f"{where}: {words}" if where else words
 
 
-def _what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
+def what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
+    """Return what a mistake found in the JSON of a `model` is, and what to write instead."""
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     last = str(detail["loc"][-1]) if detail["loc"] else ""
     if kind == "extra_forbidden":
@@ -164,8 +165,8 @@ def _what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
         known = context["expected"].replace(" or ", ", ")
         return f"{_shown(found)} is none of {known}.{did_you_mean(str(found), known.replace(chr(39), '').split(', '))}"
     if kind == "string_pattern_mismatch":
-        words = next(words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
-        return f"{_shown(found)} cannot be; write {words}"
+        known = (words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
+        return f"{_shown(found)} cannot be; write {next(known, 'what fits ' + context['pattern'])}"
     if detail["loc"][:1] == ("env",) and kind == "string_type":
         return "the value is no text; write it in quotes"
     return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {_shown(found)}"

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from phalanx.errors import SpecError
 from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec_file import what_is_wrong
 from phalanx.ui import form
 from phalanx.ui.field_words import CHINESE
 from phalanx.ui.pages import Visiting
@@ -68,5 +69,5 @@ def _by_path(error: ValidationError) -> dict[str, str]:
     found = {}
     for one in error.errors():
         names = [part for part in one["loc"] if isinstance(part, str)]
-        found[".".join(names)] = one["msg"].removeprefix("Value error, ")
+        found[".".join(names)] = what_is_wrong(TrainingJob, one)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,8 @@ from starlette.exceptions import HTTPException
 
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, PhalanxError, StateError
 from phalanx.jobs.api.caller import TokenError
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.spec_file import what_is_wrong
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -64,8 +67,21 @@ def _raised(_: Request, error: Exception) -> JSONResponse:
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-    return _problem("SpecError", "\n".join(lines), 422)
+    found = error.errors()
+    bare = [one["loc"][1] for one in found if one["type"] == "extra_forbidden" and len(one["loc"]) == 2]
+    if any(one["loc"] == ("body", "spec") for one in found) and TrainingJob.model_fields.keys() & bare:
+        return _problem("SpecError", 'body: this is a job itself; put it under `spec`: {"spec": {...}}', 422)
+    return _problem("SpecError", "\n".join(map(_worded, found)), 422)
+
+
+def _worded(one: Any) -> str:
+    """What is wrong at one place; within a job, in the words of the command line."""
+    place, told = ".".join(map(str, one["loc"])), one["msg"]
+    if one["loc"][:2] == ("body", "spec") and len(one["loc"]) > 2:
+        told = what_is_wrong(TrainingJob, {**one, "loc": one["loc"][2:]})
+    elif one["type"] == "string_pattern_mismatch":
+        told = what_is_wrong(TrainingJob, one)
+    return f"{place}: {told}"
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:

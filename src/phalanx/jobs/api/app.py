@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from phalanx.jobs.api import configurations, jobs, people
+from phalanx.jobs.api import configurations, health, jobs, people
 from phalanx.jobs.api.answers import add_errors
 from phalanx.jobs.api.caller import Enter
+from phalanx.jobs.api.heads import Heads
 from phalanx.jobs.api.rates import Rates
 
 _BODY_LIMIT = 1 << 20
@@ -44,20 +45,30 @@ def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastA
         redoc_url=None,
     )
     app.state.enter = enter
+    app.state.requests = health.Requests()
     rates = Rates(per_second, burst)
 
     @app.middleware("http")
     async def limit(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
         """Refuse what is too much, and tell browsers what pages may do."""
         answer = _refusal(request, rates) or await call(request)
+        app.state.requests.add(request.method, answer.status_code)
         for name, value in _HEADERS.items():
             answer.headers.setdefault(name, value)
         return answer
 
+    app.add_middleware(Heads)
     for part in (jobs, configurations, people):
         app.include_router(part.routes, prefix="/api/v1")
+    app.include_router(health.routes)
+    app.add_api_route("/api/v1", _about, tags=["health"])
     add_errors(app)
     return app
+
+
+def _about() -> dict[str, str]:
+    """Say where the description of this interface is, and how to be let in."""
+    return {"openapi": "/api/v1/openapi.json", "authorization": "Bearer TOKEN, of `phalanx token add NAME`"}
 
 
 def _refusal(request: Request, rates: Rates) -> Response | None:

@@ -40,12 +40,9 @@ class Submitted(BaseModel):
     request: str | None = Field(default=None, max_length=200)
 
 
-class ToRender(BaseModel):
+class ToRender(Submitted):
     """A job to render; `full` leaves nothing out, so that its engine takes the text."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    spec: TrainingJob
     full: bool = False
 
 
@@ -53,6 +50,22 @@ class Rendered(BaseModel):
     """What a backend would be handed."""
 
     text: str
+
+
+class Waiting(BaseModel):
+    """How many jobs wait in a queue."""
+
+    backend: str
+    queue: str
+    jobs: int
+
+
+class Counted(BaseModel):
+    """How many jobs and attempts there are, by state, and how many jobs wait."""
+
+    jobs: dict[str, int]
+    attempts: dict[str, int]
+    waiting: list[Waiting]
 
 
 @routes.post("/jobs", status_code=201)
@@ -186,6 +199,14 @@ def usage(
 def plan(caller: Caller, job: str) -> str:
     """Return the picture of the Plan the job trains by, as SVG; empty if it left none."""
     return caller.plan(job)
+
+
+@routes.get("/counts")
+def counts(caller: Caller) -> Counted:
+    """Return how many jobs and attempts there are of those that the caller sees; /metrics has them for Prometheus."""
+    found = caller.counts()
+    waiting = [Waiting(backend=name, queue=queue, jobs=count) for (name, queue), count in found.waiting.items()]
+    return Counted(jobs=found.jobs, attempts=found.attempts, waiting=waiting)
 
 
 @routes.get("/machine")

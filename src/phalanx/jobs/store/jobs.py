@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from phalanx.cluster import messages
 from phalanx.errors import NotFoundError, StateError
-from phalanx.jobs.records import Attempt, Event, Failure, Job
+from phalanx.jobs.records import Attempt, Counts, Event, Failure, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State, may_follow
 from phalanx.jobs.store import tables
@@ -123,6 +123,22 @@ class JobRows(SecretRows):
             asked = asked.where(c.ended > ended_after)
         with self._reads() as connection:
             return [_job(row) for row in connection.execute(asked).mappings()]
+
+    def counts(self, workspaces: Collection[str] | None = None) -> Counts:
+        """Return how many jobs and attempts there are, in some workspaces or in all."""
+        c, a = tables.jobs.c, tables.attempts.c
+        mine = [] if workspaces is None else [c.workspace.in_(workspaces)]
+        jobs = select(c.state, func.count()).where(*mine).group_by(c.state)
+        attempts = select(a.state, func.count()).join(tables.jobs, a.job == c.id).where(*mine).group_by(a.state)
+        queue = c.spec["queue"].as_string()
+        waits = c.state.in_((State.QUEUED, State.RESTARTING))
+        waiting = select(c.backend, queue, func.count()).where(waits, *mine).group_by(c.backend, queue)
+        with self._reads() as connection:
+            return Counts(
+                {state: count for state, count in connection.execute(jobs)},
+                {state: count for state, count in connection.execute(attempts)},
+                {(backend, name): count for backend, name, count in connection.execute(waiting)},
+            )
 
     def last_change(self) -> int:
         """Return a number that is larger after a job was made or changed its state."""

@@ -1,0 +1,74 @@
+"""What others ask of the server: whether it lives (/healthz, no token), and what it counts (/metrics, Prometheus)."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from phalanx.jobs.api.answers import RESPONSES
+from phalanx.jobs.api.caller import Caller
+from phalanx.jobs.records import Counts
+from phalanx.jobs.states import State
+
+routes = APIRouter(tags=["health"])
+
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Requests:
+    """Counts answers by method and status; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def add(self, method: str, status: int) -> None:
+        """Count one answer."""
+        known = method if method in ("GET", "HEAD", "POST", "PUT", "DELETE") else "other"
+        with self._lock:
+            self._counts[known, status] += 1
+
+    def now(self) -> dict[tuple[str, int], int]:
+        """Return how many there were."""
+        with self._lock:
+            return dict(self._counts)
+
+
+@routes.get("/healthz", response_class=PlainTextResponse)
+def health() -> str:
+    """Say that the server answers; it looks at nothing, so that a slow disk or database makes nobody end it."""
+    return "ok\n"
+
+
+@routes.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)
+def metrics(request: Request, caller: Caller) -> PlainTextResponse:
+    """Return the numbers of the jobs that the caller sees, and of this server, as Prometheus reads them."""
+    found = "\n".join(_lines(caller.counts(), caller.machine(), request.app.state.requests.now()))
+    return PlainTextResponse(found + "\n", media_type=_TEXT)
+
+
+def _lines(
+    counts: Counts, machine: Mapping[str, tuple[float, float]], requests: Mapping[tuple[str, int], int]
+) -> Iterator[str]:
+    yield from _family("phalanx_jobs", "gauge", "Jobs by state.")
+    yield from (f'phalanx_jobs{{state="{state}"}} {counts.jobs.get(state, 0)}' for state in State)
+    yield from _family("phalanx_queue_length", "gauge", "Jobs that wait, by backend and queue.")
+    for (backend, queue), count in sorted(counts.waiting.items()):
+        yield f'phalanx_queue_length{{backend="{backend}",queue="{queue}"}} {count}'
+    yield from _family("phalanx_attempts", "gauge", "Attempts that are kept, by state.")
+    yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in State)
+    for name, column in (("phalanx_machine_given", 0), ("phalanx_machine_total", 1)):
+        yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, cards.")
+        yield from (f'{name}{{resource="{kind}"}} {found[column]:g}' for kind, found in machine.items())
+    yield from _family("phalanx_http_requests_total", "counter", "Answers of this server since it started.")
+    for (method, status), count in sorted(requests.items()):
+        yield f'phalanx_http_requests_total{{method="{method}",status="{status}"}} {count}'
+
+
+def _family(name: str, kind: str, meaning: str) -> Iterator[str]:
+    yield f"# HELP {name} {meaning}"
+    yield f"# TYPE {name} {kind}"
