@@ -107,6 +107,7 @@ def test_torchrun_starts_it_too(tmp_path: Path, runs: list[Launch]) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = python(tmp_path, *torchrun, TRAIN, *SHORT)
     assert done.returncode == 0, done.stderr
+    assert "nanobind" not in done.stderr  # which tells of objects that outlived the interpreter
     assert result(done.stdout) == pytest.approx(result(runs[1].out), rel=1e-5)
 
 

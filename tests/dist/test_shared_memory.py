@@ -82,6 +82,10 @@ def _reductions(gloo: dist.ProcessGroup, rank: int, size: int) -> None:
         ours = everyone[rank].clone()
         dist.all_reduce(ours, ReduceOp.AVG)
         same(ours, (everyone.sum(0, dtype=torch.promote_types(dtype, torch.float32)) / size).to(dtype))
+    for dtype in WHOLES:
+        ours = torch.full((37,), rank + 1, dtype=dtype)
+        dist.all_reduce(ours, ReduceOp.AVG)
+        assert ours.eq(size * (size + 1) // 2 // size).all()
     for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
         ours = numbers(37, torch.int32, rank)
         theirs = ours.clone()
@@ -276,15 +280,20 @@ def _asynchronous(rank: int, size: int) -> None:
         y = torch.ones(1)
         dist.all_reduce(y, group=part)
         assert y.item() == 2
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    dist.all_reduce(y := torch.ones(5), group=alone)
-    assert y.sum().item() == 5
+    # Torch names groups that their members make after the ranks: keys of the one before must not be taken for theirs.
+    for members in ([rank], [0, 1], [0, 1]):
+        if rank in members:
+            own = dist.new_group(members, use_local_synchronization=True)
+            assert own.carrier == "shm"
+            dist.all_reduce(y := torch.ones(5), group=own)
+            assert y.sum().item() == 5 * len(members)
+            dist.destroy_process_group(own)
 
 
 def _refused(size: int) -> None:
     """Calls that cannot work are errors before anything is sent, so the group goes on."""
-    with pytest.raises(ConfigError, match=r"all_reduce cannot take AVG of torch\.int64"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)
+    with pytest.raises(ConfigError, match=r"all_reduce cannot take AVG of torch\.bool"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
     with pytest.raises(ConfigError, match=r"no kernel for torch\.float8_e5m2"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
     with pytest.raises(ConfigError, match=f"all_gather over {size} ranks needs one tensor {size} times as long"):

@@ -189,6 +189,10 @@ def _several_hosts() -> None:
         x = torch.full((5,), rank + 1.0)
         assert dist.all_reduce(x, op, async_op=True).wait()
         assert x.eq(wanted).all()
+    whole = torch.full((5,), rank + 1)
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.eq((size + 1) // 2).all()
+    _tensors_with_gaps(rank, size)
     ddp = nn.parallel.DistributedDataParallel(network())
     train(ddp, batch(rank))
     equal(ddp.module.state_dict(), reference(size))
@@ -208,6 +212,20 @@ def _several_hosts() -> None:
         dist.all_reduce(x := torch.ones(3), group=near)
         assert x.eq(2).all()
     dist.barrier()
+
+
+def _tensors_with_gaps(rank: int, size: int) -> None:
+    """What gloo would read from the memory between the numbers, and write over it."""
+    for is_async in (False, True):
+        matrix = torch.full((3, 2), float(rank))
+        work = dist.broadcast(matrix[:, 0], size - 1, async_op=is_async)
+        assert work is None or work.wait()
+        assert matrix.tolist() == [[size - 1, rank]] * 3
+        matrix.fill_(rank + 1)
+        work = dist.reduce(matrix[:, 1], 0, async_op=is_async)
+        assert work is None or work.wait()
+        total = size * (size + 1) / 2 if rank == 0 else rank + 1
+        assert matrix.tolist() == [[rank + 1, total]] * 3
 
 
 def test_a_call_between_hosts_that_fails_is_told_to_the_rest_of_the_host():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -11,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx as px
 from phalanx.comm import shared_memory
+from phalanx.comm.labels import label_calls
+from phalanx.comm.shared_memory import native
 from phalanx.errors import PeerLostError
 from ranks import run_ranks
 
@@ -166,3 +171,46 @@ def _fork_and_end() -> None:
         time.sleep(0.5)  # longer than rank 1 takes to look whether rank 0 is there
     dist.barrier()
     px.comm.barrier()
+
+
+def test_who_keeps_a_group_waiting_is_said_and_a_monitored_barrier_names_all_that_are_missing():
+    outcomes = run_ranks(_wait_for_late_ranks, 3, env={"PHALANX_COLLECTIVE_TIMEOUT_S": "45"})
+    line, message = outcomes[0]
+    assert re.search(r"waiting since \d+ s: barrier for the test, call 1 of the group, on rank 0 \(", line)
+    assert re.search(r"waits for rank 1 \(.*\), rank 2 \(", line)
+    assert message.startswith("monitored_barrier: Timed out after 0.3 s: barrier")
+    assert re.search(r"waits for rank 1 \(.*\), rank 2 \(", message)
+    for late in outcomes[1:]:
+        assert "Timed out waiting for rank 1 (" in late[1]
+
+
+def _wait_for_late_ranks() -> tuple[str, str]:
+    rank = px.init().rank
+    world = dist.distributed_c10d._get_default_group()
+    for group in (world, dist.new_group([0, 1, 2]), init_device_mesh("cpu", (3,)).get_group()):
+        assert group._timeout == timedelta(seconds=45)
+    assert dist.new_group([0, 1, 2], timeout=timedelta(seconds=7))._timeout == timedelta(seconds=7)
+    store = world.get_group_store()
+    lines: list[str] = []
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            store.set("said", "")
+
+    if rank == 0:
+        native.SAY_AFTER_S = 0.05
+        logging.getLogger("phalanx.comm").addHandler(Watch())
+    else:
+        store.wait(["said"])
+    with label_calls("the test"):
+        dist.barrier()
+    if rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            world.monitored_barrier(timedelta(seconds=0.3))
+        store.set("over", "")
+        return lines[0], str(caught.value)
+    store.wait(["over"])
+    with pytest.raises(PeerLostError) as caught:
+        dist.barrier()
+    return "", str(caught.value)

@@ -79,6 +79,19 @@ def test_whole_numbers_wrap_as_torchs_do(dtype: torch.dtype):
         assert torch.equal(all_reduced(parts, op)[0], wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_mean_of_whole_numbers_is_their_sum_divided_towards_zero(dtype: torch.dtype):
+    parts = [torch.tensor([7, 0, 9, 100], dtype=dtype), torch.tensor([2, 5, -20, 100], dtype=dtype)]
+    total = parts[0] + parts[1]  # wraps around
+    for result in all_reduced(parts, ReduceOp.AVG):
+        assert torch.equal(result, total.div(2, rounding_mode="trunc"))
+
+
+def test_the_mean_over_more_ranks_than_a_byte_counts_is_right():
+    for result in all_reduced([torch.ones(1, dtype=torch.int8)] * 130, ReduceOp.AVG)[:1]:
+        assert result.item() == 0  # 130 wraps around to -126
+
+
 def test_all_ranks_get_the_same_bits():
     random = torch.Generator().manual_seed(0)
     results = all_reduced([torch.randn(1000, generator=random) for _ in range(4)], ReduceOp.AVG)

@@ -116,7 +116,8 @@ def init(role: Role | None = None, *, backend: str | None = None, timeout_s: flo
         role: Who this process is; when omitted read from the environment, or, where no launcher wrote one, from the
             process group that the script made itself.
         backend: torch backend name; PHALANX_BACKEND, or `shm` on CPU and `cpu:shm,cuda:nccl` with CUDA, when omitted.
-        timeout_s: Seconds to wait for the other ranks; 60 when omitted.
+        timeout_s: Seconds to wait for the other ranks here; 60 when omitted. How long a later call may wait for them is
+            PHALANX_COLLECTIVE_TIMEOUT_S.
 
     Raises:
         RoleError: If the environment is contradictory or incomplete; names the variables.

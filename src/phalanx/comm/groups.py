@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx.comm import process_group
 from phalanx.comm.agreement import agree
+from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
@@ -92,7 +93,7 @@ def group_of(parts: Sequence[Sequence[int]], purpose: str = "") -> Group:
 
 def _make(key: tuple[int, ...], backend: str | None, purpose: str = "") -> dist.ProcessGroup:
     if (key, purpose) not in _made.groups:
-        _made.groups[key, purpose] = dist.new_group(list(key), backend=backend)
+        _made.groups[key, purpose] = dist.new_group(list(key), backend=backend, timeout=collective_timeout())
         if dist.get_rank() in key:
             ring = len(_made.groups)
             process_group.log_group(

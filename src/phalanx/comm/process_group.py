@@ -20,6 +20,7 @@ from phalanx.cluster.rendezvous import Announcement, Expected, meet
 from phalanx.cluster.role import Role
 from phalanx.comm import shared_memory
 from phalanx.comm.store import JobStore, addresses_of, open_store, probe
+from phalanx.comm.timeouts import collective_timeout
 from phalanx.errors import ConfigError, RoleError, did_you_mean
 
 logger = logging.getLogger("phalanx.comm")
@@ -260,7 +261,9 @@ def _log_file(role: Role, rank: int) -> str:
 
 def _make_group(role: Role, store: JobStore, backend: str) -> None:
     torch_store = PrefixStore("group", store.torch_store)
-    dist.init_process_group(backend, store=torch_store, rank=role.rank, world_size=role.world_size)
+    dist.init_process_group(
+        backend, store=torch_store, rank=role.rank, world_size=role.world_size, timeout=collective_timeout()
+    )
 
 
 def _choose_interface(role: Role) -> None:

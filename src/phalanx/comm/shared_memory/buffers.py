@@ -25,8 +25,9 @@ TYPES: dict[torch.dtype, int] = {
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
 _OF_FRACTIONS = (*_LINEAR, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 _OF_WHOLES = (
-    ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR,
+    *_LINEAR, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR,
 )  # fmt: skip
+_OF_TRUTHS = tuple(op for op in _OF_WHOLES if op != ReduceOp.AVG)  # as NCCL
 _BYTE = TYPES[torch.uint8]
 
 
@@ -67,7 +68,10 @@ def reduction(op: Any, tensor: Tensor, verb: str) -> int:
         ConfigError: If it cannot be taken of this dtype.
     """
     kind = getattr(op, "op", op)
-    known = _LINEAR if tensor.is_complex() else _OF_FRACTIONS if tensor.is_floating_point() else _OF_WHOLES
+    known: tuple[Any, ...] = _LINEAR
+    if not tensor.is_complex():
+        known = _OF_TRUTHS if tensor.dtype is torch.bool else _OF_WHOLES
+        known = _OF_FRACTIONS if tensor.is_floating_point() else known
     if kind not in known:
         raise ConfigError(f"{verb} cannot take {kind.name} of {tensor.dtype}. Choose another operation or dtype.")
     return int(kind)

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from phalanx.comm.labels import current_label, label_calls
 from phalanx.comm.shared_memory import region
 from phalanx.comm.shared_memory.buffers import TYPES, to_reduce
+from phalanx.comm.shared_memory.native import Native
 from phalanx.errors import PeerLostError
 
 
@@ -84,6 +85,7 @@ class Between:
 
     def __init__(self, core: Any, store: Any, rank: int, by_host: list[list[int]], timeout: timedelta) -> None:
         self._core = core
+        self._native: Any = Native(core)
         host = next(i for i, ranks in enumerate(by_host) if rank in ranks)
         self._place, self._here = by_host[host].index(rank), len(by_host[host])
         self._size = sum(len(ranks) for ranks in by_host)
@@ -118,6 +120,7 @@ class Between:
     def close(self) -> None:
         """End; errands not begun are dropped."""
         self._core.close()
+        self._core = self._native = Ended()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._across is not None:
             self._across.shutdown()
@@ -139,20 +142,59 @@ class Between:
         address, _, code = to_reduce(flat, "all_reduce")
         places = [address + begin * flat.element_size() for begin in begins]
         own = places[self._place]
-        self._core.wait(self._core.reduce_scatter(places, own, counts, code, within))
+        self._native.wait(self._core.reduce_scatter(places, own, counts, code, within))
         if self._across is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.RedOpType(within))
             mine = flat.narrow(0, begins[self._place], counts[self._place])
             self._across.allreduce([mine], options).wait()
-        self._core.wait(self._core.all_gather(own, places, counts, code))
+        self._native.wait(self._core.all_gather(own, places, counts, code))
         if is_mean:
-            flat.div_(self._size)
+            flat.div_(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
 
     def _counts(self, length: int) -> list[int]:
         """How long the shard of each rank of this host is: the same cut on every host."""
         share, rest = divmod(length, self._shards)
         return [share + (i < rest) if i < self._shards else 0 for i in range(self._here)]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A work of another backend, as an operation of ours."""
+
+    work: Any
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.work.is_completed())
+
+
+class OfOthers:
+    """Waits for works of other backends as for operations of ours."""
+
+    def wait(self, operation: Foreign, timeout_s: float, /) -> None:
+        """Wait for the end; raises what ended it."""
+        if timeout_s:
+            operation.work.wait(timedelta(seconds=timeout_s))
+        else:
+            operation.work.wait()
+
+    def tend(self, operation: Foreign, /) -> None:
+        """Wait for the end; does not raise."""
+        with contextlib.suppress(Exception):
+            operation.work.wait()
+
+
+class Ended:
+    """In the place of the native group once a group has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse every call."""
+        raise RuntimeError("the process group was ended: no call of it works any more")
+
+    def close(self) -> None:
+        """Nothing is left to close."""
 
 
 @dataclass(frozen=True, slots=True)

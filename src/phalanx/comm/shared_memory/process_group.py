@@ -32,9 +32,10 @@ from phalanx.comm.shared_memory.buffers import (
     to_move,
     to_reduce,
 )
+from phalanx.comm.shared_memory.native import Native
 from phalanx.comm.shared_memory.torch_group import NamedGroup
 from phalanx.comm.shared_memory.work import Keeper, SharedWork
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")
 
@@ -55,7 +56,7 @@ class SharedMemoryGroup(NamedGroup):
         met = hosts.meet(self._store, self._rank, self._size, me, self._timeout)
         self._core = met.core
         self._between = met.between
-        self._carrier: Any = met.core or met.between
+        self._carrier: Any = Native(met.core) if met.core is not None else met.between
         self.carrier = met.carrier
         """What carries the tensors of the CPU, in words."""
 
@@ -75,6 +76,9 @@ class SharedMemoryGroup(NamedGroup):
         if self._between is not None:
             self._between.close()
         self._keeper.stop()
+        # Torch, meshes and caches may keep this object until the interpreter has ended, and the memory must not stay.
+        if self._core is not None:
+            self._core = self._carrier = hosts.Ended()
         for other in self._others.values():
             other.shutdown()
 
@@ -103,13 +107,15 @@ class SharedMemoryGroup(NamedGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Combine tensors over the ranks, in place at the root."""
         if (other := self._other(tensors[0])) is not None:
-            return other.reduce(tensors, opts)
+            return self._without_gaps(
+                tensors, opts, lambda memory: other.reduce(memory, opts), self._rank == opts.rootRank
+            )
         return self._reduced(tensors, opts, "reduce", lambda n, how: self._core.reduce(*n, how, opts.rootRank))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Give every rank the root's tensors."""
         if (other := self._other(tensors[0])) is not None:
-            return other.broadcast(tensors, opts)
+            return self._without_gaps(tensors, opts, lambda memory: other.broadcast(memory, opts), True)
         landing = Landing(tensors, keep_values=True)
         operations = [self._core.broadcast(*to_move(t), opts.rootRank) for t in landing.memory]
         return self._issued(operations, tensors, landing, opts, landing.then)
@@ -217,6 +223,29 @@ class SharedMemoryGroup(NamedGroup):
             return self._gloo().barrier(opts)
         return self._issued([self._core.barrier()], [], None, opts, None)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank is here; `torch.distributed.monitored_barrier` knows only gloo by name.
+
+        Args:
+            timeout: How long; that of the group when omitted.
+            wait_all_ranks: Has no effect where ranks share memory: all ranks that are missing are named.
+
+        Raises:
+            PeerLostError: If a rank does not come in time, on every rank that came; names those that did not.
+        """
+        timeout = timeout or self._timeout
+        if self._core is None:
+            self._gloo().monitored_barrier(timeout, wait_all_ranks)
+            return
+        barrier, seconds = self._core.barrier(), timeout.total_seconds()
+        if self._core.ends_within(barrier, seconds):
+            return
+        missing = self._core.missing_from(barrier)
+        try:
+            self._core.wait(barrier, 1e-3)  # ends the group, so that nobody waits for it
+        except PeerLostError as error:
+            raise PeerLostError(f"monitored_barrier: Timed out after {seconds:g} s: {missing or error}.") from None
+
     # Messages
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
@@ -270,6 +299,23 @@ class SharedMemoryGroup(NamedGroup):
                 return None
             return self._gloo()
         return self._others.get(tensor.device.type) or self._gloo()
+
+    def _without_gaps(
+        self, tensors: list[Tensor], opts: Any, issue: Callable[[list[Tensor]], Any], is_filled: bool
+    ) -> Any:
+        """Issue a call of another backend; gloo takes the memory of a tensor with gaps for its numbers.
+
+        Where the call fills no tensors of this rank, gloo would still leave sums of some ranks in them.
+        """
+        if not tensors[0].is_cpu or tensors[0].layout is not torch.strided:
+            return issue(tensors)
+        if not is_filled:
+            return issue([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
+        landing = Landing(tensors, keep_values=True)
+        work = issue(landing.memory)
+        if landing.then is None:
+            return work
+        return self._issued([hosts.Foreign(work)], tensors, landing, opts, landing.then, hosts.OfOthers())
 
     def _errands(self, tensors: list[Tensor], opts: Any) -> SharedWork | None:
         """Issue an all_reduce over several hosts; None for tensors that have to go another way."""
@@ -338,9 +384,15 @@ class SharedMemoryGroup(NamedGroup):
         return [rows // self._size] * self._size
 
     def _issued(
-        self, operations: list[Any], result: list[Tensor], held: object, opts: Any, then: Callable[[], None] | None
+        self,
+        operations: list[Any],
+        result: list[Tensor],
+        held: object,
+        opts: Any,
+        then: Callable[[], None] | None,
+        carrier: Any = None,
     ) -> SharedWork:
-        work = SharedWork(self._carrier, operations, result, held, then)
+        work = SharedWork(carrier or self._carrier, operations, result, held, then)
         if opts is not None and not opts.asyncOp and self._coalesced is None:
             work.wait()
         elif not work.is_completed():

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from phalanx.comm.timeouts import chosen_timeout
+
 NAME = "shm"
 """The backend's name in torch."""
 
@@ -30,7 +32,9 @@ class NamedGroup(_TorchGroup):  # type: ignore[misc]
         super().__init__(options.group_rank, options.group_size)
         self._rank: int = options.group_rank
         self._size: int = options.group_size
-        self._store, self._timeout = options.store, options.timeout
+        # A group that torch names after its ranks may be made again: the keys of the one before are still in the store.
+        made = options.store.add(f"made/{options.group_rank}", 1)
+        self._store, self._timeout = PrefixStore(str(made), options.store), chosen_timeout(options.timeout)
         self._group_name, self._group_description = str(options.group_id), "undefined"
         self._others: dict[str, Any] = {}
         if torch.cuda.is_available() and dist.is_nccl_available():

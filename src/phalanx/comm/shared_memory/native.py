@@ -1,0 +1,34 @@
+"""The native group of one host, as works wait for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+logger = logging.getLogger("phalanx.comm")
+
+SAY_AFTER_S = 10.0
+"""Seconds a caller waits until a line says for whom; the next lines come after twice as long each."""
+
+
+class Native:
+    """Carries operations out over a `phalanx._core.SharedGroup`, and says who keeps a caller waiting."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def wait(self, operation: Any, timeout_s: float = 0.0, /) -> None:
+        """Wait for the end; raises what ended it."""
+        if timeout_s:
+            self._core.wait(operation, timeout_s)
+            return
+        pause, start = SAY_AFTER_S, time.monotonic()
+        while not self._core.ends_within(operation, pause):
+            if missing := self._core.missing_from(operation):
+                logger.warning("waiting since %.0f s: %s", time.monotonic() - start, missing)
+            pause *= 2
+
+    def tend(self, operation: Any, /) -> None:
+        """Wait for the end in the background; does not raise."""
+        self._core.tend(operation)
