@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 import ssl
@@ -23,9 +24,9 @@ from phalanx.jobs import layout, usage
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, bind, serve
 from phalanx.jobs.client import Client
-from phalanx.jobs.records import Role
+from phalanx.jobs.records import Failure, Role
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import Cause, State
 from phalanx.jobs.usage import Sample, Usage
 
 pytestmark = pytest.mark.dist
@@ -353,3 +354,64 @@ def test_mistakes_in_a_request_are_told_in_words(server):
     assert "body.spec.comand: there is no such field. Did you mean 'command'?" in told
     assert "^[a-z0-9]" not in told
     assert httpx.get(f"{server.url}/api/v1").json()["openapi"] == "/api/v1/openapi.json"
+
+
+def _page(server: JobServer, token: str, path: str) -> httpx.Response:
+    cookies = {"phalanx_session": token}
+    return httpx.get(f"{server.url}/ui{path}", cookies=cookies, headers={"Accept": "text/html"})
+
+
+def test_pages_offer_what_a_role_allows(server):
+    job = server.queue("roles", owner="ada")
+    done = server.queue("roles", owner="ada")
+    server.start(done)
+    server.end(done)
+    for name, role, may in (("vic", Role.VIEWER, False), ("dev", Role.DEVELOPER, True)):
+        token = server.token(name, role)
+        texts = {path: _page(server, token, path).text for path in ("/w/default/", f"/jobs/{done.id}", "/w/default/codes")}
+        offers = ("New job", "Run again", "Change and submit", "phalanx code add")
+        for offer in offers:
+            assert any(offer in text for text in texts.values()) == may, (name, offer)
+        # Another's running job is for admins to stop.
+        assert "/stop" not in _page(server, token, f"/jobs/{job.id}").text
+    assert "/stop" in _page(server, server.token("boss", Role.ADMIN), f"/jobs/{job.id}").text
+    refused = _page(server, server.token("vera2", Role.VIEWER), "/w/default/new")
+    assert refused.status_code == 403
+    assert "to submit jobs takes developer" in refused.text
+    assert "sign-out" in refused.text
+    assert 'href="/ui/queue"' in refused.text
+
+
+def test_an_address_that_is_not_there_gets_a_page_that_is_one_of_ours(server):
+    for path in ("/nothing", "/jobs/none-xyz", "/w/default/?page=x", "/nothing/deeper"):
+        answer = _page(server, server.owner_token(), path)
+        assert answer.status_code == 404, path
+        assert "There is no such page" in answer.text
+        assert "sign-out" in answer.text
+    stranger = httpx.get(f"{server.url}/ui/nothing")
+    assert stranger.status_code == 404
+    assert "<main" in stranger.text
+    assert httpx.get(f"{server.url}/api/v1/nothing").json()["error"] == "HTTPError"
+
+
+def test_a_failed_job_opens_the_log_of_the_rank_that_failed(server):
+    job = server.queue("blamed")
+    folder = server.start(job)
+    (layout.logs(folder) / "workerlog.0").touch()
+    (layout.logs(folder) / "workerlog.1").write_text("the reason\n")
+    server.end(job, Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
+    token = server.owner_token()
+    assert "the reason" in _page(server, token, f"/jobs/{job.id}").text
+    other = _page(server, token, f"/jobs/{job.id}?rank=0").text
+    assert "the reason" not in other
+    assert 'data-empty="This rank wrote nothing."' in other
+
+
+def test_everything_that_a_rank_reports_is_in_the_table(server):
+    job = server.queue("reported")
+    folder = server.start(job)
+    event = {"time": 1.0, "step": 7, "loss": 0.5, "acc": 0.875, "phase": "<b>warm</b>"}
+    (layout.logs(folder) / "events.worker.0.jsonl").write_text(json.dumps(event) + "\n")
+    text = _page(server, server.owner_token(), f"/jobs/{job.id}").text
+    for shown in (">acc</th>", ">0.875</td>", ">phase</th>", "&lt;b&gt;warm&lt;/b&gt;"):
+        assert shown in text

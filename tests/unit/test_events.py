@@ -53,3 +53,25 @@ def test_reports_close_together_are_counted_and_not_written(path, stream):
 def test_anything_else_is_refused(stream, value, named):
     with pytest.raises(ConfigError, match=named):
         stream.report(loss=value)
+
+
+def test_rows_a_second_are_those_that_the_loader_counted_between_two_events(path, monkeypatch):
+    clock, rows = [100.0], [(0, 0)]
+    monkeypatch.setattr("phalanx.train.events.time.time", lambda: clock[0])
+    with contextlib.closing(EventStream(str(path), lambda: rows[0])) as stream:
+        for epoch, read, seconds in (
+            (0, 64, 0.0),
+            (0, 192, 0.5),
+            (0, 256, 0.1),
+            (0, 384, 0.4),
+            (1, 64, 1.0),
+            (1, 128, 1.0),
+        ):
+            clock[0] += seconds
+            rows[0] = (epoch, read)
+            stream.report(loss=1.0)
+        clock[0] += 1.0
+        stream.report(samples_per_s=7.0)
+    found = [strict(line).get("samples_per_s") for line in path.read_text().splitlines()]
+    # The third is too soon after the second; the epoch begins between the fourth and the fifth.
+    assert found == [None, 256.0, 384.0, None, 64.0, 7.0]

@@ -10,22 +10,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
+from phalanx import ui
 from phalanx.cli import group, shown
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, PhalanxError, SpecError
 from phalanx.jobs import layout, usage
 from phalanx.jobs.opening import opened
-from phalanx.jobs.records import Failure
+from phalanx.jobs.records import Actor, Failure, Role
 from phalanx.jobs.service import JobService
 from phalanx.jobs.service_protocol import Jobs
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
 from phalanx.jobs.usage import Sample
+from phalanx.ui.words import TABLE
 
 Phalanx = Callable[..., Result]
 
@@ -388,3 +391,72 @@ def test_listing_jobs_imports_neither_torch_nor_what_migrates_and_serves():
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     )
     assert not loaded & {"torch", "alembic", "fastapi", "httpx", "numpy"}
+
+
+def test_names_that_other_tools_give_commands_work_and_the_rest_is_told_the_nearest(command):
+    assert "workspace vision is made" in command("workspace", "create", "vision").output
+    assert "workspace speech is made" in command("job", "workspace", "create", "speech").output
+    job = submitted(command)
+    assert job in command("job", "status", job).output
+    assert "no command 'phalanx job sbumit'. Did you mean 'submit'?" in command("job", "sbumit", fails=True).output
+    assert (
+        "no command 'phalanx workspace member ad'. Did you mean 'add'"
+        in command(*("workspace", "member", "ad"), fails=True).output
+    )
+
+
+def test_a_member_of_one_workspace_need_not_name_it(command, store, monkeypatch):
+    store.create_workspace("vision")
+    store.put_member("vision", "ann", Role.DEVELOPER)
+
+    @contextmanager
+    def as_ann() -> Iterator[Jobs]:
+        yield JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=lambda _: None, remote=False)
+
+    monkeypatch.setattr(shown, "opened", as_ann)
+    made = command("job", "submit", "--name", "mnist", "--", "python", "train.py")
+    assert "in workspace vision, your only one" in made.stderr
+    assert store.job(made.stdout.strip()).workspace == "vision"
+    command("code", "add", "net", "git+https://example.org/net.git@main")
+    assert [one.name for one in store.configs("vision", "code")] == ["net"]
+    store.create_workspace("speech")
+    store.put_member("speech", "ann", Role.VIEWER)
+    with pytest.raises(SpecError, match=r"in several workspaces: speech, vision. Say which: -w NAME"):
+        command("secret", "list")
+
+
+def test_the_log_of_a_failed_job_is_that_of_the_rank_that_failed(command, store):
+    job = submitted(command)
+    store.begin_attempt(job)
+    write_log(store, job, "", rank=0)
+    write_log(store, job, "the reason\n", rank=1)
+    store.change(job, State.RUNNING)
+    store.change(job, State.FAILED, "x", failure=Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
+    found = command("job", "logs", job)
+    assert found.stdout == "the reason\n"
+    assert "The log of rank 1, which failed" in found.stderr
+    assert "wrote nothing" in command("job", "logs", job, "--rank", "0").stderr
+
+
+def commands_of_the_console() -> list[str]:
+    """Every command that a page of the console shows, with what stands for a value left as it is."""
+    said = " ".join(text for both in TABLE.values() for text in both)
+    source = "".join(path.read_text() for path in Path(ui.__file__).parent.rglob("*.py"))
+    quoted = re.findall(r'f?"(phalanx [^"]*)"', source)
+    return [*re.findall(r"`(phalanx [^`]+)`", said), *(re.sub(r"\{\w+\}", "default", one) for one in quoted)]
+
+
+@pytest.mark.parametrize("line", commands_of_the_console())
+def test_every_command_that_the_console_shows_is_one(line):
+    words = line.split()[1:]
+    found, context = phalanx, click.Context(phalanx, info_name="phalanx")
+    while isinstance(found, click.Group) and words:
+        _, found, words = found.resolve_command(context, words)
+        context = click.Context(found, parent=context, info_name=found.name)
+    assert not isinstance(found, click.Group), line
+    # Options, numbers of arguments and choices are checked here.
+    found.make_context(found.name, list(words), parent=context.parent)
+
+
+def test_the_console_shows_commands():
+    assert len(commands_of_the_console()) > 4

@@ -96,3 +96,12 @@ def test_the_budget_counts_every_attempt_after_the_first() -> None:
     attempts = [Attempt("n", number, State.FAILED) for number in (1, 2, 3)]
     assert [retried(spec, attempts[:count], hung(60)) for count in (1, 2, 3)] == [True, True, False]
     assert not retried(spec, attempts[:1], Failure(Cause.USER_CODE, "no"))
+
+
+def test_a_hang_names_the_rank_that_fell_silent_well_before_the_others() -> None:
+    found = hung(60, {"0": 100.0, "1": 70.0, "2": 101.0})
+    assert found.message.startswith("rank 1 fell silent first, 30 s before the others; no rank wrote a line")
+    assert found.rank == 1
+    for signs in ({}, {"0": 1.0}, {"0": 100.0, "1": 99.5}):
+        assert hung(60, signs).rank is None
+        assert hung(60, signs).message.startswith("no rank wrote a line")

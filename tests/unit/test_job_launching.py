@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import SpecError
-from phalanx.jobs.launching import Place, Start, own_hosts, start
+from phalanx.errors import BackendError, SpecError
+from phalanx.jobs.launching import Place, Start, apart, own_hosts, start
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch import machine, request
 from phalanx.launch.flags import command
@@ -134,6 +134,16 @@ def test_workers_beside_servers_compute_on_the_cards_that_the_job_asks_for(
 def test_what_no_node_could_start_is_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message.replace(".", r"\.")):
         started(**said)
+
+
+def test_nodes_on_one_machine_get_addresses_that_differ() -> None:
+    """As of two slurmd on one host, whose names are one address."""
+    assert apart(HOSTS, "j", 1) == HOSTS
+    found = apart(("10.0.0.1", "10.0.0.1"), "j", 1)
+    assert found == own_hosts("j", 1, 2)
+    assert len(set(found)) == 2
+    with pytest.raises(BackendError, match=r"nodes 0 and 2 have one address, 10.0.0.1, .* NodeAddr"):
+        apart(("10.0.0.1", "10.0.0.2", "10.0.0.1"), "j", 1)
 
 
 def test_every_attempt_on_this_machine_has_addresses_of_its_own() -> None:

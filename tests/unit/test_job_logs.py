@@ -151,3 +151,13 @@ def test_the_last_sign_is_the_newest_of_all_files(folder: Path) -> None:
     os.utime(write(folder, "a"), (5, 5))
     os.utime(write(folder, "a", "events.0.jsonl"), (9, 9))
     assert logs.last_sign(folder) == 9.0
+
+
+def test_each_rank_is_heard_of_by_its_log_or_its_events(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.mkdir()
+    times = {"workerlog.0": 5, "events.worker.0.jsonl": 9, "workerlog.1": 6, "serverlog.0": 7, "node-0.log": 8}
+    for name, time in times.items():
+        (folder / name).touch()
+        os.utime(folder / name, (time, time))
+    assert logs.signs(tmp_path) == {"0": 9.0, "1": 6.0}

@@ -9,7 +9,18 @@ from pathlib import Path
 import click
 
 from phalanx.cli.job_spec import code_of
-from phalanx.cli.shown import EITHER_SPELLING, jobs, json_flag, moment, show_named, talk, words, workspace_flag
+from phalanx.cli.shown import (
+    EITHER_SPELLING,
+    Verbs,
+    jobs,
+    json_flag,
+    moment,
+    show_named,
+    talk,
+    words,
+    workspace_flag,
+    workspace_of,
+)
 from phalanx.cluster import messages
 from phalanx.errors import SpecError
 from phalanx.jobs.records import Named
@@ -17,7 +28,7 @@ from phalanx.jobs.spec import Code, Dataset
 from phalanx.jobs.spec_file import validated
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def code() -> None:
     """Keep where code comes from under a name: `code: {name: NAME}` in a job."""
 
@@ -29,10 +40,11 @@ def code() -> None:
 @click.option("--subdir", help="Folder in it that commands are typed in.")
 @click.option("--secret", help="Secret whose value is the token for the repository.")
 @workspace_flag
-def add_code(name: str, source: str, workspace: str, **fields: str | None) -> None:
+def add_code(name: str, source: str, workspace: str | None, **fields: str | None) -> None:
     """Keep a repository (git+https://...) or a folder under a name; replaces what was there."""
     given = {field: value for field, value in fields.items() if value is not None}
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.put_code(workspace, name, validated(Code, code_of(source) | given))
     talk("kept", what=messages.text("code"), name=name, workspace=workspace)
 
@@ -40,9 +52,10 @@ def add_code(name: str, source: str, workspace: str, **fields: str | None) -> No
 @code.command("list")
 @workspace_flag
 @json_flag
-def list_codes(workspace: str, as_json: bool) -> None:
+def list_codes(workspace: str | None, as_json: bool) -> None:
     """List the code configurations of a workspace."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         listed = found.codes(workspace)
     rows = [
         [one.name, one.config["git"] or one.config["path"], one.config["ref"], one.config["subdir"]] for one in listed
@@ -53,14 +66,15 @@ def list_codes(workspace: str, as_json: bool) -> None:
 @code.command("rm")
 @click.argument("name")
 @workspace_flag
-def remove_code(name: str, workspace: str) -> None:
+def remove_code(name: str, workspace: str | None) -> None:
     """Remove a code configuration."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.remove_code(workspace, name)
     talk("removed", what=messages.text("code"), name=name)
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def dataset() -> None:
     """Keep where a dataset lies under a name: `datasets: [NAME]` in a job."""
 
@@ -76,11 +90,12 @@ def dataset() -> None:
 @click.option("--secret", help="s3, oss: secret with ACCESS_KEY_ID:ACCESS_KEY_SECRET.")
 @click.option("--writable", is_flag=True, help="Let jobs write to it.")
 @workspace_flag
-def add_dataset(name: str, uri: str, workspace: str, writable: bool, **fields: str | None) -> None:
+def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fields: str | None) -> None:
     """Keep a path, or an s3://, oss:// or https:// address, under a name; replaces what was there."""
     said = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
     given = {field: value for field, value in fields.items() if value is not None}
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.put_dataset(workspace, validated(Dataset, said | given))
     talk("kept", what=messages.text("dataset"), name=name, workspace=workspace)
 
@@ -88,9 +103,10 @@ def add_dataset(name: str, uri: str, workspace: str, writable: bool, **fields: s
 @dataset.command("list")
 @workspace_flag
 @json_flag
-def list_datasets(workspace: str, as_json: bool) -> None:
+def list_datasets(workspace: str | None, as_json: bool) -> None:
     """List the dataset configurations of a workspace."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         listed = found.datasets(workspace)
     rows = [[one.name, one.config["kind"], one.config["uri"], _mount(one)] for one in listed]
     show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, listed, as_json)
@@ -99,14 +115,15 @@ def list_datasets(workspace: str, as_json: bool) -> None:
 @dataset.command("rm")
 @click.argument("name")
 @workspace_flag
-def remove_dataset(name: str, workspace: str) -> None:
+def remove_dataset(name: str, workspace: str | None) -> None:
     """Remove a dataset configuration."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.remove_dataset(workspace, name)
     talk("removed", what=messages.text("dataset"), name=name)
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def secret() -> None:
     """Keep values that only ranks of jobs see; nothing shows them again."""
 
@@ -115,13 +132,14 @@ def secret() -> None:
 @click.argument("name")
 @click.option("--from-env", metavar="VARIABLE", help="Take the value of this environment variable.")
 @workspace_flag
-def add_secret(name: str, from_env: str | None, workspace: str) -> None:
+def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
     """Keep a value under a name: asked for on a terminal, read from standard input otherwise.
 
     It is never an argument: those are seen by everyone on this machine.
     """
     value = _value(name, from_env)
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.put_secret(workspace, name, value)
     talk("kept", what=messages.text("secret"), name=name, workspace=workspace)
 
@@ -129,9 +147,10 @@ def add_secret(name: str, from_env: str | None, workspace: str) -> None:
 @secret.command("list")
 @workspace_flag
 @json_flag
-def list_secrets(workspace: str, as_json: bool) -> None:
+def list_secrets(workspace: str | None, as_json: bool) -> None:
     """List the names of the secrets of a workspace."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         listed = found.secrets(workspace)
     show_named(
         [words()("name"), words()("created")], [[one.name, moment(one.created)] for one in listed], listed, as_json
@@ -141,9 +160,10 @@ def list_secrets(workspace: str, as_json: bool) -> None:
 @secret.command("rm")
 @click.argument("name")
 @workspace_flag
-def remove_secret(name: str, workspace: str) -> None:
+def remove_secret(name: str, workspace: str | None) -> None:
     """Remove a secret."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.remove_secret(workspace, name)
     talk("removed", what=messages.text("secret"), name=name)
 

@@ -13,8 +13,12 @@ _LOOK_S = 0.5
 _PART = 1 << 18
 
 
-def whole(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:
-    """Print what there is of a log."""
+def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None = None) -> None:
+    """Print what there is of a log: by default of the rank that failed, or of rank 0."""
+    if rank is None:
+        rank = _failed(jobs, job, attempt) or "0"
+        if rank != "0":
+            talk("job failed rank", rank=rank)
     end, _ = _print_from(jobs, job, rank, attempt, 0)
     if not end:
         others = jobs.logs_of(job, attempt=attempt)
@@ -22,6 +26,14 @@ def whole(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) 
         talk(written if jobs.job(job).state.terminal else "job no log", job=job, rank=rank)
         if others:
             talk("job other logs", names=", ".join(others))
+
+
+def _failed(jobs: Jobs, job: str, attempt: int | None) -> str | None:
+    """Return the rank to blame for the end of an attempt, by default the last, if it has a log."""
+    number = attempt or jobs.job(job).attempt
+    failures = [one.failure for one in jobs.attempts(job) if one.number == number]
+    rank = failures[0].rank if failures and failures[0] is not None else None
+    return str(rank) if rank is not None and str(rank) in jobs.logs_of(job, attempt=attempt) else None
 
 
 def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import click
 
+from phalanx.cli.shown import workspace_of
 from phalanx.cluster import messages
 from phalanx.errors import SpecError
+from phalanx.jobs.service_protocol import Jobs
 from phalanx.jobs.spec import Code, TrainingJob
 from phalanx.jobs.spec_file import read, validated
 
@@ -22,7 +24,7 @@ _FILES = (".yaml", ".yml", ".json")
 _FIELDS: dict[str, tuple[str, Any, str]] = {
     # flag: (field, type, help)
     "name": ("name", str, "Name of the job."),
-    "workspace": ("workspace", str, "Workspace it belongs to. Default: default."),
+    "workspace": ("workspace", str, "Workspace it belongs to. Default: default, or your only one."),
     "backend": ("backend", click.Choice(["local", "slurm", "kubernetes"]), "What runs it. Default: local."),
     "launch": ("launch", click.Choice(["phalanx", "torchrun", "env"]), "What starts the ranks. Default: phalanx."),
     "nodes": ("resources.nodes", int, "Machines. Default: 1."),
@@ -83,6 +85,13 @@ def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
     code = [] if said["code"] is None else [f"code={json.dumps(code_of(said['code']))}"]
     spec = read(sys.stdin.read() if standard_input else file, settings=[*code, *said["settings"]], flags=flags)
     return spec, Path.cwd() if file is None or standard_input else file.absolute().parent
+
+
+def placed(found: Jobs, spec: TrainingJob) -> TrainingJob:
+    """Return `spec` in the workspace it is meant for: where it names none, in the one that `workspace_of` finds."""
+    if "workspace" in spec.model_fields_set:
+        return spec
+    return spec.model_copy(update={"workspace": workspace_of(found, None)})
 
 
 def _pair(text: str) -> tuple[str, str]:

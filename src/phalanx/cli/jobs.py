@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from phalanx.cli import job_logs, job_shown
-from phalanx.cli.job_spec import spec_of, spec_options
-from phalanx.cli.shown import EITHER_SPELLING, jobs, json_flag, show_json, talk, words
+from phalanx.cli.job_spec import placed, spec_of, spec_options
+from phalanx.cli.shown import EITHER_SPELLING, Verbs, jobs, json_flag, show_json, talk, words
+from phalanx.cli.workspaces import workspace
 from phalanx.jobs.records import Job
 from phalanx.jobs.service_protocol import Jobs
 from phalanx.jobs.states import State
@@ -22,7 +23,7 @@ _STOPPED = 130
 _LOOK_S = 0.5
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def job() -> None:
     """Submit training, watch it, stop it, try it again."""
 
@@ -39,6 +40,7 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **said: Any) -> No
     """
     spec, base = spec_of(said)
     with jobs() as found:
+        spec = placed(found, spec)
         if dry_run:
             click.echo(found.render(spec, base=base))
             return
@@ -57,7 +59,7 @@ def render(full: bool, **said: Any) -> None:
     """Print what the backend would be handed for a job: a command, a batch script, a manifest."""
     spec, base = spec_of(said)
     with jobs() as found:
-        click.echo(found.render(spec, base=base, full=full))
+        click.echo(found.render(placed(found, spec), base=base, full=full))
 
 
 @job.command()
@@ -66,7 +68,7 @@ def run(**said: Any) -> None:
     """Submit a job, show the log of rank 0, and end with the job's exit code. Ctrl-C stops the job."""
     spec, base = spec_of(said)
     with jobs() as found:
-        made = found.submit(spec, base=base)
+        made = found.submit(placed(found, spec), base=base)
         talk("job queued", job=made.id)
         try:
             job_logs.follow(found, made.id)
@@ -118,11 +120,11 @@ def show(job: str, as_json: bool) -> None:
 @job.command()
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Go on while the job lives, across its attempts.")
-@click.option("--rank", help="Whose log, as 3, or a name that --list shows. Default: 0.")
+@click.option("--rank", help="Whose log, as 3, or a name that --list shows. Default: the rank that failed, or 0.")
 @click.option("--attempt", type=click.IntRange(1), help="Of this attempt. Default: the last.")
 @click.option("--list", "names_only", is_flag=True, help="List the names of the logs.")
 def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_only: bool) -> None:
-    """Print the log of a rank."""
+    """Print the log of a rank: of the one that failed, where one did."""
     with jobs() as found:
         if names_only:
             click.echo("\n".join(found.logs_of(job, attempt=attempt)))
@@ -133,7 +135,7 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
                 talk("job goes on", job=job)
                 sys.exit(_STOPPED)
         else:
-            job_logs.whole(found, job, rank=rank or "0", attempt=attempt)
+            job_logs.whole(found, job, rank=rank, attempt=attempt)
 
 
 @job.command()
@@ -184,6 +186,9 @@ def events(job: str, as_json: bool) -> None:
         show_json(listed)
     else:
         job_shown.events(listed)
+
+
+job.add_command(workspace)  # as others nest it
 
 
 def exit_code(job: Job) -> int:

@@ -19,9 +19,29 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cluster import messages
+from phalanx.errors import SpecError, did_you_mean
 from phalanx.jobs.opening import opened
 from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.spec import DEFAULT_WORKSPACE
 from phalanx.ui.words import Say, speaker
+
+ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "ls": "list"}
+"""What other tools call a command."""
+
+
+class Verbs(click.Group):
+    """The commands of one thing; takes other tools' names for them, and names the nearest for one that is not there."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command named first in `args`."""
+        known = ALIASES.get(args[0], "") if args[0] not in self.commands else ""
+        args = [known, *args[1:]] if known in self.commands else args
+        if args[0] not in self.commands:
+            ctx.fail(f"There is no command '{ctx.command_path} {args[0]}'.{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +52,9 @@ EITHER_SPELLING = {
 """Settings of a command: flags may be written with _ or -."""
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
-workspace_flag = click.option("-w", "--workspace", default="default", show_default=True, help="Where it is kept.")
+workspace_flag = click.option(
+    "-w", "--workspace", help="Where it is kept. Default: default, or the only workspace you are in."
+)
 
 
 @contextmanager
@@ -48,6 +70,23 @@ def jobs() -> Iterator[Jobs]:
             yield found
     finally:
         logger.removeHandler(handler)
+
+
+def workspace_of(found: Jobs, said: str | None) -> str:
+    """Return the workspace that a command is about: the one that was said, `default`, or else one's only one.
+
+    Raises:
+        SpecError: If it is none of these, and one is in several.
+    """
+    if said is not None:
+        return said
+    names = [one.name for one in found.workspaces()]
+    if DEFAULT_WORKSPACE in names or not names:
+        return DEFAULT_WORKSPACE
+    if len(names) > 1:
+        raise SpecError(messages.text("which workspace", names=", ".join(names)))
+    talk("workspace taken", name=names[0])
+    return names[0]
 
 
 @cache

@@ -6,6 +6,7 @@ import click
 
 from phalanx.cli.shown import (
     EITHER_SPELLING,
+    Verbs,
     jobs,
     json_flag,
     moment,
@@ -14,13 +15,14 @@ from phalanx.cli.shown import (
     talk,
     words,
     workspace_flag,
+    workspace_of,
 )
 from phalanx.cluster import messages
 from phalanx.jobs.quantities import to_seconds
 from phalanx.jobs.records import Role
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def workspace() -> None:
     """Make and remove workspaces: spaces of jobs, codes, datasets and secrets that only their members see."""
 
@@ -56,7 +58,7 @@ def remove_workspace(name: str, yes: bool) -> None:
     talk("removed", what=messages.text("workspace"), name=name)
 
 
-@workspace.group()
+@workspace.group(cls=Verbs)
 def member() -> None:
     """Say who may do what in a workspace: viewers look, developers submit, admins manage."""
 
@@ -65,9 +67,10 @@ def member() -> None:
 @click.argument("name")
 @click.argument("role", type=click.Choice([role.value for role in Role]))
 @workspace_flag
-def add_member(name: str, role: str, workspace: str) -> None:
+def add_member(name: str, role: str, workspace: str | None) -> None:
     """Make someone a member, or give a member another role."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.put_member(workspace, name, Role(role))
     talk("member put", name=name, role=role, workspace=workspace)
 
@@ -75,14 +78,15 @@ def add_member(name: str, role: str, workspace: str) -> None:
 @member.command("rm")
 @click.argument("name")
 @workspace_flag
-def remove_member(name: str, workspace: str) -> None:
+def remove_member(name: str, workspace: str | None) -> None:
     """End a membership."""
     with jobs() as found:
+        workspace = workspace_of(found, workspace)
         found.remove_member(workspace, name)
     talk("removed", what=messages.text("member"), name=name)
 
 
-@click.group(context_settings=EITHER_SPELLING)
+@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
 def token() -> None:
     """Make and end the tokens with which people and programs are known to `phalanx serve`."""
 

@@ -153,6 +153,15 @@ TABLE: dict[str, tuple[str, str]] = {
         "{job} goes on: phalanx job logs -f {job} shows it again, phalanx job stop {job} ends it.",
         "{job} 继续运行：phalanx job logs -f {job} 再次查看，phalanx job stop {job} 停止。",
     ),
+    "job failed rank": (
+        "The log of rank {rank}, which failed; --rank chooses another.",
+        "失败进程 {rank} 的日志；用 --rank 另选。",
+    ),
+    "which workspace": (
+        "You are in several workspaces: {names}. Say which: -w NAME.",
+        "您属于多个工作空间：{names}。请用 -w NAME 指明。",
+    ),
+    "workspace taken": ("in workspace {name}, your only one", "工作空间：{name}（您唯一的工作空间）"),
     "job no log": ("{job} has written nothing there yet.", "{job} 在此尚无日志。"),
     "job empty log": ("{job} wrote nothing to the log of {rank}.", "{job} 没有向 {rank} 的日志写入内容。"),
     "job unknown log": ("{job} has no log of {rank}.", "{job} 没有 {rank} 的日志。"),

@@ -79,9 +79,24 @@ def killed_for_memory(node: int, count: int) -> Failure:
     return Failure(Cause.OOM, f"the kernel killed {times} of this machine because memory ran out", node)
 
 
-def hung(silent_s: float) -> Failure:
-    """Return the failure of an attempt all of whose ranks have been silent for too long."""
-    return Failure(Cause.HANG, f"no rank wrote a line or a run event for {silent_s:.0f} s (retries.hang_after)")
+FIRST_S = 2.0
+"""How much earlier than all others a rank must fall silent to be named: the rest stop when they wait for it."""
+
+
+def hung(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
+    """Return the failure of an attempt all of whose ranks have been silent for too long.
+
+    Args:
+        silent_s: For how long.
+        signs: When the log or the run events of each rank last grew, in seconds since the epoch, by name of its log.
+    """
+    told = f"no rank wrote a line or a run event for {silent_s:.0f} s (retries.hang_after)"
+    order = sorted((signs or {}).items(), key=lambda one: one[1])
+    if len(order) < 2 or order[1][1] - order[0][1] < FIRST_S:
+        return Failure(Cause.HANG, told)
+    name, earlier = order[0][0], order[1][1] - order[0][1]
+    told = f"rank {name} fell silent first, {earlier:.0f} s before the others; {told}"
+    return Failure(Cause.HANG, told, rank=int(name) if name.isdigit() else None)
 
 
 def overdue(limit_s: float) -> Failure:

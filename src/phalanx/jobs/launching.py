@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.errors import SpecError
+from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.command import python_command
 from phalanx.jobs.spec import TrainingJob
 
@@ -65,6 +65,29 @@ def own_hosts(job: str, attempt: int, count: int) -> tuple[str, ...]:
     first, second = hashlib.sha256(f"{job}/{attempt}".encode()).digest()[:2]
     # 127.0 is left to everybody else.
     return tuple(f"127.{first or 1}.{second}.{node + 1}" for node in range(count))
+
+
+def apart(hosts: tuple[str, ...], job: str, attempt: int) -> tuple[str, ...]:
+    """Return addresses of nodes that differ: those of `hosts`, or where all are one machine, of loopback's network.
+
+    Args:
+        hosts: Addresses by node, as their names resolve.
+        job: The job's id.
+        attempt: Number of the attempt.
+
+    Raises:
+        BackendError: If some nodes share an address and others do not, so that no launcher could tell them apart.
+    """
+    if len(set(hosts)) == len(hosts):
+        return hosts
+    if len(set(hosts)) == 1:
+        return own_hosts(job, attempt, len(hosts))
+    shared = next(host for host in hosts if hosts.count(host) > 1)
+    nodes = " and ".join(str(node) for node, host in enumerate(hosts) if host == shared)
+    raise BackendError(
+        f"nodes {nodes} have one address, {shared}, and others have another. Give each node an address of its own "
+        "(Slurm: NodeAddr), or ask for fewer nodes with more procs_per_node."
+    )
 
 
 def program(command: str) -> tuple[tuple[str, ...], dict[str, str]]:

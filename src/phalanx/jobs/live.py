@@ -191,7 +191,7 @@ class Live:
             return
         silent = now - max(started.timestamp(), logs.last_sign(self.folder))
         if silent > patience:
-            self._blame(hung(silent))
+            self._blame(hung(silent, logs.signs(self.folder)))
 
     def _blame(self, failure: Failure) -> None:
         if self._blamed is None:

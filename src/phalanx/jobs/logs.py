@@ -137,6 +137,17 @@ def last_sign(folder: Path) -> float:
     return max((file.stat().st_mtime for file in _all(folder)), default=0.0)
 
 
+def signs(folder: Path) -> dict[str, float]:
+    """Return when the log or the run events of each rank last grew, in seconds since the epoch, by name of its log."""
+    found: dict[str, float] = {}
+    for name in names(folder):
+        files = [_path(folder, name), layout.logs(folder) / f"events.worker.{name}.jsonl"]
+        times = [file.stat().st_mtime for file in files if file is not None and file.is_file()]
+        if name.isdigit() and times:
+            found[name] = max(times)
+    return found
+
+
 def cap(folder: Path) -> None:
     """Give back the middle of every log that takes more than CAP_BYTES on disk."""
     for path in _all(folder):

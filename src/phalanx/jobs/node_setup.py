@@ -12,7 +12,7 @@ from phalanx.errors import BackendError, PhalanxError
 from phalanx.jobs import attempt
 from phalanx.jobs.attempt import Order
 from phalanx.jobs.code import materialise
-from phalanx.jobs.launching import Place
+from phalanx.jobs.launching import Place, apart
 from phalanx.jobs.trees import unpack
 from phalanx.launch import machine
 
@@ -95,7 +95,8 @@ class Setup:
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
         variables, before = self._data(cwd) if spec.datasets else ({}, ())
         self.doing = "waiting for the names of all nodes"
-        hosts = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
+        found = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
+        hosts = apart(found, self._order.job, self._order.attempt)
         return Prepared(cwd, hosts, variables, before)
 
     def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -55,6 +55,8 @@ Seconds = Annotated[
     float, BeforeValidator(to_seconds), WithJsonSchema({"type": ["string", "number"], "examples": ["90s", "1h30m"]})
 ]
 
+DEFAULT_WORKSPACE = "default"
+
 OURS = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PHALANX_CHECKPOINT_DIR")
 )
@@ -286,7 +288,7 @@ class TrainingJob(_Model):
     kind: Literal["TrainingJob"] = "TrainingJob"
     name: Name
     """Small letters, digits and dashes, 40 at most; the id of a job begins with it."""
-    workspace: Name = "default"
+    workspace: Name = DEFAULT_WORKSPACE
     """The workspace that the job and what it names belong to."""
     command: Annotated[str, AfterValidator(checked_command)]
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""

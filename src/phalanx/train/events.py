@@ -20,15 +20,19 @@ EVENTS_VARIABLE = "PHALANX_EVENTS_FILE"
 MIN_INTERVAL_S = 0.2
 """Reports closer together than this are counted, not written, so that reporting costs nothing per step."""
 
+RowsRead = Callable[[], tuple[int, int] | None]
+"""Returns an epoch and the rows of it that all ranks have read; None where nobody counts them."""
+
 Facts = Callable[[], Mapping[str, float | int | str]]
 
 
 class EventStream:
     """Appends events to one file; does nothing when there is no file to append to."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, rows_read: RowsRead = lambda: None) -> None:
         self._file: io.FileIO | None = _opened(path) if path else None
         self._last_time = 0.0
+        self._rows_read, self._rows = rows_read, None
         self._step = -1
         self.facts: Facts | None = None
         """Called for each event that is written: what else it holds."""
@@ -39,14 +43,21 @@ class EventStream:
         now = time.time()
         if self._file is None or now - self._last_time < MIN_INTERVAL_S:
             return False
-        self._last_time = now
+        before, self._last_time = self._last_time, now
         event = {
             "time": round(now, 3),
             "step": self._step,
-            **{name: _plain(name, v) for name, v in values.items()},
-            **(self.facts() if self.facts is not None else {}),
+            **(self.facts() if self.facts is not None else self._speed(now - before)),
         }
+        event |= {name: _plain(name, v) for name, v in values.items()}  # what a script says itself goes first
         return _written(self._file, json.dumps(event) + "\n")
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        """Rows of all ranks a second since the last event, where both lie in one epoch of a loader that counts them."""
+        before, self._rows = self._rows, self._rows_read()
+        if before is None or self._rows is None or before[0] != self._rows[0] or self._rows[1] <= before[1]:
+            return {}
+        return {"samples_per_s": round((self._rows[1] - before[1]) / seconds, 1)}
 
     def close(self) -> None:
         """Close the file; reports afterwards are counted only."""
@@ -126,8 +137,17 @@ def report_run(step: int, loss: torch.Tensor) -> bool:
 def _own() -> EventStream:
     global _stream
     if _stream is None:
-        _stream = EventStream(os.environ.get(EVENTS_VARIABLE))
+        _stream = EventStream(os.environ.get(EVENTS_VARIABLE), _rows_read)
     return _stream
+
+
+def _rows_read() -> tuple[int, int] | None:
+    watch = sys.modules.get("phalanx.parallel.watch")  # there if something is distributed
+    loader = None if watch is None else watch.assembly.loader
+    if loader is None or loader.has_batch_sampler:
+        return None  # its batches are counted, not their rows
+    here = loader.state_dict()
+    return here["epoch"], here["position"] * here["global_batch"]
 
 
 def _plain(name: str, value: Any) -> float | int | str:

@@ -8,14 +8,16 @@ from typing import Annotated
 from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Form, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from phalanx.errors import AccessError, NotFoundError, PhalanxError
 from phalanx.jobs.api.answers import status_of
 from phalanx.jobs.api.caller import TokenError, enter
 from phalanx.ui import pages, submit_page
-from phalanx.ui.visitor import COOKIE, ROOT, check_origin, keep_language, language, plain_page
+from phalanx.ui.visitor import COOKIE, ROOT, check_origin, keep_language, language, plain_page, visitor
 from phalanx.ui.words import LANGUAGES, speaker
 
 routes = APIRouter(include_in_schema=False)
@@ -40,6 +42,30 @@ def _show_errors(app: FastAPI) -> None:
         return _error_page(request, error)
 
     app.add_exception_handler(PhalanxError, shown)
+    for kind in (HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _page_instead(app.exception_handlers[kind]))  # type: ignore[arg-type]
+
+
+def _page_instead(answer: Callable[[Request, Exception], Response]) -> Callable[[Request, Exception], Response]:
+    """Return what shows errors of the framework as pages under the console's address."""
+
+    def shown(request: Request, error: Exception) -> Response:
+        if not request.url.path.startswith(f"{ROOT}/"):
+            return answer(request, error)
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        say = speaker(language(request))
+        problem = str(error.detail) if isinstance(error, HTTPException) and status != 404 else say("not found")
+        return _problem_page(request, status, problem)
+
+    return shown
+
+
+def _problem_page(request: Request, status: int, problem: str) -> Response:
+    """Return a page that says what went wrong, with everything around it for who has signed in."""
+    try:
+        return visitor(request).page("problem.html", status, problem=problem)
+    except PhalanxError:
+        return plain_page(request, "problem.html", status, problem=problem)
 
 
 def _error_page(request: Request, error: PhalanxError) -> Response:
@@ -54,7 +80,7 @@ def _error_page(request: Request, error: PhalanxError) -> Response:
         return plain_page(request, "sign_in.html", 401, problem=str(error), back=f"{ROOT}/")
     say = speaker(language(request))
     problem = say("not found") if isinstance(error, NotFoundError) else str(error)
-    return plain_page(request, "problem.html", status_of(error), problem=problem)
+    return _problem_page(request, status_of(error), problem)
 
 
 @routes.get("/sign-in")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import yaml
@@ -24,6 +25,8 @@ PageNumber = Annotated[int, Query(ge=1, le=10_000)]
 AttemptNumber = Annotated[int | None, Query(ge=1, le=2**31)]
 
 _ROWS = 50
+_COLUMNS = 30
+"""Most values of a report that are shown: a script may report as many as it likes."""
 _LIVE = tuple(state for state in State if not state.terminal)
 
 
@@ -68,7 +71,8 @@ def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str =
     found = who.jobs.job(job)
     number = attempt or found.attempt or 1
     ranks = who.jobs.logs_of(job, attempt=number) if found.attempt else []
-    chosen = rank if rank in ranks else (ranks[0] if ranks else "")
+    head = _head(who, found)
+    chosen = next((one for one in (rank, _failing(head["attempts"], number), *ranks) if one in ranks), "")
     log = who.jobs.log(job, rank=chosen, attempt=number, offset=-LOG_START) if chosen else None
     said = TrainingJob.model_validate(found.spec).model_dump(mode="json", exclude_defaults=True)
     spec = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
@@ -80,31 +84,48 @@ def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str =
         "picture": bool(who.jobs.plan(job)),
     }
     who.workspace = found.workspace
-    return who.page("job.html", place="jobs", attempt=number, **_head(who, found), **values)
+    return who.page("job.html", place="jobs", attempt=number, **head, **values)
+
+
+def _failing(attempts: list[Attempt], number: int) -> str:
+    """Return the name of the log of the rank to blame for the end of an attempt; empty where none is."""
+    ranks = [one.failure.rank for one in attempts if one.number == number and one.failure is not None]
+    return "" if not ranks or ranks[0] is None else str(ranks[0])
 
 
 def _head(who: Visitor, job: Job) -> dict[str, Any]:
     attempts: list[Attempt] = who.jobs.attempts(job.id)
     events = who.jobs.events(job.id)
+    reports = _last_reports(who, job) if job.attempt else []
     return {
         "job": job,
+        "may_stop": who.may_stop(job),
+        "may_submit": who.may_submit(job.workspace),
         "attempts": attempts,
         "events": events,
         "states": list(State),
         "phases": show.phases(events, job.ended),
-        "reports": _last_reports(who, job) if job.attempt else [],
+        "reports": reports,
+        "columns": _columns(event for _, event in reports),
         "grace": show.length(float(job.spec.get("grace", 30))),
     }
 
 
 def _last_reports(who: Visitor, job: Job) -> list[tuple[str, dict[str, Any]]]:
-    """The last event of each rank, every value that is not there as None."""
+    """The last event of each rank."""
     found = []
     for rank in who.jobs.reporting(job.id):
         events = who.jobs.reports(job.id, rank=rank, offset=-4096).events
         if events:
-            found.append((rank, {"loss": None, "samples_per_s": None, **events[-1]}))
+            found.append((rank, events[-1]))
     return found
+
+
+def _columns(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Names of what was reported, with those of every training first."""
+    names = dict.fromkeys(name for event in events for name in event if name not in ("time", "step"))
+    first = ("loss", "samples_per_s")
+    return [*first, *(name for name in names if name not in first)][:_COLUMNS]
 
 
 @routes.get("/jobs/{job}/head")
@@ -220,7 +241,7 @@ def datasets(who: Visiting, workspace: str) -> Response:
         {"name": one.name, "kind": one.config.get("kind"), "where": one.config.get("uri"), "created": one.created}
         for one in who.jobs.datasets(workspace)
     ]
-    command = f"phalanx dataset add NAME --workspace {workspace} --uri PATH_OR_ADDRESS"
+    command = f"phalanx dataset add NAME PATH_OR_ADDRESS --workspace {workspace}"
     return who.page("configs.html", place="datasets", configs=configs, command=command)
 
 
@@ -237,5 +258,5 @@ def codes(who: Visiting, workspace: str) -> Response:
         }
         for one in who.jobs.codes(workspace)
     ]
-    command = f"phalanx code add NAME --workspace {workspace} --git URL --ref main"
+    command = f"phalanx code add NAME git+https://HOST/REPOSITORY.git@main --workspace {workspace}"
     return who.page("configs.html", place="codes", configs=configs, command=command)

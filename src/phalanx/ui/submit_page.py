@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response
 from pydantic import ValidationError
 
-from phalanx.errors import SpecError
+from phalanx.errors import AccessError, NotFoundError, SpecError
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.spec_file import what_is_wrong
 from phalanx.ui import form
@@ -28,6 +28,7 @@ _HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
 @routes.get("/w/{workspace}/new")
 def form_page(who: Visiting, workspace: str, like: str = "") -> Response:
     """Show the form, filled in from the job `like` if there is one."""
+    _check_role(who, workspace)
     filled = form.filled_from(_SCHEMA, who.jobs.job(like).spec) if like else {}
     return _form(who, filled, {}, "", secrets.token_hex(8))
 
@@ -39,6 +40,17 @@ async def submit(request: Request, who: Visiting, workspace: str) -> Response:
     filled = {name: value for name, value in sent.items() if isinstance(value, str)}
     key = filled.pop("request", "")
     return await run_in_threadpool(_submit, who, workspace, filled, key)
+
+
+def _check_role(who: Visitor, workspace: str) -> None:
+    if workspace not in who.workspaces:
+        raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
+    if not who.may_submit(workspace):
+        name, role = who.actor.name, who.roles[workspace]
+        raise AccessError(
+            f"{name} is {role} in workspace {workspace!r}; to submit jobs takes developer. An admin of it can change "
+            f"that: phalanx workspace member add {name} developer -w {workspace}."
+        )
 
 
 def _submit(who: Visitor, workspace: str, filled: dict[str, str], key: str) -> Response:

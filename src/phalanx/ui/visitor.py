@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse
 
 from phalanx.errors import AccessError
 from phalanx.jobs.api.caller import TokenError, enter
+from phalanx.jobs.records import Actor, Job, Role
 from phalanx.jobs.service_protocol import Jobs
 from phalanx.ui import show, words
 
@@ -55,14 +56,30 @@ class Visitor:
 
     Attributes:
         jobs: What they may ask.
-        workspaces: Names of the workspaces they see.
+        actor: Who they are.
+        roles: What they may do, by the workspaces they see.
         workspace: The one the pages are about.
     """
 
     request: Request
     jobs: Jobs
-    workspaces: list[str]
+    actor: Actor
+    roles: dict[str, Role]
     workspace: str
+
+    @property
+    def workspaces(self) -> list[str]:
+        """Names of the workspaces they see."""
+        return list(self.roles)
+
+    def may_submit(self, workspace: str | None = None) -> bool:
+        """Return whether they may submit jobs in a workspace, by default the one the pages are about."""
+        return self.roles.get(workspace or self.workspace) in (Role.DEVELOPER, Role.ADMIN)
+
+    def may_stop(self, job: Job) -> bool:
+        """Return whether they may stop a job: their own, or as an admin anyone's."""
+        own = job.owner == self.actor.name and self.may_submit(job.workspace)
+        return own or self.roles.get(job.workspace) is Role.ADMIN
 
     def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """Return a page, or a part of one, made for this visitor."""
@@ -73,7 +90,8 @@ class Visitor:
             ("datasets", f"{at}/datasets"),
             ("codes", f"{at}/codes"),
         )
-        around = {"actor": self.jobs.whoami(), "places": places, "workspaces": self.workspaces, "home": f"{at}/"}
+        around = {"actor": self.actor, "places": places, "workspaces": self.workspaces, "home": f"{at}/"}
+        around["may_submit"] = self.may_submit()
         answer = plain_page(self.request, template, status, **{"workspace": self.workspace, **around, **values})
         answer.set_cookie(_WORKSPACE, self.workspace, max_age=_YEAR_S, samesite="strict", httponly=True)
         return answer
@@ -91,8 +109,11 @@ def visitor(request: Request) -> Visitor:
     if not token:
         raise TokenError("Sign in first.")
     jobs = enter(request, token)
-    names = [one.name for one in jobs.workspaces()]
-    return Visitor(request, jobs, names, _workspace(request, names))
+    actor = jobs.whoami()
+    roles = {
+        one.name: Role.ADMIN if actor.owner else one.members.get(actor.name, Role.VIEWER) for one in jobs.workspaces()
+    }
+    return Visitor(request, jobs, actor, roles, _workspace(request, list(roles)))
 
 
 def _workspace(request: Request, names: list[str]) -> str:

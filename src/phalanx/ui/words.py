@@ -57,9 +57,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "logs": ("Logs", "日志"),
     "follow": ("Follow", "跟随"),
     "no logs": ("No rank has written anything yet.", "尚无任何进程输出。"),
+    "empty log": ("This rank wrote nothing.", "该进程没有输出。"),
+    "quiet log": ("This rank has written nothing yet.", "该进程尚无输出。"),
     "dropped": (
-        "Older lines are not shown; `phalanx job logs` has them all.",
-        "较早的行未显示；`phalanx job logs` 可查看全部。",
+        "Older lines are not shown; `phalanx job logs JOB` has them all.",
+        "较早的行未显示；`phalanx job logs JOB` 可查看全部。",
     ),
     "charts": ("Loss and speed", "损失与速度"),
     "loss": ("loss", "损失"),

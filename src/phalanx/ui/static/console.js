@@ -2,6 +2,9 @@
 "use strict";
 
 const EVERY_MS = 2000;
+const MOST_CHARTS = 20; // beside loss and speed
+// Of a report, what has a chart of its own, is an axis or only counts up; the table of last reports has it.
+const COUNTS = new Set(["time", "step", "loss", "samples_per_s", "pace", "epoch", "samples", "train_s", "compile_s"]);
 const LOG_LIMIT = 400000; // characters kept of a log
 
 // Times in the reader's own zone; the server writes UTC.
@@ -136,9 +139,12 @@ if (charts) {
       ranks.set(one.rank, known);
     }
     over("loss", (event) => event.loss);
-    const told = [...ranks.values()].some((one) => one.points.some((event) => typeof event.samples_per_s === "number"));
-    if (told) over("speed", (event) => event.samples_per_s);
+    const events = [...ranks.values()].flatMap((one) => one.points);
+    if (events.some((event) => typeof event.samples_per_s === "number")) over("speed", (event) => event.samples_per_s);
     else over("pace", (event) => event.pace);
+    // What else the script reports; a value that is no number is in the table of last reports.
+    const names = new Set(events.flatMap((event) => Object.keys(event).filter((name) => typeof event[name] === "number" && !COUNTS.has(name))));
+    for (const name of [...names].slice(0, MOST_CHARTS)) draw(`reported ${name}`, name, linesOf(ranks, (event) => event.step, (event) => event[name]));
   });
 }
 
