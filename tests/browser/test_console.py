@@ -206,9 +206,17 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
     open_browser.get(f"{server.url}/ui/w/secret-things/")
     assert "hidden" not in _text(open_browser)
     open_browser.get(f"{server.url}/ui/jobs/{job.id}")
-    open_browser.execute_script("document.querySelector('[data-question]').removeAttribute('data-question')")
-    open_browser.find_element(By.CSS_SELECTOR, "button.danger").click()
-    _until(open_browser, lambda: "vera is viewer" in _text(open_browser))
+    assert open_browser.find_elements(By.CSS_SELECTOR, "main form, main .actions > *") == []
+    open_browser.get(f"{server.url}/ui/w/default/new")
+    assert "vera is viewer" in _text(open_browser)
+    assert open_browser.find_elements(By.CSS_SELECTOR, "header nav a")
+    # What no page offers is refused all the same.
+    open_browser.get(f"{server.url}/ui/jobs/{job.id}")
+    post = (
+        "const form = document.createElement('form'); form.method = 'post'; form.action = location.pathname + '/stop'"
+    )
+    open_browser.execute_script(f"{post}; document.body.append(form); form.submit()")
+    _until(open_browser, lambda: "vera is viewer" in _text(open_browser) and "stop" in open_browser.current_url)
     assert server.store.job(job.id).state is State.QUEUED
 
 

@@ -32,7 +32,8 @@ class EventStream:
     def __init__(self, path: str | None, rows_read: RowsRead = lambda: None) -> None:
         self._file: io.FileIO | None = _opened(path) if path else None
         self._last_time = 0.0
-        self._rows_read, self._rows = rows_read, None
+        self._rows_read = rows_read
+        self._rows: tuple[int, int] | None = None
         self._step = -1
         self.facts: Facts | None = None
         """Called for each event that is written: what else it holds."""

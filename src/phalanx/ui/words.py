@@ -56,6 +56,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "exit code": ("Exit code", "退出码"),
     "logs": ("Logs", "日志"),
     "follow": ("Follow", "跟随"),
+    "no logs ended": ("No rank wrote anything.", "没有任何进程输出。"),
     "no logs": ("No rank has written anything yet.", "尚无任何进程输出。"),
     "empty log": ("This rank wrote nothing.", "该进程没有输出。"),
     "quiet log": ("This rank has written nothing yet.", "该进程尚无输出。"),
@@ -63,7 +64,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "Older lines are not shown; `phalanx job logs JOB` has them all.",
         "较早的行未显示；`phalanx job logs JOB` 可查看全部。",
     ),
-    "charts": ("Loss and speed", "损失与速度"),
+    "charts": ("Loss, speed and what else is reported", "损失、速度与其他上报"),
     "loss": ("loss", "损失"),
     "samples_per_s": ("samples/s", "样本/秒"),
     "steps_per_s": ("steps/s", "步/秒"),
@@ -71,6 +72,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "no charts": (
         "Nothing reported yet. Model.train reports by itself; in a loop of your own call phalanx.report(loss=loss).",
         "尚无上报。Model.train 会自动上报；自写训练循环请调用 phalanx.report(loss=loss)。",
+    ),
+    "no charts ended": (
+        "Nothing was reported. Model.train reports by itself; in a loop of your own call phalanx.report(loss=loss).",
+        "没有上报。Model.train 会自动上报；自写训练循环请调用 phalanx.report(loss=loss)。",
     ),
     "usage": ("Resources used", "资源使用"),
     "cpu used": ("processor cores", "处理器（核）"),
@@ -81,6 +86,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "no usage": (
         "Nothing measured yet. Nodes here and on Slurm tell what their processes use every 5 s; pods do not.",
         "尚无数据。本机与 Slurm 的节点每 5 秒上报其进程的资源使用；Kubernetes 的 Pod 不上报。",
+    ),
+    "no usage ended": (
+        "Nothing was measured. Nodes here and on Slurm tell what their processes use every 5 s; pods do not.",
+        "没有数据。本机与 Slurm 的节点每 5 秒上报其进程的资源使用；Kubernetes 的 Pod 不上报。",
     ),
     "last report": ("Last report of each rank", "各进程最近上报"),
     "plan": ("Plan", "并行方案"),

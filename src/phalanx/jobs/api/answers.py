@@ -78,7 +78,8 @@ def _worded(one: Any) -> str:
     """What is wrong at one place; within a job, in the words of the command line."""
     place, told = ".".join(map(str, one["loc"])), one["msg"]
     if one["loc"][:2] == ("body", "spec") and len(one["loc"]) > 2:
-        told = what_is_wrong(TrainingJob, {**one, "loc": one["loc"][2:]})
+        inside: Any = {**one, "loc": one["loc"][2:]}
+        told = what_is_wrong(TrainingJob, inside)
     elif one["type"] == "string_pattern_mismatch":
         told = what_is_wrong(TrainingJob, one)
     return f"{place}: {told}"
