@@ -290,6 +290,20 @@ def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_tho
         ann.submit(spec(code={"path": absent}))
 
 
+def test_a_member_runs_no_job_of_anothers_again_that_reads_what_they_may_not(acting, store, tree, woken):
+    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    ann = JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=woken.append)
+    data = [{"name": "d", "kind": "local", "uri": str(tree)}]
+    for said, allowed in (({}, True), ({"datasets": data}, False), ({"checkpoint": {"dir": str(tree)}}, False)):
+        job = acting(OWNER).submit(spec(**said), base=tree)
+        acting(OWNER).stop(job.id)
+        if allowed:
+            assert ann.retry(job.id).state is State.QUEUED
+        else:
+            with pytest.raises(SpecError, match="may not name"):
+                ann.retry(job.id)
+
+
 def test_the_owner_of_the_store_names_what_they_like_over_a_server_too(store, tree, woken):
     owner = JobService(store, {"local": FakeBackend()}, OWNER, wake=woken.append)
     assert owner.submit(spec(code={"path": str(tree)})).state is State.QUEUED

@@ -140,6 +140,14 @@ class Limits:
             found["mount"] = self._allowed(f"{field}.mount", dataset.mount)
         return dataset.model_copy(update=found)
 
+    def check_again(self, spec: TrainingJob) -> None:
+        """Raise SpecError if members may not have a job of another's run again: it is read anew, but for kept code."""
+        self.check(spec)
+        for dataset in spec.datasets:
+            self.dataset(dataset, spec.backend)
+        if spec.code.git is not None:
+            self.code(spec.code)
+
     def _refused(self, field: str, path: str) -> Iterator[str]:
         try:
             self._allowed(field, path)

@@ -135,6 +135,8 @@ class JobService:
         if not found.state.terminal:
             raise StateError(f"Job {job} is {found.state}. Only a job that has ended is tried again; stop it first.")
         spec = TrainingJob.model_validate(found.spec)
+        if (limits := self._limits()) is not None:
+            limits.check_again(spec)
         self._backend(spec).check(spec)
         made = self._store.create_job(spec, owner=self._actor.name, retry_of=job)
         self._wake(self._store.home)
