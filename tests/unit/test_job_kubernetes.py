@@ -207,6 +207,8 @@ def test_a_trainjob_changes_its_runtime_in_the_words_of_the_release(
         ({"pod_patch": {"spec": {"hostNetwork": True}}}, "kubernetes.hostNetwork: .* Say it in the runtime"),
         ({"pod_patch": {"hostNetwork": True}}, "a pod's template has metadata and spec, not hostNetwork"),
         ({"workload_patch": {"metadata": {"name": "x"}}}, "name of the workload cannot be changed"),
+        ({"pod_patch": {"spec": None}}, "kubernetes.pod_patch: spec is an object"),
+        ({"workload_patch": {"metadata": 5}}, "kubernetes.workload_patch: metadata is an object"),
     ],
 )
 def test_what_a_trainjob_cannot_carry_is_refused_with_what_can(said: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None 
 def _failed(jobs: Jobs, job: str, attempt: int | None) -> str | None:
     """Return the rank to blame for the end of an attempt, by default the last, if it has a log."""
     number = attempt or jobs.job(job).attempt
-    failures = [one.failure for one in jobs.attempts(job) if one.number == number]
+    failures = [tried.failure for tried in jobs.attempts(job) if tried.number == number]
     rank = failures[0].rank if failures and failures[0] is not None else None
     return str(rank) if rank is not None and str(rank) in jobs.logs_of(job, attempt=attempt) else None
 

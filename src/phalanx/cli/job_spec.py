@@ -87,11 +87,11 @@ def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
     return spec, Path.cwd() if file is None or standard_input else file.absolute().parent
 
 
-def placed(found: Jobs, spec: TrainingJob) -> TrainingJob:
+def placed(jobs: Jobs, spec: TrainingJob) -> TrainingJob:
     """Return `spec` in the workspace it is meant for: where it names none, in the one that `workspace_of` finds."""
     if "workspace" in spec.model_fields_set:
         return spec
-    return spec.model_copy(update={"workspace": workspace_of(found, None)})
+    return spec.model_copy(update={"workspace": workspace_of(jobs, None)})
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -72,15 +72,15 @@ def jobs() -> Iterator[Jobs]:
         logger.removeHandler(handler)
 
 
-def workspace_of(found: Jobs, said: str | None) -> str:
+def workspace_of(service: Jobs, name: str | None) -> str:
     """Return the workspace that a command is about: the one that was said, `default`, or else one's only one.
 
     Raises:
         SpecError: If it is none of these, and one is in several.
     """
-    if said is not None:
-        return said
-    names = [one.name for one in found.workspaces()]
+    if name is not None:
+        return name
+    names = [workspace.name for workspace in service.workspaces()]
     if DEFAULT_WORKSPACE in names or not names:
         return DEFAULT_WORKSPACE
     if len(names) > 1:

@@ -155,9 +155,9 @@ class Client:
 
     def counts(self) -> Counts:
         """Return how many jobs and attempts there are of those that the caller sees."""
-        found = self._get(dict[str, Any], "counts")
-        waiting = {(one["backend"], one["queue"]): one["jobs"] for one in found["waiting"]}
-        return Counts(found["jobs"], found["attempts"], waiting)
+        answer = self._get(dict[str, Any], "counts")
+        waiting = {(row["backend"], row["queue"]): row["jobs"] for row in answer["waiting"]}
+        return Counts(answer["jobs"], answer["attempts"], waiting)
 
     def machine(self) -> dict[str, tuple[float, float]]:
         """Return what of the server's machine is given to jobs and what it has."""

@@ -90,13 +90,13 @@ def hung(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
         silent_s: For how long.
         signs: When the log or the run events of each rank last grew, in seconds since the epoch, by name of its log.
     """
-    told = f"no rank wrote a line or a run event for {silent_s:.0f} s (retries.hang_after)"
-    order = sorted((signs or {}).items(), key=lambda one: one[1])
+    message = f"no rank wrote a line or a run event for {silent_s:.0f} s (retries.hang_after)"
+    order = sorted((signs or {}).items(), key=lambda sign: sign[1])
     if len(order) < 2 or order[1][1] - order[0][1] < FIRST_S:
-        return Failure(Cause.HANG, told)
+        return Failure(Cause.HANG, message)
     name, earlier = order[0][0], order[1][1] - order[0][1]
-    told = f"rank {name} fell silent first, {earlier:.0f} s before the others; {told}"
-    return Failure(Cause.HANG, told, rank=int(name) if name.isdigit() else None)
+    message = f"rank {name} fell silent first, {earlier:.0f} s before the others; {message}"
+    return Failure(Cause.HANG, message, rank=int(name) if name.isdigit() else None)
 
 
 def overdue(limit_s: float) -> Failure:

@@ -133,12 +133,12 @@ class Limits:
         Raises:
             SpecError: If it lies at, or would be mounted at, a path that members may not name.
         """
-        field, found = f"datasets.{dataset.name}", {}
+        field, paths = f"datasets.{dataset.name}", dict[str, str]()
         if dataset.kind == "local" or (dataset.kind == "nas" and backend != "kubernetes"):
-            found["uri"] = self._allowed(f"{field}.uri", str(dataset.uri))
+            paths["uri"] = self._allowed(f"{field}.uri", str(dataset.uri))
         if dataset.mount is not None and dataset.mount.startswith("/") and backend != "kubernetes":
-            found["mount"] = self._allowed(f"{field}.mount", dataset.mount)
-        return dataset.model_copy(update=found)
+            paths["mount"] = self._allowed(f"{field}.mount", dataset.mount)
+        return dataset.model_copy(update=paths)
 
     def check_again(self, spec: TrainingJob) -> None:
         """Raise SpecError if members may not have a job of another's run again: it is read anew, but for kept code."""

@@ -139,13 +139,13 @@ def last_sign(folder: Path) -> float:
 
 def signs(folder: Path) -> dict[str, float]:
     """Return when the log or the run events of each rank last grew, in seconds since the epoch, by name of its log."""
-    found: dict[str, float] = {}
+    last: dict[str, float] = {}
     for name in names(folder):
         files = [_path(folder, name), layout.logs(folder) / f"events.worker.{name}.jsonl"]
         times = [file.stat().st_mtime for file in files if file is not None and file.is_file()]
         if name.isdigit() and times:
-            found[name] = max(times)
-    return found
+            last[name] = max(times)
+    return last
 
 
 def cap(folder: Path) -> None:

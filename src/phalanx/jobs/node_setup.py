@@ -95,8 +95,8 @@ class Setup:
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
         variables, before = self._data(cwd) if spec.datasets else ({}, ())
         self.doing = "waiting for the names of all nodes"
-        found = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
-        hosts = apart(found, self._order.job, self._order.attempt)
+        addresses = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
+        hosts = apart(addresses, self._order.job, self._order.attempt)
         return Prepared(cwd, hosts, variables, before)
 
     def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:

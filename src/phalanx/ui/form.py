@@ -186,8 +186,8 @@ def _put(job: dict[str, Any], path: str, value: Any) -> None:
 
 def filled_from(schema: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, str]:
     """Return what the form shows for `job`, by path: the way back from `collect`."""
-    found = {one.path: _written(one.kind, _at(job, one.path)) for one in _leaves(fields(schema, {}, {}))}
-    return {path: text for path, text in found.items() if text is not None}
+    texts = {leaf.path: _written(leaf.kind, _at(job, leaf.path)) for leaf in _leaves(fields(schema, {}, {}))}
+    return {path: text for path, text in texts.items() if text is not None}
 
 
 def _at(job: Mapping[str, Any], path: str) -> Any:
@@ -203,7 +203,7 @@ def _written(kind: Kind, value: Any) -> str | None:
     if kind == "lines":
         return "\n".join(value)
     if kind == "pairs":
-        return "\n".join(f"{name}={one}" for name, one in value.items())
+        return "\n".join(f"{name}={part}" for name, part in value.items())
     if kind == "yaml":
         return (
             str(yaml.safe_dump(value if isinstance(value, Mapping) else list(value), sort_keys=False)) if value else ""

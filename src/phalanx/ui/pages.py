@@ -89,7 +89,7 @@ def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str =
 
 def _failing(attempts: list[Attempt], number: int) -> str:
     """Return the name of the log of the rank to blame for the end of an attempt; empty where none is."""
-    ranks = [one.failure.rank for one in attempts if one.number == number and one.failure is not None]
+    ranks = [tried.failure.rank for tried in attempts if tried.number == number and tried.failure is not None]
     return "" if not ranks or ranks[0] is None else str(ranks[0])
 
 

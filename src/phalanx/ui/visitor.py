@@ -111,7 +111,8 @@ def visitor(request: Request) -> Visitor:
     jobs = enter(request, token)
     actor = jobs.whoami()
     roles = {
-        one.name: Role.ADMIN if actor.owner else one.members.get(actor.name, Role.VIEWER) for one in jobs.workspaces()
+        space.name: Role.ADMIN if actor.owner else space.members.get(actor.name, Role.VIEWER)
+        for space in jobs.workspaces()
     }
     return Visitor(request, jobs, actor, roles, _workspace(request, list(roles)))
 

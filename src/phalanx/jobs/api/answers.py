@@ -67,22 +67,22 @@ def _raised(_: Request, error: Exception) -> JSONResponse:
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    bare = [one["loc"][1] for one in found if one["type"] == "extra_forbidden" and len(one["loc"]) == 2]
-    if any(one["loc"] == ("body", "spec") for one in found) and TrainingJob.model_fields.keys() & bare:
+    mistakes = error.errors()
+    bare = [part["loc"][1] for part in mistakes if part["type"] == "extra_forbidden" and len(part["loc"]) == 2]
+    if any(part["loc"] == ("body", "spec") for part in mistakes) and TrainingJob.model_fields.keys() & bare:
         return _problem("SpecError", 'body: this is a job itself; put it under `spec`: {"spec": {...}}', 422)
-    return _problem("SpecError", "\n".join(map(_worded, found)), 422)
+    return _problem("SpecError", "\n".join(map(_worded, mistakes)), 422)
 
 
-def _worded(one: Any) -> str:
-    """What is wrong at one place; within a job, in the words of the command line."""
-    place, told = ".".join(map(str, one["loc"])), one["msg"]
-    if one["loc"][:2] == ("body", "spec") and len(one["loc"]) > 2:
-        inside: Any = {**one, "loc": one["loc"][2:]}
-        told = what_is_wrong(TrainingJob, inside)
-    elif one["type"] == "string_pattern_mismatch":
-        told = what_is_wrong(TrainingJob, one)
-    return f"{place}: {told}"
+def _worded(mistake: Any) -> str:
+    """Return what is wrong at one place; within a job, in the words of the command line."""
+    place, words = mistake["loc"], mistake["msg"]
+    if place[:2] == ("body", "spec") and len(place) > 2:
+        inside: Any = {**mistake, "loc": place[2:]}
+        words = what_is_wrong(TrainingJob, inside)
+    elif mistake["type"] == "string_pattern_mismatch":
+        words = what_is_wrong(TrainingJob, mistake)
+    return f"{'.'.join(map(str, place))}: {words}"
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:

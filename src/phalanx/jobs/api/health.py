@@ -47,8 +47,8 @@ def health() -> str:
 @routes.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)
 def metrics(request: Request, caller: Caller) -> PlainTextResponse:
     """Return the numbers of the jobs that the caller sees, and of this server, as Prometheus reads them."""
-    found = "\n".join(_lines(caller.counts(), caller.machine(), request.app.state.requests.now()))
-    return PlainTextResponse(found + "\n", media_type=_TEXT)
+    lines = _lines(caller.counts(), caller.machine(), request.app.state.requests.now())
+    return PlainTextResponse("\n".join(lines) + "\n", media_type=_TEXT)
 
 
 def _lines(
@@ -63,7 +63,7 @@ def _lines(
     yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in State)
     for name, column in (("phalanx_machine_given", 0), ("phalanx_machine_total", 1)):
         yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, cards.")
-        yield from (f'{name}{{resource="{kind}"}} {found[column]:g}' for kind, found in machine.items())
+        yield from (f'{name}{{resource="{kind}"}} {amounts[column]:g}' for kind, amounts in machine.items())
     yield from _family("phalanx_http_requests_total", "counter", "Answers of this server since it started.")
     for (method, status), count in sorted(requests.items()):
         yield f'phalanx_http_requests_total{{method="{method}",status="{status}"}} {count}'

@@ -202,11 +202,11 @@ def plan(caller: Caller, job: str) -> str:
 
 
 @routes.get("/counts")
-def counts(caller: Caller) -> Counted:
+def counted(caller: Caller) -> Counted:
     """Return how many jobs and attempts there are of those that the caller sees; /metrics has them for Prometheus."""
-    found = caller.counts()
-    waiting = [Waiting(backend=name, queue=queue, jobs=count) for (name, queue), count in found.waiting.items()]
-    return Counted(jobs=found.jobs, attempts=found.attempts, waiting=waiting)
+    counts = caller.counts()
+    waiting = [Waiting(backend=name, queue=queue, jobs=count) for (name, queue), count in counts.waiting.items()]
+    return Counted(jobs=counts.jobs, attempts=counts.attempts, waiting=waiting)
 
 
 @routes.get("/machine")

@@ -69,8 +69,8 @@ class Kubernetes:
             def ignore_aliases(self, data: Any) -> bool:
                 return True
 
-        made = self._objects(submission)
-        shown = made if full else manifests.hidden(made)
+        objects = self._objects(submission)
+        shown = objects if full else manifests.hidden(objects)
         return str(yaml.dump_all(shown, Dumper=Plain, sort_keys=False, width=120))
 
     def submit(self, submission: Submission) -> str:
@@ -210,15 +210,15 @@ class Kubernetes:
     def _own(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
         """Have the cluster remove objects with their workload, whoever removes that."""
         dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
-        made = _asked(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
-        if made is None:
+        workload = _asked(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
+        if workload is None:
             return
         owner = {"apiVersion": f"{dialect.group}/{dialect.version}", "kind": dialect.kind, "name": name}
-        said = {"metadata": {"ownerReferences": [owner | {"uid": made["metadata"]["uid"]}]}}
-        for patch, held in objects:
-            one = held["metadata"]["name"]
-            if _asked(patch, one, held["metadata"]["namespace"], said, fine=(403, 404)) is None:
-                logger.warning("%s cannot be patched, so it stays if nobody removes it with %s", one, name)
+        change = {"metadata": {"ownerReferences": [owner | {"uid": workload["metadata"]["uid"]}]}}
+        for patch, manifest in objects:
+            metadata = manifest["metadata"]
+            if _asked(patch, metadata["name"], metadata["namespace"], change, fine=(403, 404)) is None:
+                logger.warning("%s cannot be patched: it stays if nobody removes it with %s", metadata["name"], name)
 
     def _removed(self, delete: Any, *words: Any, policy: str = "Background") -> None:
         _asked(delete, *words, fine=(404,), propagation_policy=policy)

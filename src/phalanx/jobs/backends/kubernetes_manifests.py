@@ -85,8 +85,8 @@ def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> 
     values = {**submission.secrets, "PHALANX_JOB_SECRET": job_secret}
     secret = _object(submission, "v1", "Secret", "-secrets")
     secret |= {"type": "Opaque", "stringData": {"secrets.json": json.dumps(values)}}
-    made = options.merged(workload(submission, bool(code)), spec.kubernetes.workload_patch)
-    return [_config_map(submission, code), secret, made]
+    body = options.merged(workload(submission, bool(code)), spec.kubernetes.workload_patch)
+    return [_config_map(submission, code), secret, body]
 
 
 def hidden(objects: list[Manifest]) -> list[Manifest]:

@@ -47,7 +47,7 @@ def queue_of(spec: TrainingJob) -> str | None:
 def pod_spec(spec: TrainingJob) -> Manifest:
     """Return what a job says of the spec of its pods, beside containers and volumes."""
     asked = spec.kubernetes
-    tolerations = [one.model_dump(exclude_none=True) for one in asked.tolerations]
+    tolerations = [taint.model_dump(exclude_none=True) for taint in asked.tolerations]
     context: Manifest = {"runAsUser": asked.run_as_user, "fsGroup": asked.fs_group}
     if asked.restricted:
         context |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -66,7 +66,7 @@ def pod_spec(spec: TrainingJob) -> Manifest:
 def container(spec: TrainingJob) -> Manifest:
     """Return what a job says of the containers of its pods."""
     kinds = {"secret": "secretRef", "configmap": "configMapRef"}
-    sources = [one.split("/", 1) for one in spec.kubernetes.env_from]
+    sources = [source.split("/", 1) for source in spec.kubernetes.env_from]
     context = (
         {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}} if spec.kubernetes.restricted else {}
     )
@@ -75,8 +75,8 @@ def container(spec: TrainingJob) -> Manifest:
     )
 
 
-def _without_nothing(said: Mapping[str, Any]) -> Manifest:
-    return {name: value for name, value in said.items() if value is not None and value not in ([], {})}
+def _without_nothing(fields: Mapping[str, Any]) -> Manifest:
+    return {name: value for name, value in fields.items() if value is not None and value not in ([], {})}
 
 
 def merged(base: Any, patch: Any) -> Any:
@@ -90,9 +90,9 @@ def merged(base: Any, patch: Any) -> Any:
         return {name: value for name, value in both.items() if value is not None}
     if isinstance(base, list) and isinstance(patch, list):
         for key in ("mountPath", "name"):
-            if all(isinstance(one, Mapping) and key in one for one in (*base, *patch)):
-                known = {one[key]: one for one in base}
-                return list((known | {one[key]: merged(known.get(one[key]), one) for one in patch}).values())
+            if all(isinstance(item, Mapping) and key in item for item in (*base, *patch)):
+                known = {item[key]: item for item in base}
+                return list((known | {item[key]: merged(known.get(item[key]), item) for item in patch}).values())
     return merged({}, patch) if isinstance(patch, Mapping) else patch
 
 
@@ -108,10 +108,10 @@ def trainjob_changes(spec: TrainingJob, pod: Manifest, replicated: str) -> Manif
         replicated: Name of the replicated job, and of the container, in the runtime.
     """
     release = spec.kubernetes.trainer
-    kept = {name: value for name, value in pod["spec"].items() if name in _CARRIED[release]}
+    body = {name: value for name, value in pod["spec"].items() if name in _CARRIED[release]}
     own = {name: value for name, value in pod["spec"]["containers"][0].items() if name in _IN_CONTAINER}
-    kept["containers"] = [{"name": replicated, **own}]
-    template = merged({"metadata": pod["metadata"], "spec": kept}, spec.kubernetes.pod_patch)
+    body["containers"] = [{"name": replicated, **own}]
+    template = merged({"metadata": pod["metadata"], "spec": body}, spec.kubernetes.pod_patch)
     if release == "2.0":
         return {"podSpecOverrides": [{"targetJobs": [{"name": replicated}], **template["spec"]}]}
     if release == "2.1":
@@ -169,15 +169,15 @@ def _wrong_retries(spec: TrainingJob) -> Iterator[str]:
     folder = spec.checkpoint.dir
     if spec.retries.max == 0:
         return
-    claims = {str(one.uri): one for one in spec.datasets if one.kind == "nas"}
+    claims = {str(dataset.uri): dataset for dataset in spec.datasets if dataset.kind == "nas"}
     if folder is None or not folder.startswith("/"):
         yield (
             f"retries.max is {spec.retries.max}, and checkpoints would be lost with the pods of each attempt. Let "
             "checkpoint.dir be a path in a dataset of kind nas, or leave retries out."
         )
         return
-    around = [one for uri, one in claims.items() if PurePosixPath(folder).is_relative_to(uri)]
-    if around and all(one.readonly for one in around):
+    around = [dataset for uri, dataset in claims.items() if PurePosixPath(folder).is_relative_to(uri)]
+    if around and all(dataset.readonly for dataset in around):
         yield f"checkpoint.dir {folder} lies in dataset {around[0].name}, which is readonly; say `readonly: false`."
     if not around:
         logger.warning(
@@ -191,21 +191,25 @@ def _wrong_patches(spec: TrainingJob) -> Iterator[str]:
     asked = spec.kubernetes
     if others := sorted(asked.pod_patch.keys() - {"metadata", "spec"}):
         yield f"kubernetes.pod_patch: a pod's template has metadata and spec, not {', '.join(others)}."
+    for field in ("pod_patch", "workload_patch"):
+        for name, value in getattr(asked, field).items():
+            if name in ("metadata", "spec") and not isinstance(value, dict):
+                yield f"kubernetes.{field}: {name} is an object; write it as {name}: {{...}}."
     metadata = asked.workload_patch.get("metadata")
-    found = {*asked.workload_patch, *(metadata if isinstance(metadata, dict) else ())}
-    if ours := sorted(found & {"apiVersion", "kind", "name", "namespace", "status"}):
+    changed = {*asked.workload_patch, *(metadata if isinstance(metadata, dict) else ())}
+    if ours := sorted(changed & {"apiVersion", "kind", "name", "namespace", "status"}):
         yield f"kubernetes.workload_patch: {', '.join(ours)} of the workload cannot be changed; leave it out."
 
 
 def _wrong_for_trainjob(spec: TrainingJob) -> Iterator[str]:
     release = spec.kubernetes.trainer
-    said = {*pod_spec(spec), *container(spec)}
-    said |= {"metadata"} if spec.kubernetes.labels or spec.kubernetes.annotations else set()
+    asked = {*pod_spec(spec), *container(spec)}
+    asked |= {"metadata"} if spec.kubernetes.labels or spec.kubernetes.annotations else set()
     patched = spec.kubernetes.pod_patch.get("spec")
-    said |= {*(patched if isinstance(patched, dict) else ())}
-    for name in sorted(said - _CARRIED[release]):
+    asked |= {*(patched if isinstance(patched, dict) else ())}
+    for name in sorted(asked - _CARRIED[release]):
         field = _FIELD.get(name, name)
-        later = next((one for one, carried in _CARRIED.items() if name in carried), None)
+        later = next((number for number, carried in _CARRIED.items() if name in carried), None)
         instead = f"It can from Trainer {later} on (kubernetes.trainer), or" if later else "Say it in the runtime, or"
         yield f"kubernetes.{field}: a TrainJob of Trainer {release} cannot say it. {instead} set dialect to jobset."
     if "terminationGracePeriodSeconds" not in _CARRIED[release] and spec.grace + GRACE_S > _POD_GRACE_S:
