@@ -366,7 +366,7 @@ def test_pages_offer_what_a_role_allows(server):
     done = server.queue("roles", owner="ada")
     server.start(done)
     server.end(done)
-    for name, role, may in (("vic", Role.VIEWER, False), ("dev", Role.DEVELOPER, True)):
+    for name, role, may in (("looks", Role.VIEWER, False), ("submits", Role.DEVELOPER, True)):
         token = server.token(name, role)
         texts = {path: _page(server, token, path).text for path in ("/w/default/", f"/jobs/{done.id}", "/w/default/codes")}
         offers = ("New job", "Run again", "Change and submit", "phalanx code add")

@@ -7,8 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.parallel import watch
+from phalanx.train import events
 from phalanx.train.events import EventStream
 
 
@@ -75,3 +79,13 @@ def test_rows_a_second_are_those_that_the_loader_counted_between_two_events(path
     found = [strict(line).get("samples_per_s") for line in path.read_text().splitlines()]
     # The third is too soon after the second; the epoch begins between the fourth and the fifth.
     assert found == [None, 256.0, 384.0, None, 64.0, 7.0]
+
+
+def test_rows_are_those_that_a_distributed_loader_handed_out_to_all_ranks(monkeypatch):
+    loader = ShardedLoader(TensorDataset(torch.zeros(40, 1)), global_batch=16)
+    monkeypatch.setattr(watch.assembly, "loader", loader)
+    for _ in range(2):
+        epoch = loader.epoch
+        assert [events._rows_read() for _ in loader] == [(epoch, 16), (epoch, 32), (epoch, 40)]
+    monkeypatch.setattr(watch.assembly, "loader", None)
+    assert events._rows_read() is None

@@ -148,7 +148,7 @@ def _rows_read() -> tuple[int, int] | None:
     if loader is None or loader.has_batch_sampler:
         return None  # its batches are counted, not their rows
     here = loader.state_dict()
-    return here["epoch"], here["position"] * here["global_batch"]
+    return here["epoch"], here["position"]
 
 
 def _plain(name: str, value: Any) -> float | int | str:
