@@ -415,3 +415,17 @@ def test_everything_that_a_rank_reports_is_in_the_table(server):
     text = _page(server, server.owner_token(), f"/jobs/{job.id}").text
     for shown in (">acc</th>", ">0.875</td>", ">phase</th>", "&lt;b&gt;warm&lt;/b&gt;"):
         assert shown in text
+
+
+def test_changing_a_job_begins_with_what_it_says(server, owner, tree):
+    job = owner.submit(TrainingJob(name="sent", command="python train.py", resources={"cpu": 0.5}), base=tree)
+    text = _page(server, server.owner_token(), f"/w/default/new?like={job.id}").text
+    # The code was sent: only its digest names it. Groups that the job says nothing in stay folded.
+    assert f'name="code.digest" value="{job.spec["code"]["digest"]}"' in text
+    assert text.count("<details open") == 2
+    form = {"name": "sent", "command": "python train.py --lr 1", "code.digest": job.spec["code"]["digest"]}
+    cookies = {"phalanx_session": server.owner_token()}
+    answer = httpx.post(f"{server.url}/ui/w/default/new", data=form, cookies=cookies)
+    assert answer.status_code == 303
+    made = owner.job(answer.headers["location"].rpartition("/")[2])
+    assert made.spec["code"] == job.spec["code"]

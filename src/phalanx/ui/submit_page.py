@@ -29,7 +29,7 @@ _HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
 def form_page(who: Visiting, workspace: str, like: str = "") -> Response:
     """Show the form, filled in from the job `like` if there is one."""
     _check_role(who, workspace)
-    filled = form.filled_from(_SCHEMA, who.jobs.job(like).spec) if like else {}
+    filled = _like(who, like) if like else {}
     return _form(who, filled, {}, "", secrets.token_hex(8))
 
 
@@ -40,6 +40,12 @@ async def submit(request: Request, who: Visiting, workspace: str) -> Response:
     filled = {name: value for name, value in sent.items() if isinstance(value, str)}
     key = filled.pop("request", "")
     return await run_in_threadpool(_submit, who, workspace, filled, key)
+
+
+def _like(who: Visitor, job: str) -> dict[str, str]:
+    """Return what the form shows for a job that is there: what it says, and not what it leaves to the defaults."""
+    spec = TrainingJob.model_validate(who.jobs.job(job).spec)
+    return form.filled_from(_SCHEMA, spec.model_dump(mode="json", exclude_defaults=True))
 
 
 def _check_role(who: Visitor, workspace: str) -> None:
@@ -70,7 +76,9 @@ def _submit(who: Visitor, workspace: str, filled: dict[str, str], key: str) -> R
 
 def _form(who: Visitor, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
     words = CHINESE if language(who.request) == "zh" else None
-    made = form.fields(_SCHEMA, filled, errors, _HIDDEN, words)
+    # Code that was sent to the server has no other name than its digest.
+    sent = filled.get("code.digest") and not any(filled.get(f"code.{name}") for name in ("path", "git", "name"))
+    made = form.fields(_SCHEMA, filled, errors, _HIDDEN - {"code.digest"} if sent else _HIDDEN, words)
     told = "\n".join(f"{path}: {message}" for path, message in errors.items())
     values: dict[str, Any] = {"fields": made, "problem": problem or told, "request_key": key}
     return who.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
