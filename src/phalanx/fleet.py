@@ -100,7 +100,12 @@ def init(
         )
     if strategy is not None:
         assembly.initial = engine.use_strategy(strategy)
-    return context_of.init(role)
+    context = context_of.init(role)
+    if role.is_worker and role.server_endpoints:
+        from phalanx.ps import attach
+
+        attach.current()  # tells the servers when this worker ends, though it may never come to a table
+    return context
 
 
 def distributed_optimizer(optimizer: OptimizerT, strategy: DistributedStrategy | None = None) -> OptimizerT:

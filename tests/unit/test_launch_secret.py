@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError, RoleError
-from phalanx.launch import registry
 from phalanx.launch.nodes import Nodes
 from phalanx.launch.options import Options
 from phalanx.launch.request import Request
@@ -45,7 +45,7 @@ def test_launchers_on_loopback_share_a_secret_only_this_user_can_read(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     request = job("ps", "127.0.0.1", "127.0.0.2")
-    assert job_secret(request, {}) == job_secret(request, {}) == registry.own_secret()
+    assert job_secret(request, {}) == job_secret(request, {}) == own_secret()
     assert [p.name for p in (tmp_path / "phalanx").iterdir()] == ["secret"]
     assert (tmp_path / "phalanx" / "secret").stat().st_mode & 0o777 == 0o600
 

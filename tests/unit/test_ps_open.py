@@ -93,7 +93,15 @@ def test_several_workers_need_a_server():
 
 def test_a_job_without_a_secret_is_told_to_set_one():
     with pytest.raises(ConfigError, match=r"PHALANX_JOB_SECRET is not set.*openssl rand -hex 32"):
-        opening.open_mode(context(server_endpoints=SERVERS), Push(mode="async"))
+        opening.open_mode(context(server_endpoints=("10.0.0.1:6170", "127.0.0.1:6170")), Push(mode="async"))
+
+
+def test_on_loopback_the_secret_is_this_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    role = context(server_endpoints=SERVERS).role
+    assert len(opening.secret_of(role)) == 32
+    assert opening.secret_of(role) == opening.secret_of(role)
+    assert (tmp_path / "phalanx" / "secret").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf"])

@@ -314,3 +314,20 @@ def test_pulls_do_not_make_rows() -> None:
     (worker,) = started("async", 1)
     np.testing.assert_array_equal(worker.pull(1, 2).arrays[0], 0)
     assert worker.call("report", {}).meta["tables"]["items"]["rows"] == 0
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_worker_that_trains_nothing_goes_along_with_any_mode(comes_first: bool) -> None:
+    service = Service()
+    idle, busy = FakeWorker(service, 0), FakeWorker(service, 1)
+    for worker in (idle, busy) if comes_first else (busy, idle):
+        if worker is busy:
+            busy.declare(mode="sync", workers=2)
+        else:
+            meta = {"specs": [], "mode": None, "bound": 0, "workers": 2, "worker": 0}
+            idle.call("declare", meta)
+            idle.call("leave", {})
+    busy.push(gradient((1,), 2.0))
+    assert rows(busy, 1, step=1) == [-2.0]
+    assert service.state.clocks is not None
+    assert (service.state.clocks.mode, service.state.clocks.live) == ("sync", {1})

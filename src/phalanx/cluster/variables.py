@@ -55,7 +55,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
         ("PHALANX_HOST_ID", "r", "",
          "Stands in for this host's identity: ranks with different ones do not share memory; for tests",
          "代替本机标识：标识不同的进程不共享内存；用于测试"),
-        ("PHALANX_RENDEZVOUS_TIMEOUT_S", "rw", "60", "Seconds to wait for the other ranks at the start; --timeout sets it",
+        ("PHALANX_RENDEZVOUS_TIMEOUT_S", "rw", "60",
+         "Seconds to wait for the other ranks at the start; --timeout sets it",
          "启动时等待其他进程的秒数；可由 --timeout 设定"),
         ("PHALANX_COLLECTIVE_TIMEOUT_S", "r", "1800",
          "Seconds a collective call may wait for the other ranks before it is an error that names them",
@@ -214,10 +215,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "Does nothing: gradients are fused by bytes, use strategy.fuse_grad_size_in_MB",
          "已失效：梯度按字节数融合，请用 strategy.fuse_grad_size_in_MB"),
         ("FLAGS_check_nan_inf", "-", "",
-         "Does nothing here: torch.autograd.set_detect_anomaly(True) names the operation whose backward pass makes NaN, "
-         "a forward hook that calls torch.isfinite the module",
-         "此处不起作用：torch.autograd.set_detect_anomaly(True) 指出反向计算产生 NaN 的算子；"
-         "在前向 hook 中调用 torch.isfinite 可找到模块"),
+         "Does nothing here: torch.autograd.set_detect_anomaly(True) names the operation whose gradient is NaN",
+         "此处不起作用：torch.autograd.set_detect_anomaly(True) 可指出反向计算产生 NaN 的算子"),
     ),
 }  # fmt: skip
 """Rows `(name, access, default, English, Chinese)` by family; access is r, w, rw, or - for recognised and ignored."""

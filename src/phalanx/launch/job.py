@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.cluster import messages
 from phalanx.cluster.environment import Environment
+from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import allocated, environment, machine, registry, report, staging, tabled, wire
 from phalanx.launch.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
@@ -90,7 +91,7 @@ class Job:
     def _runtime_folder(self) -> Path:
         """This user's run-time folder, or the log folder in its place, where `phalanx ps` does not look."""
         try:
-            return registry.folder()
+            return runtime_folder()
         except LaunchError as error:
             logger.warning(messages.text("not listed", why=error))
             return self._logs.path

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from phalanx.cluster import network
 from phalanx.cluster.environment import Environment, split_endpoint
+from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError
-from phalanx.launch import machine, registry
+from phalanx.launch import machine
 from phalanx.launch.environment import JobFacts
 from phalanx.launch.layout import Layout, Offer, Process
 from phalanx.launch.logs import shown
@@ -129,7 +130,7 @@ def job_secret(request: Request, variables: Mapping[str, str]) -> str:
     if not request.nodes.many:
         return secrets.token_hex(32)
     if all(network.is_loopback(host) for host in request.nodes.hosts):
-        return registry.own_secret()
+        return own_secret()
     raise LaunchError(
         f"Servers and workers on {request.nodes.count} hosts need a secret to know each other by, and "
         "PHALANX_JOB_SECRET is not set. Make one with `openssl rand -hex 32`, and set it to the same value on every "

@@ -25,6 +25,7 @@ from phalanx.plan.value import Average
 from phalanx.ps import attach
 from phalanx.ps.attach import Attachment
 from phalanx.ps.local import LocalStore
+from phalanx.ps.open import secret_of
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.store import Store
@@ -59,7 +60,7 @@ def serve(load: Path | None = None, names: Sequence[str] | None = None) -> None:
     from phalanx.ps.server.main import run  # only servers need it
 
     role = context_of.init().role
-    run(role, secret=role.secret, load=load, names=names)
+    run(role, secret=secret_of(role), load=load, names=names)
 
 
 def finish() -> None:

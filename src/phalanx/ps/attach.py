@@ -26,14 +26,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.comm.context import Context
-from phalanx.errors import ClosedError, ConfigError
+from phalanx.errors import ClosedError, ConfigError, PhalanxError
 from phalanx.plan.value import Push
 from phalanx.ps.claims import Claims
 from phalanx.ps.dense import DenseParameters
 from phalanx.ps.drift import Drift
 from phalanx.ps.handle import Handle, Occurrences
 from phalanx.ps.modes import Mode
-from phalanx.ps.open import open_mode
+from phalanx.ps.open import open_mode, tell_unused
 from phalanx.ps.snapshot.manifest import read_manifest
 from phalanx.ps.store import Change, Keys, Pulled, Rows, Want
 
@@ -41,6 +41,10 @@ logger = logging.getLogger("phalanx.ps")
 
 DEFAULT_PUSH = Push(mode="async")
 """What a job with servers does without a strategy; in one process it is the same as sync."""
+
+
+LAST_WORDS_S = 5.0
+"""Longest that a process which ends tries to reach a server that it never used."""
 
 
 class Attachment:
@@ -75,6 +79,9 @@ class Attachment:
         """The dense parameters that come with the answer to the last push."""
 
         self._is_finished = False
+        self._has_told = False
+        """Whether the servers know that this worker used no table."""
+
         self._has_warned = False
         self._opener: nn.Parameter | None = None
         """The parameter that got the first gradient since the last step."""
@@ -272,6 +279,15 @@ class Attachment:
         self._is_finished = True
         if self._mode is not None:
             self._mode.finish()
+        else:
+            self._tell_unused(failed=False, connect_s=60.0)
+
+    def _tell_unused(self, *, failed: bool, connect_s: float) -> None:
+        """Let servers that wait for this worker's tables know that none will come."""
+        role = self.context.role
+        if not self._has_told and role.is_worker and role.server_endpoints:
+            self._has_told = True
+            tell_unused(role, failed=failed, connect_s=connect_s)
 
     def close(self) -> None:
         """Let go of the tables at the end of the process.
@@ -279,7 +295,13 @@ class Attachment:
         A script that failed does not take its leave: the others must learn that this worker is lost.
         """
         failed = hasattr(sys, "last_value") or os.path.isfile(os.environ.get("PHALANX_ERROR_FILE", ""))
-        if not failed:
+        # Our launcher sees a failure by itself.
+        if self._mode is None and not (failed and self.context.role.launcher == "phalanx"):
+            try:
+                self._tell_unused(failed=failed, connect_s=LAST_WORDS_S)
+            except PhalanxError as error:
+                logger.warning("could not tell the servers that this worker ends: %s", error)
+        if not failed and self._mode is not None:
             self.finish()
         if self._mode is not None:
             self._mode.store.close()

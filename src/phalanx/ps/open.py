@@ -7,14 +7,16 @@ import os
 from typing import Literal
 
 from phalanx.cluster.environment import Environment
+from phalanx.cluster.network import is_loopback
 from phalanx.cluster.role import Role
+from phalanx.cluster.runtime_folder import own_secret
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
 from phalanx.ps.geo import Geo
 from phalanx.ps.local import LocalStore
 from phalanx.ps.modes import Async, HalfAsync, Mode
-from phalanx.ps.remote import RemoteStore
+from phalanx.ps.remote import RemoteStore, ServerMode
 from phalanx.ps.store import Store
 
 logger = logging.getLogger("phalanx.ps")
@@ -68,6 +70,45 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def secret_of(role: Role) -> bytes:
+    """Return what servers and workers of the job prove to each other.
+
+    Where all servers are on loopback and nobody set a secret, it is one that only this user can read.
+
+    Raises:
+        ConfigError: If other hosts can reach a server, and no secret is set.
+    """
+    if role.secret:
+        return role.secret
+    if all(is_loopback(endpoint.rpartition(":")[0]) for endpoint in role.server_endpoints):
+        return bytes.fromhex(own_secret())
+    raise ConfigError(
+        f"the servers at {', '.join(role.server_endpoints)} can be reached from other hosts, and PHALANX_JOB_SECRET is "
+        "not set. `phalanx run` sets it on one host; otherwise set it to the same 64 hexadecimal digits for every "
+        "server and worker, made by `openssl rand -hex 32`."
+    )
+
+
+def tell_unused(role: Role, *, failed: bool, connect_s: float) -> None:
+    """Tell the servers that this worker ends and has used no table: they need not wait for it.
+
+    Args:
+        role: Who this worker is.
+        failed: Whether its script failed; the servers and the other workers then count it as lost.
+        connect_s: Seconds for a server to come up.
+
+    Raises:
+        PeerLostError: If a server does not come; names it.
+    """
+    store = _remote(role, None, 0, connect_s)
+    try:
+        store.declare([])
+        if not failed:
+            store.leave()
+    finally:
+        store.close()
+
+
 def _store(role: Role, push: Push) -> Store:
     if not role.server_endpoints:
         if role.worker_num > 1:
@@ -76,19 +117,19 @@ def _store(role: Role, push: Push) -> Store:
                 f"`phalanx run --server_num 1 --worker_num {role.worker_num} train.py`."
             )
         return LocalStore()
-    if not role.secret:
-        raise ConfigError(
-            f"the servers at {', '.join(role.server_endpoints)} ask for the job's secret, but PHALANX_JOB_SECRET is "
-            "not set. `phalanx run` sets it; otherwise set it to the same 64 hexadecimal digits for every server and "
-            "worker, made by `openssl rand -hex 32`."
-        )
+    mode: ServerMode = "sync" if push.mode == "sync" else "bounded" if push.mode == "bounded" else "async"
+    return _remote(role, mode, push.steps or 0 if mode == "bounded" else 0)
+
+
+def _remote(role: Role, mode: ServerMode | None, bound: int, connect_s: float = 60.0) -> RemoteStore:
     return RemoteStore(
         role.server_endpoints,
-        secret=role.secret,
+        secret=secret_of(role),
         worker=role.rank,
         workers=role.worker_num,
-        mode=push.mode if push.mode in ("sync", "bounded") else "async",
-        bound=push.steps or 0 if push.mode == "bounded" else 0,
+        mode=mode,
+        bound=bound,
+        connect_s=connect_s,
         retry_s=Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S"),
     )
 

@@ -36,7 +36,7 @@ class RemoteStore:
         secret: The job's secret.
         worker: Rank of this worker.
         workers: Number of workers of the job.
-        mode: What the servers wait for.
+        mode: What the servers wait for; None for a worker that trains nothing, and goes along with any.
         bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
         timeout_s: Longest silence of a server that an answer is due from. One that waits for a worker that lives is
             not silent.
@@ -55,7 +55,7 @@ class RemoteStore:
         secret: bytes,
         worker: int,
         workers: int,
-        mode: ServerMode = "async",
+        mode: ServerMode | None = "async",
         bound: int = 0,
         timeout_s: float = 300.0,
         connect_s: float = 60.0,

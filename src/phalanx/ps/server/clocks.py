@@ -30,12 +30,12 @@ class Clocks:
     A worker is *live* from the start until it leaves; so nobody runs ahead of one that has not come yet.
 
     Args:
-        mode: What a pull waits for.
+        mode: What a pull waits for; None until the first worker that trains says.
         workers: Number of workers of the job.
         bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
     """
 
-    def __init__(self, mode: ServerMode, workers: int, bound: int = 0) -> None:
+    def __init__(self, mode: ServerMode | None, workers: int, bound: int = 0) -> None:
         self.mode = mode
         self.workers = workers
         self.bound = bound
@@ -48,6 +48,11 @@ class Clocks:
         self._end: Exception | None = None
 
     # --- what happened -----------------------------------------------------------------------------------------------
+
+    def settle(self, mode: ServerMode, bound: int) -> None:
+        """Say what a pull waits for, before the first."""
+        with self._changed:
+            self.mode, self.bound = mode, bound
 
     def push(self, worker: int) -> None:
         """Count one more push of a worker."""

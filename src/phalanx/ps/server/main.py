@@ -15,6 +15,7 @@ from typing import get_args
 from phalanx.cluster.environment import Environment
 from phalanx.cluster.role import Role
 from phalanx.errors import RoleError
+from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.matching import Matching
 from phalanx.ps.server.recovery import Recovery
@@ -111,13 +112,8 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float, matching:
                 return
             if terminated.seen:
                 terminated.obey()
-            if clocks is None:
-                continue
-            if grace_s and clocks.expire(time.monotonic(), grace_s):
-                _let_others_hear(service)
-                clocks.check()
-            if recovery is not None:
-                recovery.tick()
+            if clocks is not None:
+                _attend(service, clocks, recovery, grace_s)
             if time.monotonic() - reported >= REPORT_S:
                 reported, said = time.monotonic(), summary(service)
                 if said != last:
@@ -125,6 +121,14 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float, matching:
                 last = said
     if service.failure is not None:
         raise service.failure
+
+
+def _attend(service: Service, clocks: Clocks, recovery: Recovery | None, grace_s: float) -> None:
+    if grace_s and clocks.expire(time.monotonic(), grace_s):
+        _let_others_hear(service)
+        clocks.check()
+    if recovery is not None:
+        recovery.tick()
 
 
 def _compare_tables(service: Service, matching: Matching | None, *, has_ended: bool = False) -> None:
@@ -147,10 +151,12 @@ def _let_others_hear(service: Service) -> None:
 
 def summary(service: Service) -> str:
     """Return one line of counts."""
+    if service.state.clocks is None:
+        return f"server {service.state.server}: waiting for the first worker"
     tables = service.state.tables.report().values()
     rows, size = sum(t["rows"] for t in tables), sum(t["bytes"] for t in tables)
     pushed, dropped = sum(t["pushed"] for t in tables), sum(t["dropped"] for t in tables)
-    steps = service.state.clocks.steps if service.state.clocks else []
+    steps = service.state.clocks.steps
     log = f", log {service.log.bytes / 2**20:,.0f} MiB" if service.log else ""
     return (
         f"server {service.state.server}: {len(tables)} tables, {rows:,} rows, {size / 2**20:,.0f} MiB; {pushed:,} rows "

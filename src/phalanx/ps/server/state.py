@@ -142,11 +142,12 @@ class State:
 
     def _check_declare(self, entry: Entry) -> None:
         meta = entry.meta
-        if meta["mode"] not in ("sync", "async", "bounded"):
+        if meta["mode"] not in ("sync", "async", "bounded", None):
             raise ConfigError(f"Asked servers for mode {meta['mode']!r}; modes: sync, async, bounded.")
         checked_worker(meta["worker"], meta["workers"])
         if self.clocks is not None:
-            for field in ("mode", "bound", "workers"):
+            is_either_open = meta["mode"] is None or self.clocks.mode is None
+            for field in ("workers",) if is_either_open else ("mode", "bound", "workers"):
                 have, want = getattr(self.clocks, field), meta.get(field) or (0 if field == "bound" else None)
                 if have != want:
                     raise ConfigError(
@@ -162,7 +163,9 @@ class State:
     def _declare(self, entry: Entry) -> dict[str, Any]:
         meta = entry.meta
         if self.clocks is None:
-            self.clocks = Clocks(meta["mode"], meta["workers"], meta.get("bound") or 0)
+            self.clocks = Clocks(None, meta["workers"])
+        if self.clocks.mode is None and meta["mode"] is not None:
+            self.clocks.settle(meta["mode"], meta.get("bound") or 0)
             logger.info("server %d: mode %s, %d workers", self.server, meta["mode"], meta["workers"])
         client, replaced = self.clients.of(entry.client, meta["worker"])
         if replaced:

@@ -1,0 +1,98 @@
+"""A parameter-server job whose processes are started by hand, on one host, from Fleet's variables alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import SPARSE_MODEL, launch_servers
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = (
+    SPARSE_MODEL
+    + """
+import sys
+what = sys.argv[1]
+strategy = fleet.DistributedStrategy(a_sync=False)
+fleet.init(strategy=strategy)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    print("server ends", flush=True)
+    sys.exit()
+fleet.init_worker()
+if what == "fails":
+    raise ValueError("no data")
+if what == "trains":
+    model = Model()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    model = fleet.distributed_model(model)
+    for step in range(3):
+        F.mse_loss(model(torch.tensor([[1, 2]])), torch.ones(1, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if what != "forgets to leave":
+    fleet.stop_worker()
+print("worker ends", flush=True)
+"""
+)
+
+
+def start(folder: Path, what: str) -> list[tuple[int, str]]:
+    """Start a server and two workers, and return the exit code and the output of each."""
+    bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    server, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in bound)
+    for one in bound:
+        one.close()
+    shared = {
+        "PADDLE_PSERVERS_IP_PORT_LIST": server,
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(workers),
+        "PADDLE_TRAINERS_NUM": "2",
+        "XDG_RUNTIME_DIR": str(folder),
+    }
+    own = [{"TRAINING_ROLE": "PSERVER", "POD_IP": "127.0.0.1", "PADDLE_PORT": server.rpartition(":")[2]}]
+    own += [{"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)} for rank in range(2)]
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "train.py", what]
+    started = [
+        subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **shared, **each}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for each in own
+    ]  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=60)[0] for process in reversed(started)]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, reversed(texts), strict=True)]
+
+
+@pytest.mark.parametrize("what", ["trains", "leaves at once", "forgets to leave"])
+def test_the_job_ends_well_without_a_secret_of_the_user(tmp_path: Path, what: str) -> None:
+    server, *workers = start(tmp_path, what)
+    for code, text in (server, *workers):
+        assert code == 0, text
+        assert "ends\n" in text
+
+
+def test_a_worker_that_fails_before_its_first_table_is_lost_and_nobody_waits(tmp_path: Path) -> None:
+    server, *workers = start(tmp_path, "fails")
+    assert server[0] != 0
+    assert "PeerLostError" in server[1]
+    assert all("ValueError: no data" in text for _, text in workers)
+
+
+def test_under_the_launcher_servers_end_without_a_complaint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = launch_servers(tmp_path, 1, 2, "train.py", "leaves at once")
+    assert done.code == 0, done.out
+    assert "ERROR" not in done.out
+    assert "server 0: all workers have left" in done.log("serverlog.0")
