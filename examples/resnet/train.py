@@ -115,6 +115,8 @@ def main() -> None:
         print(f"Run on {context.device}.")
 
     images = open_images(args.data, args.data_dir, args.class_dim)
+    if is_first:
+        print("Execute startup program.")  # the weights are drawn, and those of rank 0 sent to all
     model, optimizer, loader = build(args, images)
     step = px.train_step(model, F.cross_entropy, optimizer, fetch={"output": lambda output, _: output})
     if is_first:

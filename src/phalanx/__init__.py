@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.old_names import answer_imports, missing
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
@@ -55,6 +56,8 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.model import Model
     from phalanx.train.modes import ParallelMode
     from phalanx.train.step import train_step
+
+answer_imports()
 
 __version__ = "0.1.0.dev0"
 
@@ -126,8 +129,6 @@ __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
-        from phalanx.old_names import missing
-
         raise missing("phalanx", name, __all__)
     if name not in _TORCH_FREE:
         from phalanx.versions import require_torch

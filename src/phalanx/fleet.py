@@ -158,8 +158,8 @@ def is_first_worker() -> bool:
 
 
 def is_worker() -> bool:
-    """Return whether this process trains."""
-    return _role().kind != "server"
+    """Return whether this process trains; False on a heter worker, which Phalanx gives no part in training."""
+    return _role().is_worker
 
 
 def is_server() -> bool:

@@ -1,10 +1,13 @@
-"""Words of older frameworks that a script types by habit, and what to write instead: one table for errors and docs."""
+"""Words of older frameworks that a script types by habit, and what to write instead: one table for errors and docs.
+
+Scripts write paths, `phalanx.optimizer.Momentum`; the table has words and ends or beginnings of paths.
+"""
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Iterable
+from types import FrameType
 
 from phalanx.errors import did_you_mean
 
@@ -57,17 +60,84 @@ REPLACED: dict[str, str] = {
     "num_parallel_workers": "num_workers=4 of px.data.ShardedLoader, px.distribute and px.Model.train",
     "skip": "px.data.Pipeline(torch.utils.data.Subset(data, range(n, len(data))), columns)",
     "take": "px.data.Pipeline(torch.utils.data.Subset(data, range(n)), columns)",
+    "c_transforms": "px.data.vision, the same names; a TypeCast is tensor.long()",
+    "dataset": "px.data, or a torch Dataset",
+    "dataset.flowers": "px.data.FlowersDataset(...)",
+    "Cifar10Dataset": "px.data.Cifar10Dataset(...)",
+    "from_generator": "px.data.ShardedLoader(dataset, batch_size=...)",
+    "io": "torch.utils.data, or px.data.ShardedLoader(dataset, batch_size=...)",
+    "io.load_inference_model": "torch.export.load(path).module()",
+    "io.save_inference_model": "px.export_program(model, inputs, path)",
+    "vision": "px.data.vision for transforms, torchvision for models",
+    "vision.models": "torchvision.models, or your own torch.nn.Module",
+    "common_ops_import": "nothing: a loader ends as a loop over it ends",
+    "EOFException": "nothing: a loader ends as a loop over it ends",
+    # tensors and layers
+    "nn": "torch.nn",
+    "nn.functional": "torch.nn.functional",
+    "Layer": "torch.nn.Module",
+    "Conv2D": "torch.nn.Conv2d",
+    "dygraph": "torch itself: steps are eager",
+    "prepare_context": "fleet.prepare_context(), or px.init()",
+    "init_parallel_env": "fleet.init_parallel_env(), or px.init()",
+    "ops": "torch and torch.nn.functional, the same operations",
+    "common": "torch: torch.float32, torch.nn.init",
+    "Tensor": "torch.Tensor",
+    "Parameter": "torch.nn.Parameter",
+    "ParamAttr": "the layer's own weight and bias; torch.nn.init sets them",
+    "mean": "torch.mean",
+    "concat": "torch.cat",
+    "split": "torch.split",
+    "reshape": "torch.reshape",
+    "randn": "torch.randn",
+    "randint": "torch.randint",
+    "no_grad": "torch.no_grad()",
+    "seed": "torch.manual_seed",
+    "metric": "px.accuracy(out, label, k=5), px.evaluate(model, data, metrics=[...])",
+    "jit": "px.export_program(model, inputs, path); strategy.graph = True compiles training",
+    "jit.save": "px.export_program(model, inputs, path)",
+    "jit.load": "torch.export.load(path).module()",
+    "ProgramTranslator": "strategy.graph = True",
+    # roles and tables
+    "sparse_embedding": "px.ps.SparseEmbedding(dim)",
+    "embedding": "torch.nn.Embedding(n, dim), or px.ps.SparseEmbedding(dim) on parameter servers",
+    "static.data": "nothing: the step takes tensors as they come",
+    "UserDefinedRoleMaker": "fleet.init(): the role is read from the launcher's environment",
+    "PaddleCloudRoleMaker": "fleet.init(): the role is read from the launcher's environment",
+    "UtilBase": "px.comm for collectives; px.data shares files out by itself",
+    "util": "px.comm for collectives; px.data shares files out by itself",
+    "utils": "px.comm for collectives; px.data shares files out by itself",
+    "InMemoryDataset": "px.data.InMemoryDataset(...)",
+    "QueueDataset": "px.data.QueueDataset(...)",
+    "parameter_server": "strategy.a_sync and strategy.a_sync_configs",
+    "DistributeTranspiler": "strategy.a_sync and strategy.a_sync_configs",
+    "spawn": "phalanx run -n 2 train.py",
+    "communication": "px.init(); it returns rank and world_size",
+    "train.callback": "px.LossMonitor, px.TimeMonitor, px.ModelCheckpoint and others of px",
     # optimizers
+    "optimizer": "torch.optim",
+    "optim": "torch.optim",
+    "regularizer": "the optimizer's weight_decay=",
+    "amp_init": "strategy.amp = True",
     "clear_gradients": "optimizer.zero_grad()",
     "clear_grad": "optimizer.zero_grad()",
 }
-"""Old word -> what to write; `px` is `import phalanx as px`."""
+"""Old word or path -> what to write; `px` is `import phalanx as px`."""
 
 
-def replacement(name: str) -> str | None:
-    """Return `"'name' is not here: write ..."` for a word of an older framework, or None for any other."""
-    instead = REPLACED.get(name)
-    return f"'{name}' belongs to an older framework. Write instead: {instead}" if instead else None
+def replacement(path: str) -> str | None:
+    """Return `"'path' belongs to an older framework. Write instead: ..."`, or None for any other.
+
+    Args:
+        path: A word, or words with dots. What is known of how it ends counts before what is known of how it begins.
+    """
+    words = path.split(".")
+    ends = [".".join(words[first:]) for first in range(len(words))]
+    beginnings = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
+    for known in (*ends, *beginnings):
+        if instead := REPLACED.get(known):
+            return f"'{path}' belongs to an older framework. Write instead: {instead}"
+    return None
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> Exception:
@@ -81,9 +151,48 @@ def missing(module: str, name: str, known: Iterable[str]) -> Exception:
         name: What is not there.
         known: The names it has.
     """
-    old = replacement(name)
+    path, is_import = _asked(sys._getframe(2), name)  # above this function and the module's __getattr__
+    old = replacement(path)
     message = f"module '{module}' has no attribute '{name}'.{f' {old}.' if old else did_you_mean(name, known)}"
-    asking = sys._getframe(2)  # Above this function and the module's __getattr__.
-    is_import = asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]
     # With a name of its own Python does not add a guess to ours.
     return ImportError(message) if is_import else AttributeError(message, name=name)
+
+
+def _asked(asking: FrameType, name: str) -> tuple[str, bool]:
+    """Return the path that code asks for, of which `name` is the first word, and whether it imports that word."""
+    import dis
+
+    words: list[str] = []
+    if name.startswith("__"):
+        return name, False
+    for step in dis.get_instructions(asking.f_code):
+        if step.offset < asking.f_lasti:
+            continue
+        if not words and step.opname == "IMPORT_FROM":
+            return name, True
+        # What follows the first word, as in `phalanx.optimizer.Momentum`.
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or (not words and step.argval != name):
+            break
+        words.append(str(step.argval))
+    return ".".join(words) or name, False
+
+
+class _OldModules:
+    """Answers `import phalanx.fluid` with what to write. Asked when no module of that name is found."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise for a module of an older framework; find nothing else.
+
+        Raises:
+            ModuleNotFoundError: Says what to write instead.
+        """
+        package, _, rest = name.partition(".")
+        if package == "phalanx" and (old := replacement(rest)):
+            raise ModuleNotFoundError(f"No module named '{name}'. {old}.", name=name)
+
+
+def answer_imports() -> None:
+    """Have imports of modules that older frameworks have say what to write."""
+    if _OldModules not in sys.meta_path:
+        sys.meta_path.append(_OldModules)

@@ -44,6 +44,7 @@ def folder(tmp_path: Path) -> Path:
         ([], r"Missing argument 'TRAINING_SCRIPT'"),
         (["--cluster_node_ips", "1.2.3.4", "train.py"], r"--cluster_node_ips is now called --ips"),
         (["--selected-gpus=0", "train.py"], r"--selected_gpus is now called --gpus"),
+        (["--nprocs", "2", "train.py"], r"--nprocs is now called --nproc_per_node"),
         (["--node_ip=1.2.3.4", "train.py"], r"--node_ip was removed: "),
         (["--use_paddlecloud", "train.py"], r"--use_paddlecloud was removed: "),
         (["--started_port", "6170", "train.py"], r"--started_port was removed: .*--http_port"),
@@ -142,6 +143,8 @@ def test_an_unknown_command_gets_the_nearest_name(folder: Path) -> None:
     done = launch(folder, "rum", program=(str(BIN / "phalanx"),))
     assert done.code == 2
     assert "There is no command 'rum'. Did you mean 'run'?" in done.err
+    done = launch(folder, "-n", "2", "x.py", program=(str(BIN / "phalanx"), "launch"))
+    assert "There is no command 'launch'. Write phalanx run." in done.err
 
 
 def test_the_time_to_wait_comes_from_the_flag_then_from_the_environment(tmp_path: Path) -> None:

@@ -54,13 +54,30 @@ def test_gpus_are_among_the_cards_that_cuda_visible_devices_leaves(script: str) 
 
 
 def test_gpus_without_cuda_name_the_cpu_way(script: str) -> None:
-    with pytest.raises(LaunchError, match=r"needs CUDA, but the installed torch is a CPU build. On CPU .* -n 2"):
+    with pytest.raises(
+        LaunchError, match=r"needs CUDA, but the installed torch is a CPU build. To compute on the CPU, .* -n 2"
+    ):
         cards.chosen_cards(options(script, gpus="0,1"), CPU)
     hidden = Machine(cores=4, has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=")
     with pytest.raises(LaunchError, match=r"no card is visible \(CUDA_VISIBLE_DEVICES=\)"):
         cards.chosen_cards(options(script, gpus="0"), hidden)
     with pytest.raises(LaunchError, match="no NVIDIA card was found"):
         cards.chosen_cards(options(script, gpus="0"), Machine(cores=4, has_cuda_build=True))
+
+
+def test_workers_beside_servers_compute_on_the_cpu_without_gpus(script: str) -> None:
+    """What is advised for `--server_num=1 --worker_num=2 --gpus=0,1` works."""
+    asked = {"server_num": 1, "worker_num": 2}
+    with pytest.raises(LaunchError, match=r"To compute on the CPU, leave --gpus out: --worker_num says how many\."):
+        request.resolve(options(script, gpus="0,1", **asked), CPU)
+    assert request.resolve(options(script, **asked), CPU).counts["worker"] == 2
+
+
+def test_a_host_of_servers_alone_needs_no_cards(script: str, this_host: None) -> None:
+    """GPU workers on another host: the same command on both."""
+    flags = {"servers": "10.0.0.2:6170", "workers": "10.0.0.1:6171,10.0.0.1:6172", "gpus": "0,1"}
+    found = request.resolve(options(script, **flags), CPU)
+    assert (found.counts["server"], found.counts["worker"], found.cards) == (1, 0, ())
 
 
 def test_more_processes_than_cards_is_an_error(script: str) -> None:

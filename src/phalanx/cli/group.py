@@ -36,6 +36,19 @@ _COMMANDS = {
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }
 
+_MEANT = {
+    "launch": "run",
+    "train": "run",
+    "submit": "job submit",
+    "logs": "job logs",
+    "stop": "job stop",
+    "list": "job list",
+    "status": "job list, or ps for what runs on this host",
+    "version": "--version",
+    "help": "--help",
+}
+"""What other programs call a command."""
+
 _EXTRA_OF_JOBS = {"job", "workspace", "code", "dataset", "secret", "token", "serve", "ui"}
 """Commands that stand on packages of the extra `jobs`."""
 
@@ -60,7 +73,9 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command named first in `args`, or fail with the nearest name."""
         if args[0] not in _COMMANDS:
-            ctx.fail(f"There is no command '{args[0]}'.{did_you_mean(args[0], _COMMANDS)}")
+            meant = _MEANT.get(args[0])
+            near = f" Write phalanx {meant}." if meant else did_you_mean(args[0], _COMMANDS)
+            ctx.fail(f"There is no command '{args[0]}'.{near}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

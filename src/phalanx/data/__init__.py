@@ -1,5 +1,7 @@
 """Data for training: which rows each rank gets, the loader that hands them out, and readers of real files."""
 
+from typing import Any
+
 from phalanx.data import vision
 from phalanx.data.cifar import Cifar10Dataset
 from phalanx.data.criteo import criteo_schema
@@ -14,6 +16,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.data.queue import QueueDataset
 from phalanx.data.slots import SlotSchema
+from phalanx.old_names import missing
 
 __all__ = [
     "Cifar10Dataset",
@@ -34,3 +37,7 @@ __all__ = [
     "read_idx",
     "vision",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("phalanx.data", name, __all__)

@@ -36,7 +36,7 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
     asked = tuple(part.strip() for part in options.gpus.split(",") if part.strip())
     if not asked:
         raise LaunchError(f"--gpus '{options.gpus}' lists no card. Write e.g. --gpus 0,1, or leave it out to use all.")
-    _check_cuda(options.gpus, machine)
+    _check_cuda(options, machine)
     if asked == ("all",):
         return machine.usable_cards
     for card in asked:
@@ -52,14 +52,16 @@ def chosen_cards(options: Options, machine: Machine) -> tuple[str, ...]:
     return asked
 
 
-def _check_cuda(asked: str, machine: Machine) -> None:
+def _check_cuda(options: Options, machine: Machine) -> None:
     if machine.cards and machine.has_cuda_build:
         return
     if not machine.has_cuda_build:
         found = "the installed torch is a CPU build"
     else:
         found = f"no card is visible ({machine.hidden_by})" if machine.hidden_by else "no NVIDIA card was found"
-    raise LaunchError(f"--gpus {asked} needs CUDA, but {found}. On CPU give the number of processes instead: -n 2.")
+    has_servers = any((options.server_num, options.worker_num, options.servers, options.workers))
+    instead = "leave --gpus out: --worker_num says how many" if has_servers else "give the number of processes: -n 2"
+    raise LaunchError(f"--gpus {options.gpus} needs CUDA, but {found}. To compute on the CPU, {instead}.")
 
 
 def _check_enough(asked: str, count: int, cards: tuple[str, ...]) -> None:

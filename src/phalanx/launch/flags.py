@@ -16,7 +16,12 @@ from phalanx.launch import log_format
 from phalanx.launch.options import DEFAULT_PORT, Options
 from phalanx.launch.server_handle import ServerHandle
 
-_RENAMED = {"--cluster_node_ips": "--ips", "--selected_gpus": "--gpus"}
+_RENAMED = {
+    "--cluster_node_ips": "--ips",
+    "--selected_gpus": "--gpus",
+    "--nprocs": "--nproc_per_node",
+    "--np": "--nproc_per_node",
+}
 _REMOVED = {
     "--node_ip": "the launcher finds this host in --ips by itself; --node_rank decides where that is open",
     "--use_paddlecloud": "cluster environments are recognised by themselves",
@@ -155,7 +160,11 @@ _CONTEXT: dict[str, Any] = {
     help="Parameter servers on this host.",
 )
 @click.option("--worker_num", type=_Count("number of workers"), help="Parameter-server workers on this host.")
-@click.option("--heter_worker_num", type=_Count("number of heter workers"), help="Heter workers on this host.")
+@click.option(
+    "--heter_worker_num",
+    type=_Count("number of heter workers"),
+    help="Heter workers here: a role for your script to fill.",
+)
 @click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
 @click.option("--workers", default="", metavar="LIST", help="Workers of the whole job, ip:port,ip:port.")
 @click.option("--heter_workers", default="", metavar="LIST", help="Heter workers of the whole job.")

@@ -186,7 +186,12 @@ def DataParallel(model: ModelT) -> ModelT:  # noqa: N802 (the basic API's spelli
 def with_old_words(model: ModelT) -> ModelT:
     """Give a module the calls that older scripts make around backward; they do nothing. The module's own stay."""
     # Module-level functions, so that the model can still be pickled and copied.
-    for word, function in (("scale_loss", _scale_loss), ("apply_collective_grads", _apply_collective_grads)):
+    old = {
+        "scale_loss": _scale_loss,
+        "apply_collective_grads": _apply_collective_grads,
+        "clear_gradients": _clear_gradients,
+    }
+    for word, function in old.items():
         if not hasattr(model, word):
             setattr(model, word, function)
     return model
@@ -208,6 +213,10 @@ def _name_old_words() -> None:
             "scale_loss and apply_collective_grads are not needed: gradients are averaged over the ranks during "
             "backward. Remove the calls."
         )
+
+
+def _clear_gradients() -> None:
+    raise ConfigError(f"model.clear_gradients(): {replacement('clear_gradients')}")
 
 
 def _refuse_word(word: str, *_: Any, **__: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 RENAMED = {
-    "exec_strategy": "execution_strategy",
     "forward_recompute": "recompute",
     "recompute_checkpoints": 'recompute_configs = {"checkpoints": [...]}',
     "use_local_sgd": "localsgd",
@@ -17,6 +16,7 @@ NOT_YET = frozenset(
         "asp",
         "build_strategy",
         "elastic",
+        "exec_strategy",
         "execution_strategy",
         "qat",
         "qat_configs",
