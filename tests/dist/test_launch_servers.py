@@ -146,3 +146,21 @@ def test_workers_form_a_group_over_the_endpoint_and_over_files(tmp_path: Path, w
     path = re.search(r"PADDLE_GLOO_FS_PATH +(\S+)", done.out)
     assert path is not None
     assert not Path(path[1]).exists()
+
+
+def test_a_heter_worker_is_neither_worker_nor_server(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from phalanx import fleet\n"
+        "fleet.init()\n"
+        "if fleet.is_server():\n"
+        "    fleet.init_server()\n"
+        "    fleet.run_server()\n"
+        "elif fleet.is_worker():\n"
+        "    fleet.init_worker()\n"
+        "    fleet.stop_worker()\n"
+        "else:\n"
+        "    print('a role of its own', fleet.worker_num(), fleet.server_num(), flush=True)\n"
+    )
+    done = launch_servers(tmp_path, 1, 1, "--heter_worker_num", "1", "train.py")
+    assert done.code == 0, done.out
+    assert "a role of its own 1 1" in done.log("heterlog.0")
