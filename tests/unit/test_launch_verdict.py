@@ -100,3 +100,9 @@ def test_an_error_raised_from_a_peers_end_is_about_the_peer() -> None:
     error = ValueError("sync failed")
     error.__cause__ = ConnectionResetError("reset")
     assert entry.error_kind(error) == "peer"
+
+
+def test_of_an_early_end_the_report_says_in_full_what_it_was_missing_from() -> None:
+    said = f"PeerLostError: rank 0 ({'p' * 100}) waited for rank 1, which did not come to 'px.save'"
+    text = report.render(ending(1, 0, 1.0), [ending(0, 1, 1.1, error=said, kind="peer")])
+    assert "which did not come to 'px.save'" in " ".join(text.split())

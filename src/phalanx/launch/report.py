@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -83,9 +84,12 @@ def render(first: Ending, others: Sequence[Ending]) -> str:
     lines = [_centred(f" {text('failed first', title=first.title)} ")]
     lines.append(f"{first.title} {how(first)}")
     lines.append(text("where", host=first.host, pid=first.pid))
-    followers = [f"{e.title}: {how(e)}" for e in others if e.failed and e.title != first.title]
+    followers = [f"{e.title}: {how(e)}".splitlines()[0] for e in others if e.failed and e.title != first.title]
     if followers:
-        lines += [f"{text('others followed')}:", *(f"    {line.splitlines()[0][:_WIDTH]}" for line in followers[:8])]
+        lines.append(f"{text('others followed')}:")
+        # Of an early end they alone say what it was missing from.
+        head = textwrap.wrap(followers[0], _WIDTH) if first.code == 0 else [followers[0][:_WIDTH]]
+        lines += [f"    {line}" for line in (*head, *(line[:_WIDTH] for line in followers[1:8]))]
         if len(followers) > 8:
             lines.append(f"    ... (+{len(followers) - 8})")
     if first.traceback:
