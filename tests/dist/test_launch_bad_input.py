@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0,1", "train.py"], r"--gpus 0,1 needs CUDA, but .*On CPU .*-n 2"),
+        (["--gpus", "0,1", "train.py"], r"--gpus 0,1 needs CUDA, but .*on the CPU.*-n 2"),
         (["missing.py"], r"'missing\.py' does not exist"),
         (["."], r"'\.' is a directory\. Give the Python file to run"),
         (["-n", "0", "train.py"], r"'0' is no number of processes\. Give a whole number, at least 1"),
