@@ -394,9 +394,37 @@ def test_an_exported_program_gives_the_same_output(tmp_path: Path) -> None:
     model.eval()
     x = torch.randn(5, 4)
     px.export_program(model, (x,), tmp_path / "model.pt2")
-    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for rows in (x, x[:1], torch.randn(9, 4)):
+        assert torch.equal(program(rows), model(rows))
     with pytest.raises(ConfigError, match="pip install onnx onnxscript"):
         px.export_onnx(model, (x,), tmp_path / "model.onnx")
+
+
+class FiveRows(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x.reshape(5, 2, 2).sum(1) * scale
+
+
+def test_a_program_whose_model_fixes_the_rows_is_exported_and_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
+) -> None:
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        px.export_program(FiveRows(), (torch.ones(5, 4), torch.ones(2)), tmp_path / "model.pt2")
+    assert torch.export.load(tmp_path / "model.pt2").module()(torch.ones(5, 4), torch.ones(2)).shape == (5, 2)
+    assert "the program takes batches of 5 rows alone: " in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        px.export_program(nn.Linear(4, 2), (torch.ones(1, 4),), tmp_path / "one.pt2")
+    assert not caplog.text or "torch takes 1 for a constant" in caplog.text
+
+
+def test_files_of_optimizers_are_answered(tmp_path: Path) -> None:
+    model, optimizer, _ = make()
+    with pytest.raises(ConfigError, match=r"weights of a torch.nn.Module, found \w+\. px.save\(folder, model, optim"):
+        px.export_state_dict(optimizer, tmp_path / "m.pdopt")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"px.save writes a folder of checkpoints, .* a file: '.*m.pdopt'"):
+        px.save(tmp_path / "m.pdopt", model, optimizer)
 
 
 def test_tensor_files_are_those_of_safetensors(tmp_path: Path) -> None:

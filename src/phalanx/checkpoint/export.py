@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
+import logging
 import mmap
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.held import MODEL, ModelView
@@ -28,6 +30,10 @@ from phalanx.parallel.describe import is_handle, is_module_held
 from phalanx.parallel.watch import ForwardWatch
 from phalanx.ps.snapshot.durable import sync_directory
 
+logger = logging.getLogger("phalanx.checkpoint")
+
+T = TypeVar("T")
+
 
 def export_state_dict(model: nn.Module, path: str | Path) -> None:
     """Write a model's parameters and buffers as whole tensors to one safetensors file, whatever the Plan.
@@ -40,10 +46,15 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
         path: The file, seen by all ranks; replaced when the new one is whole. No ending is added to its name.
 
     Raises:
-        ConfigError: If a layer holds parts whose place nobody knows.
+        ConfigError: If it is no module, or a layer holds parts whose place nobody knows.
         BackendError: If the file system does not take it; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"px.export_state_dict writes the weights of a torch.nn.Module, found {type(model).__name__}. "
+            "px.save(folder, model, optimizer) writes optimizer state, together with the model that gives it names."
+        )
     target = Path(path)
     ranks = Ranks.meet("px.export_state_dict", str(path))
     view = ModelView(model)
@@ -138,13 +149,15 @@ class _mapped:  # noqa: N801 (reads as the verb it is)
 def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **options: Any) -> None:
     """Write a model as a program that `torch.export.load(path)` runs without its Python code, on any number of ranks.
 
-    Collective: every rank calls it; rank 0 writes. Training or evaluation mode is as the model is now.
+    Collective: every rank calls it; rank 0 writes. Training or evaluation mode is as the model is now. The program
+    takes batches of any number of rows; where the model's code fixes it, which is logged, of the sample's alone.
 
     Args:
         model: A model whose parameters are whole on every rank.
-        inputs: Sample arguments of its forward pass.
+        inputs: Sample arguments of its forward pass, of 2 rows or more; tensors with as many rows as the first are
+            taken as batches.
         path: The file, with any ending.
-        options: Passed to `torch.export.export`, such as `dynamic_shapes`.
+        options: Passed to `torch.export.export`. With `dynamic_shapes` it is you who says what may vary.
 
     Raises:
         ConfigError: If parameters are sharded, or live in tables.
@@ -153,7 +166,8 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, 
     def write(plain: nn.Module) -> bytes:
         buffer = io.BytesIO()
         with torch.no_grad():
-            torch.export.save(torch.export.export(plain, inputs, **options), buffer)
+            program = _of_any_rows(inputs, options, lambda given, how: torch.export.export(plain, given, **how))
+        torch.export.save(program, buffer)
         return buffer.getvalue()
 
     _export("px.export_program", model, Path(path), write)
@@ -162,7 +176,7 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, 
 def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **options: Any) -> None:
     """Write a model as ONNX.
 
-    Collective: every rank calls it; rank 0 writes.
+    Collective: every rank calls it; rank 0 writes. Batches may have any number of rows as in `export_program`.
 
     Args:
         model: A model whose parameters are whole on every rank.
@@ -180,11 +194,42 @@ def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **o
             raise ConfigError(
                 f"export_onnx needs {' and '.join(missing)}, not installed here: pip install onnx onnxscript."
             )
-        program = torch.onnx.export(plain, inputs, dynamo=True, verbose=False, **options)
+        program = _of_any_rows(
+            inputs, options, lambda given, how: torch.onnx.export(plain, given, dynamo=True, verbose=False, **how)
+        )
         assert program is not None
         return bytes(program.model_proto.SerializeToString())
 
     _export("px.export_onnx", model, Path(path), write)
+
+
+def _of_any_rows(
+    inputs: tuple[Any, ...], options: dict[str, Any], export: Callable[[tuple[Any, ...], dict[str, Any]], T]
+) -> T:
+    """Return an exported model that takes any number of rows if it can be, and say so if it cannot."""
+    rows = next((part.shape[0] for part in tree_leaves(inputs) if isinstance(part, Tensor) and part.dim()), None)
+    if rows is None or "dynamic_shapes" in options or "kwargs" in options:
+        return export(inputs, options)
+
+    def shape_of(part: Any) -> dict[int, Any] | None:
+        is_batch = isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == rows
+        return {0: torch.export.Dim.DYNAMIC} if is_batch else None
+
+    # Torch marks the tensors themselves: the user's stay unmarked, and so does what is exported otherwise.
+    marked = tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, inputs)
+    try:
+        return export(marked, {**options, "dynamic_shapes": tree_map(shape_of, inputs)})
+    except Exception as error:  # noqa: BLE001 -- torch has many, and what is no matter of shapes fails again below
+        exported = export(inputs, options)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = next((line.strip(" -") for line in lines if line.startswith("  - ")), lines[0])
+        logger.warning(
+            "the program takes batches of %d rows alone: %s. For batches of any size let the sample have 2 rows or "
+            "more and the model's code not fix their number, or say what may vary with dynamic_shapes=",
+            rows,
+            "torch takes 1 for a constant" if rows == 1 else why[:200].removesuffix("."),
+        )
+        return exported
 
 
 def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module], bytes]) -> None:

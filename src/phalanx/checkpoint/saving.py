@@ -33,6 +33,9 @@ from phalanx.ps.snapshot.durable import sync_directory
 
 logger = logging.getLogger("phalanx.checkpoint")
 
+_FILES = (".pdparams", ".pdopt")
+"""Endings of the files in which older scripts keep parameters and optimizers apart."""
+
 WRITE_TIMEOUT_S = 1800.0
 """Seconds to wait for the rank whose disk is slowest."""
 
@@ -78,6 +81,12 @@ def save(
         BackendError: If a file system does not take the files, on whichever rank; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
+    if Path(folder).suffix in _FILES and not Path(folder).is_dir():
+        raise ConfigError(
+            f"px.save writes a folder of checkpoints, model and optimizer together, found the name of a file: "
+            f"{str(folder)!r}. Give px.save and px.load {str(Path(folder).with_suffix(''))!r}, or write weights alone "
+            f"with px.export_state_dict(model, {str(Path(folder).with_suffix('.pdparams'))!r})."
+        )
     training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     return save_training(folder, training, step=step, extra=extra, background=background, keep=keep)
 
