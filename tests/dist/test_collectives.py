@@ -203,6 +203,8 @@ def _misuse() -> list[str]:
         lambda: comm.recv(2),
         lambda: comm.all_reduce(torch.zeros(2), axis="model"),
         lambda: comm.all_reduce(torch.zeros(2), axis="model", group=comm.new_group([0, 1])),
+        lambda: px.distributed.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(2)),
+        lambda: comm.reduce_scatter(torch.zeros(2), [torch.zeros(2), torch.zeros(2)]),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -232,6 +234,8 @@ def test_misuse_is_one_clear_error_on_every_rank():
         "of 2 needs another rank of the group, found 2",
         "all_reduce along axis 'model' needs a mesh with that axis, found no mesh",
         "all_reduce takes group= or axis=, found both",
+        "all_gather takes this rank's tensor first and returns the result, found a list of 2. Write parts = px.comm.",
+        "reduce_scatter takes a number as dim and returns the result, found list. Write mine = px.comm.reduce_scatter(",
     ]
     for message, other, part in zip(first, second, expected, strict=True):
         assert part in message
@@ -296,14 +300,14 @@ def _groups_in_a_loop() -> tuple[int, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = {id(comm.new_group([0, 1])) for _ in range(5)}
-    return len(groups), [str(w.message) for w in caught]
+    return len(groups), [f"{w.filename}: {w.message}" for w in caught]
 
 
 def test_one_group_asked_for_in_a_loop_is_made_once_and_warned_about():
     for made, told in run_ranks(_groups_in_a_loop, 2):
         assert made == 1
         assert len(told) == 1
-        assert "new_group([0, 1]) was asked for 3 times" in told[0]
+        assert f"{__file__}: new_group([0, 1]) was asked for 3 times" in told[0]
 
 
 def _reduce_often() -> None:

@@ -121,6 +121,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, group: Group = None, axis: st
             `group`.
         PeerLostError: If a rank was lost.
     """
+    _require_tensor(x, "all_reduce")
     group, size = ranks_of(group, axis, "all_reduce")
     if op not in ("sum", "mean", "max", "min"):
         raise ConfigError(f"all_reduce knows op 'sum', 'mean', 'max' and 'min', found {op!r}. Use one of them.")
@@ -160,6 +161,7 @@ def all_gather(
         ConfigError: If shapes differ elsewhere than along `dim`, on all ranks alike; or for a rank outside `group`.
         PeerLostError: If a rank was lost.
     """
+    _require_tensor(x, "all_gather")
     dim = _dim(x, dim, "all_gather")
     group, size = ranks_of(group, axis, "all_gather")
     if size == 1:
@@ -180,6 +182,7 @@ def all_gather_list(
 
     Collective over `group`; arguments, gradient and errors as in `all_gather`. `dim` is where parts may differ.
     """
+    _require_tensor(x, "all_gather_list")
     dim = _dim(x, dim, "all_gather_list")
     group, size = ranks_of(group, axis, "all_gather_list")
     if size == 1:
@@ -217,6 +220,7 @@ def reduce_scatter(
             or for a rank outside `group`.
         PeerLostError: If a rank was lost.
     """
+    _require_tensor(x, "reduce_scatter")
     if op not in ("sum", "mean"):
         raise ConfigError(f"reduce_scatter knows op 'sum' and 'mean', found {op!r}. Use one of them.")
     _require_fractions(x, op, "reduce_scatter")
@@ -241,6 +245,7 @@ def broadcast(x: Tensor, src: int = 0, *, group: Group = None, axis: str | None 
         ConfigError: If `src` is not a rank of the group, or this rank is outside it.
         PeerLostError: If a rank was lost.
     """
+    _require_tensor(x, "broadcast")
     group, size = ranks_of(group, axis, "broadcast")
     if not 0 <= src < size:
         raise ConfigError(f"broadcast from rank {src} needs a group of more than {src} ranks, found {size}.")
@@ -275,6 +280,7 @@ def all_to_all(
             ranks alike.
         PeerLostError: If a rank was lost.
     """
+    _require_tensor(x, "all_to_all")
     split_dim = _dim(x, split_dim, "all_to_all")
     concat_dim = split_dim if concat_dim is None else _dim(x, concat_dim, "all_to_all")
     group, size = ranks_of(group, axis, "all_to_all")
@@ -292,6 +298,32 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tenso
     """Return what an autograd Function of one result makes of its arguments."""
     result: Tensor = function.apply(*args)
     return result
+
+
+def _require_tensor(x: Any, verb: str) -> None:
+    """Raise if a collective that returns its result was called as torch's of that name, which fills a list.
+
+    Raises:
+        ConfigError: Says what to write.
+    """
+    if isinstance(x, Tensor):
+        return
+    found = f"a list of {len(x)}" if isinstance(x, list | tuple) else type(x).__name__
+    raise ConfigError(
+        f"{verb} takes this rank's tensor first and returns the result, found {found}. Write {_RETURNING[verb]}; "
+        f"torch.distributed.{verb} fills what it is given."
+    )
+
+
+_RETURNING = {
+    "all_gather": "parts = px.comm.all_gather_list(x)",
+    "all_gather_list": "parts = px.comm.all_gather_list(x)",
+    "all_reduce": "total = px.comm.all_reduce(x)",
+    "reduce_scatter": "mine = px.comm.reduce_scatter(torch.cat(parts))",
+    "broadcast": "x = px.comm.broadcast(x, src=0)",
+    "all_to_all": "arrived = px.comm.all_to_all(torch.cat(parts), sizes=[len(part) for part in parts])",
+}
+"""How each collective is called."""
 
 
 def ranks_of(group: Group, axis: str | None, verb: str) -> tuple[Group, int]:
@@ -317,6 +349,11 @@ def _require_fractions(x: Tensor, op: str, verb: str) -> None:
 
 
 def _dim(x: Tensor, dim: int, verb: str) -> int:
+    if not isinstance(dim, int):
+        raise ConfigError(
+            f"{verb} takes a number as dim and returns the result, found {type(dim).__name__}. Write "
+            f"{_RETURNING[verb]}; torch.distributed.{verb} fills what it is given."
+        )
     if not -x.dim() <= dim < x.dim():
         raise ConfigError(f"{verb} along dim {dim} needs a tensor with that dim, found shape {tuple(x.shape)}.")
     return dim % x.dim()

@@ -109,7 +109,7 @@ def _warn_in_a_loop(key: tuple[int, ...]) -> None:
             f"new_group({list(key)}) was asked for {_LOOP_AFTER} times; the one group is reused. "
             "Make it once, before the loop.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,  # the caller of new_group
         )
 
 
