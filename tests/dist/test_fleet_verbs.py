@@ -47,6 +47,8 @@ def train_basic(parallel, start):
         loss = model.scale_loss(F.cross_entropy(model(image), label))
         loss.backward()
         model.apply_collective_grads()
+        with pytest.raises(ConfigError, match=r"model.clear_gradients\(\): .*Write instead: optimizer.zero_grad"):
+            model.clear_gradients()
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import traceback
@@ -527,3 +528,16 @@ def test_disagreeing_streams_are_found_on_every_rank() -> None:
     check_beginnings([[2, 2, 1, 9], [2, 2, 1, 8]], 0, begun)
     with pytest.raises(DataError, match="workers 0 and 1 of rank 1 began with the same batch"):
         check_beginnings([[2, 2, 1, 7], [2, 2, 1, 8]], 1, begun)
+
+
+def test_loops_of_older_scripts_are_told_what_to_write() -> None:
+    loader = ShardedLoader(Numbers(3), batch_size=1)
+    for word, instead in (
+        ("start", "for x, y in loader"),
+        ("reset", "for x, y in loader"),
+        ("set_sample_generator", "px.data.GeneratorDataset"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{word}'.*Write instead: {instead}"):
+            getattr(loader, word)
+    assert not hasattr(loader, "step_per_epoch")
+    assert copy.copy(loader).seed == loader.seed

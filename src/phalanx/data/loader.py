@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
@@ -20,6 +20,18 @@ from phalanx.data.loading import Loading
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.data")
+
+_LOOP = "for x, y in loader: ... (each loop is the next epoch; no EOFException, no reset)"
+_GENERATOR = "px.data.GeneratorDataset(function, columns) in place of the data; then for x, y in loader: ..."
+_OLD_WORDS = {
+    "start": _LOOP,
+    "reset": _LOOP,
+    "next": _LOOP,
+    "set_sample_generator": _GENERATOR,
+    "set_sample_list_generator": _GENERATOR,
+    "set_batch_generator": _GENERATOR,
+}
+"""What loops around loaders of older scripts call, and what to write."""
 
 
 class ShardedLoader:
@@ -92,6 +104,16 @@ class ShardedLoader:
         """Share of the batch handed out last; None before the first and after the last of an epoch."""
         self._next_epoch, self._next_position = 0, 0
         self._epoch, self._position = 0, 0
+
+    if not TYPE_CHECKING:  # a type checker would believe every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if instead := _OLD_WORDS.get(name):
+                raise AttributeError(
+                    f"{message}. It belongs to an older framework. Write instead: {instead}", name=name
+                )
+            raise AttributeError(message, name=name, obj=self)  # to which Python adds the nearest name
 
     # -- what it will do ---------------------------------------------------------------------------------------
 

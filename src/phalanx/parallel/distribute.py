@@ -184,7 +184,10 @@ def DataParallel(model: ModelT) -> ModelT:  # noqa: N802 (the basic API's spelli
 
 
 def with_old_words(model: ModelT) -> ModelT:
-    """Give a module the calls that older scripts make around backward; they do nothing. The module's own stay."""
+    """Give a module the calls that older scripts make around backward, which do nothing or say what to write.
+
+    The module's own stay.
+    """
     # Module-level functions, so that the model can still be pickled and copied.
     old = {
         "scale_loss": _scale_loss,
