@@ -408,7 +408,7 @@ def test_collectives_of_layers_are_told_from_sharding():
         (["clasifier.*=row"], r"the model calls no layer 'clasifier\.\*'\. Did you mean 'classifier"),
         (["classifier.0=diagonal"], "one of whole, column, row, vocab"),
         (["tp=3"], "No way to arrange the ranks keeps to the limits"),
-        (["features.0=column"], "No way to arrange the ranks keeps to the limits"),
+        (["features.0=column"], "'features.0' is a Conv2d: 'column' is a way of Linear. Take another"),
     ],
 )
 def test_limits_that_cannot_be_are_named(limits, message):
@@ -593,3 +593,14 @@ def test_sharding_holds_what_it_gathers():
     assert bytes_of(1, 1) == bytes_of(2, 1) == [(1.75, 1), (1.25, 0)]  # slices of all, and parameters gathered
     assert bytes_of(3, 1) == [(0.75, 2), (0.25, 1)]
     assert bytes_of(3, 2) == bytes_of(1, 2) == [(3.5, 0), (1.5, 0)]  # both are whole for all of a step
+
+
+def test_what_cuts_the_loss_is_said_not_to_be_searched_and_a_way_of_another_kind_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
+    sample = torch.zeros(4, 8), torch.zeros(4).long()
+    answer = px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2")
+    assert "not searched: a loss over logits that stay cut by classes (`vocab` of a head)" in str(answer)
+    with pytest.raises(PlanError, match=r"'2=vocab', and '2' is a Linear: 'vocab' is a way of Embedding.*whole logits"):
+        px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2", limits=["2=vocab"])
+    with pytest.raises(PlanError, match=r"'1=column', and '1' is a ReLU: 'column' is a way of Linear. Take another.$"):
+        px.auto_parallel(model, sample, F.cross_entropy, cluster="a100x2", limits=["1=column"])

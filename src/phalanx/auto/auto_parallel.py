@@ -106,7 +106,9 @@ def auto_parallel(
         model, sample, loss_fn, found, speed, room, top_k, time_limit, layers, work, unstaged, unsharded, unsplit
     )
     searched = search(said)
-    not_tried = (unstaged, *unsharded.values(), *_apart(search), *left_out_in_stages(searched.arrangements, unsplit))
+    whole_loss = None if loss_fn is None or found.devices == 1 else text("left out cut loss")
+    in_stages = left_out_in_stages(searched.arrangements, unsplit)
+    not_tried = (unstaged, *unsharded.values(), *_apart(search), *in_stages, whole_loss)
     return Planned(
         searched=searched,
         layers=search.layers,
@@ -158,6 +160,10 @@ def _precision(captured: Captured, strategy: DistributedStrategy) -> str:
     """Return what products are computed in."""
     dtype = strategy.amp_dtype if strategy.amp else next((p.dtype for p in captured.parameters), "float32")
     return {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
+
+
+_KIND_OF = {"column": "Linear", "row": "Linear", "vocab": "Embedding"}
+"""The kind of layers that a way is of."""
 
 
 @dataclass
@@ -308,8 +314,20 @@ def _read_limits(limits: tuple[str, ...], found: tuple[Segment, ...]) -> tuple[l
             raise ConfigError(
                 text("limit of no layer", said=said, layer=name, nearest=meant(name, paths), known=some(paths))
             )
+        _check_kinds(said, style, [segment for segment in found if segment.like in matching])
         unwanted |= {(like, way) for like in matching for way in EVERY_WAY if (way.style or "whole") != style}
     return shape, frozenset(unwanted)
+
+
+def _check_kinds(said: str, style: str, asked: Iterable[Segment]) -> None:
+    """Raise unless layers are of the kind that has this way at all."""
+    able = _KIND_OF.get(style)
+    wrong = None if able is None else next((one for one in asked if one.kind != able), None)
+    if wrong is not None:
+        why = text("limit of a head", layer=wrong.path) if (style, wrong.kind) == ("vocab", "Linear") else ""
+        raise PlanError(
+            text("limit of another kind", said=said, layer=wrong.path, kind=wrong.kind, style=style, able=able, why=why)
+        )
 
 
 def _rows(found: tuple[Segment, ...]) -> int:

@@ -68,6 +68,20 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
         "Asked for the limit {said!r}, and the model calls no layer {layer!r}.{nearest} It calls {known}.",
         "限制 {said!r} 中的层 {layer!r} 未被此模型调用。{nearest}被调用的有 {known}。",
     ),
+    "limit of another kind": (
+        "Asked for the limit {said!r}, and {layer!r} is a {kind}: {style!r} is a way of {able}. Take another.{why}",
+        "限制 {said!r} 无效：{layer!r} 属于 {kind}，而 {style!r} 只适用于 {able}。请选其他方式。{why}",
+    ),
+    "limit of a head": (
+        (
+            " The loss is planned on whole logits. To cut head and loss, px.shard(model, {{{layer!r}: 'vocab'}}) with "
+            "px.vocab_cross_entropy or px.SoftmaxCrossEntropyExpand."
+        ),
+        (
+            "规划器按完整的 logits 计算损失。若要同时切分输出层和损失，请用 px.shard(model, {{{layer!r}: 'vocab'}}) 和 "
+            "px.vocab_cross_entropy 或 px.SoftmaxCrossEntropyExpand。"
+        ),
+    ),
     "limit one of": (
         "Asked for the limit {said!r}. Write {knob}= and one of {known}.",
         "限制 {said!r} 无效。请写 {knob}= 和 {known} 之一。",

@@ -74,6 +74,10 @@ PLANNER: dict[str, tuple[str, str]] = {
         "tokens apart between layers, as the model's code does not run on some",
         "层间按 token 切分，因为模型代码不能在部分 token 上运行",
     ),
+    "left out cut loss": (
+        "a loss over logits that stay cut by classes (`vocab` of a head), as the loss function takes whole ones",
+        "在按类别切分的 logits 上计算损失（输出层的 `vocab`），因为损失函数需要完整的 logits",
+    ),
     "left out staged parts": (
         "modules in parts together with stages, but for those that a limit asks for",
         "与流水线阶段一起使用的分部计算（parts），限制中要求的除外",
