@@ -309,3 +309,58 @@ def only_the_optimizer_and_a_step(graph: bool):
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_train_step_distributes_the_model_of_an_optimizer_that_was_handed_over_alone(graph: bool):
     run_ranks(only_the_optimizer_and_a_step, 2, graph, timeout_s=120)
+
+
+def sharded_states_beside_a_checkpoint():
+    """What `extra` of a checkpoint holds of a second optimizer: this rank's slices, as plain tensors."""
+    px.init()
+    strategy = px.DistributedStrategy(sharding=True, sharding_configs={"stage": 2})
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    px.distribute(model, optimizer, strategy=strategy)
+
+    def step():
+        model(mine(X)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [param.full_tensor().detach().clone() for param in model.parameters()]
+
+    step()
+    state, weights = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in model.parameters()]
+    expected = step()
+    for slices in state["state"].values():
+        slices.update({k: v.to_local() for k, v in slices.items() if hasattr(v, "to_local")})
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for param, weight in zip(model.parameters(), weights, strict=True):
+            param.copy_(weight)
+    assert all(map(torch.equal, step(), expected))
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-1]
+    with pytest.raises(ConfigError, match=r"'exp_avg' .* has shape \(1, 5\), and this rank's slice \(2, 5\)"):
+        optimizer.load_state_dict(state)
+
+
+def inference_before_training():
+    px.init()
+    for stage in (1, 3):
+        strategy = px.DistributedStrategy(sharding=True, sharding_configs={"stage": stage})
+        model, expected = net(), net()
+        optimizer = sgd(model)
+        px.distribute(model, optimizer, strategy=strategy)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(X), expected(X))
+        model(mine(X)).square().mean().backward()
+        optimizer.step()
+        expected(X).square().mean().backward()
+        sgd(expected).step()
+        assert_same(nn.ParameterList([param.full_tensor() for param in model.parameters()]), expected)
+        inputs = mine(X).clone().requires_grad_()
+        with pytest.raises(ConfigError, match="create_graph=True came to a distributed model"):
+            torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        del model, optimizer
+        forget()
+
+
+def test_sharded_training_goes_on_after_slices_are_loaded_and_after_inference():
+    run_ranks(sharded_states_beside_a_checkpoint, 2)
+    run_ranks(inference_before_training, 2)

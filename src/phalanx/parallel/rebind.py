@@ -75,6 +75,8 @@ def rebind(optimizer: Optimizer) -> None:
             state = optimizer.state.pop(old)
             if not new.is_meta:  # else another rank trains it
                 optimizer.state[new] = {key: _like(value, old, new) for key, value in state.items()}
+    if moved:
+        optimizer.register_load_state_dict_post_hook(_place_state)
     if moved and any(len(_kinds(group)) > 1 for group in optimizer.param_groups):
         _split_around_steps(optimizer)
 
@@ -86,6 +88,38 @@ def _like(value: Any, old: Tensor, new: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != old.shape or not isinstance(new, DTensor):
         return value
     return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
+
+
+def _place_state(optimizer: Optimizer) -> None:
+    """Cut state that was loaded as plain tensors as the parameters are: `extra` of a checkpoint holds a rank's slices.
+
+    Raises:
+        ConfigError: If it is of slices of another size.
+    """
+    for param, state in optimizer.state.items():
+        if hasattr(param, "device_mesh"):
+            state.update({key: _placed(key, value, param) for key, value in state.items()})
+
+
+def _placed(key: str, value: Any, param: Any) -> Any:
+    """Return what was loaded for a sharded parameter, sharded."""
+    from torch.distributed.tensor import DTensor
+
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if not is_plain or not value.dim() or value.shape[1:] != param.shape[1:]:  # a number of steps is no slice
+        return value
+    mine = param.to_local()
+    if value.shape not in (mine.shape, param.shape):
+        raise ConfigError(
+            f"the state {key!r} that was loaded for a sharded parameter of shape {tuple(param.shape)} has shape "
+            f"{tuple(value.shape)}, and this rank's slice {tuple(mine.shape)}. It was saved with other ranks: load it "
+            "with as many, or let px.save and px.load have the optimizer itself."
+        )
+    if value.shape == param.shape:
+        return _like(value, value, param)
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _kinds(group: dict[str, Any]) -> dict[object, list[Tensor]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm import transfers
 from phalanx.comm.context import Context
@@ -205,6 +206,19 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
         return outputs
 
     model.register_forward_hook(leave)
+    gather_once = model.register_forward_pre_hook(lambda *_: _gather_before_inference(model, gather_once), prepend=True)
+
+
+def _gather_before_inference(model: nn.Module, hook: RemovableHandle) -> None:
+    """Let torch make the memory it gathers into, which it keeps, outside of inference mode: training writes to it."""
+    if not torch.is_inference_mode_enabled():
+        return
+    hook.remove()
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
 
 
 def _let_go(model: nn.Module) -> None:
