@@ -1,7 +1,7 @@
 """What `distribute` takes, in one process."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -68,3 +68,44 @@ def test_batches_of_a_batch_sampler_are_not_called_rows(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "phalanx")
     announce(None, ShardedLoader(DataLoader(TensorDataset(torch.ones(6, 2)), batch_sampler=batches)))
     assert "global batch = a batch of the batch sampler per rank x 1; 3 steps" in caplog.text
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
+@pytest.mark.parametrize("settings", [{"amp": True}, {"graph": True}, {}], ids=["amp", "graph", "neither"])
+@pytest.mark.parametrize("method", [Coder.forward, Coder.loss, Coder.__call__], ids=["forward", "loss", "call"])
+def test_a_setting_that_acts_in_forward_passes_says_when_a_model_trains_without_one(
+    settings: dict[str, Any],
+    method: Callable[[Coder, torch.Tensor], torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    phalanx_propagates: None,
+) -> None:
+    model = Coder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    px.distribute(model, optimizer, strategy=px.DistributedStrategy(**settings))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        method(model, torch.ones(1, 2)).mean().backward()
+        optimizer.step()
+    expected = 1 if settings and method is not Coder.__call__ else 0
+    assert caplog.text.count(f"{''.join(settings)} does not act: the gradients of this Coder came without") == expected
+
+
+def test_old_words_are_named_once(caplog: pytest.LogCaptureFixture, phalanx_propagates: None) -> None:
+    model = px.distributed.DataParallel(nn.Linear(2, 1))
+    for _ in range(3):
+        model.scale_loss(model(torch.ones(1, 2)).sum()).backward()
+        model.apply_collective_grads()
+    assert caplog.text.count("scale_loss and apply_collective_grads are not needed") == 1

@@ -99,7 +99,8 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         _pair(optimizer, model)
     if expects_optimizer:
         assembly.incomplete.add(model)
-    model.register_forward_hook(ForwardWatch(RowsWatch()), with_kwargs=True)
+    watch = assembly.forwards[model] = ForwardWatch(RowsWatch())
+    model.register_forward_hook(watch, with_kwargs=True)
     if context.is_distributed:
         model.register_forward_pre_hook(refuse_outer_wrapper)
         every_optimizer.begin()

@@ -206,7 +206,9 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
         return outputs
 
     model.register_forward_hook(leave)
-    gather_once = model.register_forward_pre_hook(lambda *_: _gather_before_inference(model, gather_once), prepend=True)
+    gather_once: RemovableHandle = model.register_forward_pre_hook(
+        lambda *_: _gather_before_inference(model, gather_once), prepend=True
+    )
 
 
 def _gather_before_inference(model: nn.Module, hook: RemovableHandle) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied, applied, is_cared_for, name_of
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.watch import assembly, warn_if_never_called
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -29,6 +29,7 @@ class StepWatch:
 
     def __init__(self, *, is_handed_over: bool = True) -> None:
         self._is_handed_over = is_handed_over
+        self._has_looked = False
         self._models = 0
         self._params: list[Tensor] = []
         self._apart: list[Tensor] = []
@@ -47,6 +48,9 @@ class StepWatch:
                 f"this {type(optimizer).__name__} holds no parameter of a distributed model, so its steps train "
                 "nothing. Make it of the parameters of the module that is distributed, of that very object."
             )
+        if is_concerned and not self._has_looked and any(p.grad is not None for p in self._params):
+            self._has_looked = True
+            warn_if_never_called(optimizer)
         if not context_of.current().is_distributed:
             return
         if is_concerned:

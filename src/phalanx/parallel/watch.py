@@ -17,6 +17,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied, applied_to
 from phalanx.parallel.rebind import replaced
 from phalanx.parallel.wrappers import explain_outer, outer_wrapper
+from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.parallel")
@@ -48,6 +49,9 @@ class Assembly:
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     incomplete: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Models whose optimizer should come by a call of its own."""
+
+    forwards: weakref.WeakKeyDictionary[nn.Module, ForwardWatch] = field(default_factory=weakref.WeakKeyDictionary)
+    """What looks at the forward passes of each distributed model."""
 
     loader: ShardedLoader | None = None
     planner: Callable[[Training], NoReturn] | None = None
@@ -111,6 +115,32 @@ def refuse_outer_wrapper(model: nn.Module, _inputs: tuple[Any, ...]) -> None:
         raise ConfigError(explain_outer(kind))
 
 
+def warn_if_never_called(optimizer: Optimizer) -> None:
+    """Warn when a model got gradients by other methods than its forward pass, the only one on which some settings act.
+
+    Of compiled code only that there is some is known.
+    """
+    for model, watch in assembly.forwards.items():
+        made = applied_to(model)
+        if watch.is_called or made is None or made.pipeline is not None or not is_trained_by(model, optimizer):
+            continue
+        on = [name for name, acts in (("graph", made.plan.step.compiled), ("amp", _is_cast(made.plan))) if acts]
+        if not on or torch._dynamo.utils.counters["frames"]["total"]:
+            continue
+        watch.is_called = True
+        logger.warning(
+            "%s does not act: the gradients of this %s came without a call of the model, by another of its methods. "
+            "Call the model, and let forward() choose the method%s.",
+            " and ".join(on),
+            type(model).__name__,
+            ", or run the method under torch.autocast" if "amp" in on else "",
+        )
+
+
+def _is_cast(plan: Plan) -> bool:
+    return any(rule.match == "" and rule.dtype is not None for rule in plan.modules)
+
+
 def reach_at_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     """In a run that only plans, end a script at the first training call of a model whose data nobody handed over.
 
@@ -131,12 +161,18 @@ class ForwardWatch:
     def __init__(self, watch_rows: Callable[[tuple[Any, ...]], None]) -> None:
         self.evaluations = 0
         self.training_steps = 0
+        self.is_called = False
+        """Whether the model was called, but for calls of compiled code."""
+
         self._watch_rows = watch_rows
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Count a forward pass."""
         # A compiler that traces the model must not see the counters: it would compile anew for each value.
-        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
+        if torch.compiler.is_compiling():
+            return
+        self.is_called = True
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return
         if model.training:
             self.training_steps += 1
