@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied
-from phalanx.parallel.describe import is_handle, is_module_held
+from phalanx.parallel.describe import is_module_held
 from phalanx.parallel.elementwise import check_elementwise
 from phalanx.parallel.kept_state import keep_state
 from phalanx.parallel.rebind import rebind
@@ -82,8 +82,6 @@ def _why_no_torch_scaler(optimizer: Optimizer, made: Applied) -> str | None:
         return "gradient_merge adds up gradients over several steps, each of which would divide the sum by the scale"
     if made.plan.step.scaler is not None:
         return "strategy.amp scales its losses already"
-    if any(map(is_handle, params)):
-        return "it trains rows of a table, whose gradients nothing would unscale"
     if made.updaters:
         return "ranks would leave out different steps, as each sees its own gradients (localsgd, dgc)"
     if made.pipeline is not None or any(map(is_module_held, params)):
