@@ -19,12 +19,13 @@ import ctypes, resource, sys
 import phalanx
 if "init" in sys.argv:
     phalanx.init()
+SIZES = [48, 100] if "long" in sys.argv else []
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def step():
-    blocks = [libc.malloc(6 << 20) for _ in range(16)]
-    for block in blocks:
-        ctypes.memset(block, 1, 6 << 20)
+    blocks = [libc.malloc(size << 20) for size in [6] * 16 + SIZES]
+    for block, size in zip(blocks, [6] * 16 + SIZES):
+        ctypes.memset(block, 1, size << 20)
     for block in reversed(blocks):
         libc.free(block)
 for _ in range(3):
@@ -33,7 +34,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-"""Page faults of a step that fills and frees 96 MiB, 24576 pages, after three others."""
+"""Page faults of a step that fills and frees 96 MiB, 24576 pages, or 244, after three others."""
 
 
 def page_faults(*arguments: str, **environment: str) -> int:
@@ -48,6 +49,11 @@ def page_faults(*arguments: str, **environment: str) -> int:
 
 def test_a_step_reuses_the_pages_of_the_step_before():
     assert page_faults("init") < 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[1] < "2.35", reason="takes no threshold above 32 MiB")
+def test_a_step_reuses_the_long_blocks_of_a_process_that_has_the_whole_batch():
+    assert page_faults("init", "long") < 100
 
 
 def test_a_users_own_malloc_setting_stays():

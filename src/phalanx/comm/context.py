@@ -152,7 +152,10 @@ def _keep_freed_memory() -> None:
     is_set = any(name in os.environ for name in _ALLOCATOR) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or is_set:
         return
-    mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes: larger blocks are mapped, and freed at once
+    # Larger blocks are mapped, and freed at once. A process that trains alone has the activations of a whole batch, so
+    # that its blocks are longer than those of ranks, who would have the advantage of them otherwise.
+    if not mallopt(_MMAP_THRESHOLD, 256 << 20):
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that an older glibc takes
     mallopt(_TRIM_THRESHOLD, 512 << 20)  # else twice as much: a unit that sharding gathers, and its gradients
 
 
