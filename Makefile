@@ -10,12 +10,18 @@ STAMP  := $(VENV)/.installed
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/'
 
+# torchvision's wheel is built for a card. Beside a torch without one it cannot be imported, and whatever looks for it
+# (transformers, torchmetrics) then fails too: it lies in a folder of its own, from which tests take its models and timm's.
+TORCHVISION = $(BIN)/python -c "import torch; print('torchvision==0.%d.*' % (int(torch.__version__.split('.')[1]) + 15))"
+
 # Any build of torch in this range serves; an environment that already has one keeps it.
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples,jobs,postgresql,s3,kubernetes]" --group dev
+	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/torch.txt --editable ".[examples,jobs,postgresql,s3,kubernetes]" --group dev --group foreign
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vision "$$($(TORCHVISION))" timm
 	touch $(STAMP)
 
 setup: $(STAMP)  ## make .venv and install phalanx into it
