@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm import context
 from phalanx.errors import ConfigError
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm, synchronise
 
@@ -20,7 +19,7 @@ def test_parameters_buffers_hooks_and_mode_stay_and_a_shared_layer_is_shared() -
     seen: list[Tensor] = []
     norm.register_forward_hook(lambda *found: seen.append(found[2]))
     tensors = [*model.parameters(), *model.buffers()]
-    assert synchronise(model, context.init(), None) == 1
+    assert synchronise(model) == 1
     assert isinstance(model[0], SyncBatchNorm)
     assert model[0] is model[2]
     assert (model[0].eps, model[0].momentum, model[0].training) == (0.5, None, False)
@@ -31,4 +30,4 @@ def test_parameters_buffers_hooks_and_mode_stay_and_a_shared_layer_is_shared() -
 
 def test_a_layer_that_computes_more_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"cannot stand in for '1\.0': NormAndRelu has a forward pass of its own"):
-        synchronise(nn.Sequential(nn.Linear(2, 2), nn.Sequential(NormAndRelu(2))), context.init(), None)
+        synchronise(nn.Sequential(nn.Linear(2, 2), nn.Sequential(NormAndRelu(2))))

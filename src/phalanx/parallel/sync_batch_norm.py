@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
-from phalanx.comm.context import Context
-from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.row_weights import row_weight, with_gradient_times
 
@@ -22,20 +21,20 @@ from phalanx.parallel.row_weights import row_weight, with_gradient_times
 class SyncBatchNorm(_BatchNorm):
     """A batch normalisation layer that shares its statistics with the same layer of other ranks.
 
-    Every forward pass in training is collective over the group.
+    Every forward pass in training is collective over the ranks that read rows of their own. Which these are, and which
+    rows count, is asked of the job in every pass: a copy holds nothing of it, and normalises its own rows in a process
+    that is in no job.
     """
 
-    _context: Context
-    _group: Group
     _is_weighed: bool
     """Whether gradients that arrive have the weight of this rank's rows already."""
 
     @classmethod
-    def of(cls, layer: _BatchNorm, context: Context, group: Group, is_weighed: bool) -> SyncBatchNorm:
+    def of(cls, layer: _BatchNorm, is_weighed: bool) -> SyncBatchNorm:
         """Return a layer with the same parameters, buffers and hooks, the same objects."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
-        made._context, made._group, made._is_weighed = context, group, is_weighed
+        made._is_weighed = is_weighed
         return made
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -49,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
             input: Shape (rows, features, ...).
         """
         self._check_input_dim(input)
-        if not self.training:
+        if not self.training or not context_of.is_initialized():
             return super().forward(input)
         dims = [d for d in range(input.dim()) if d != 1]
         mean, variance, count = self._moments(input, dims)
@@ -62,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
         return out.to(input.dtype)
 
     def _moments(self, input: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        share = self._context.batch
+        share = context_of.current().batch
         counts = 1.0 if share is None or share.rows else 0.0
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         rows = wide.new_tensor([counts * input.numel() / input.shape[1]])
@@ -78,9 +77,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _summed(self, x: Tensor) -> Tensor:
         """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
-        weight = 1.0 if self._is_weighed else row_weight(self._context, self._context.readers)
+        here = context_of.current()
+        weight = 1.0 if self._is_weighed else row_weight(here, here.readers)
         before = with_gradient_times(x, lambda: 1.0 / weight if weight else 0.0)
-        return with_gradient_times(all_reduce(before, group=self._group), lambda: weight)
+        return with_gradient_times(all_reduce(before, group=here.readers.group), lambda: weight)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -94,13 +94,11 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-def synchronise(model: nn.Module, context: Context, group: Group, *, is_weighed: bool = False) -> int:
+def synchronise(model: nn.Module, *, is_weighed: bool = False) -> int:
     """Put synchronised layers in the place of a model's batch normalisations; names and tensors stay.
 
     Args:
         model: On its device.
-        context: Tells the rows of the current batch.
-        group: Ranks that read rows of their own.
         is_weighed: Whether gradients have the weight of a rank's rows inside the model already (sharding), or get it
             at the parameters.
 
@@ -117,7 +115,7 @@ def synchronise(model: nn.Module, context: Context, group: Group, *, is_weighed:
                 f"sync_batch_norm cannot stand in for {name!r}: {type(layer).__name__} has a forward pass of its own. "
                 "Build the model with a torch batch normalisation and what follows it as a layer of its own."
             )
-    made = {layer: SyncBatchNorm.of(layer, context, group, is_weighed) for layer in found.values()}
+    made = {layer: SyncBatchNorm.of(layer, is_weighed) for layer in found.values()}
     for name, layer in found.items():
         model.set_submodule(name, made[layer])
     return len(made)

@@ -135,7 +135,7 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
 
         # Sharding weighs what enters a model at its outputs, a pipeline the loss.
         weighed = _has_stages(plan) or any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-        if not synchronise(model, context, context.readers.group, is_weighed=weighed):
+        if not synchronise(model, is_weighed=weighed):
             logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
         if plan.step.compiled:
             keep_out_of_graph()
