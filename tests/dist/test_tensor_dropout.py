@@ -120,9 +120,10 @@ def apart(rank: int) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("phalanx.parallel").addHandler(handler)
     model(x)
-    forgetful()
     logging.getLogger("phalanx.parallel").removeHandler(handler)
-    return {"rows apart": str(caught.value), "told": said}
+    with pytest.raises(ConfigError) as forgotten:
+        forgetful()
+    return {"rows apart": str(caught.value), "told": said, "norm apart": str(forgotten.value)}
 
 
 def forgetful() -> None:
@@ -187,6 +188,7 @@ def test_a_layer_that_holds_its_shard_takes_the_step_of_the_whole_layer(
 def test_ranks_that_hold_layers_together_are_told_when_they_read_other_rows(ranks: list[dict[str, Any]]):
     for found in ranks:
         assert "ranks along axis 'model' hold the model together and must read the same rows" in found["rows apart"]
-        streams, apart = (line for line in found["told"] if line.startswith(("ranks along", "parameters that")))
+        (streams,) = (line for line in found["told"] if line.startswith("ranks along"))
         assert "their random streams differ: they would drop different units" in streams
-        assert "hold whole have come apart: block.head_norm.weight, block.head_norm.bias. Their gradients" in apart
+        assert "come apart. In step 2 these differ: block.head_norm.weight, block.head_norm.bias" in found["norm apart"]
+        assert "Gradients of whole parameters differ where each rank uses them for a part" in found["norm apart"]

@@ -27,6 +27,7 @@ from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensor_file import dtype_of, lay_out
 from phalanx.errors import ConfigError
 from phalanx.parallel.describe import is_handle, is_module_held
+from phalanx.parallel.one_model import as_saved, become_one
 from phalanx.parallel.watch import ForwardWatch
 from phalanx.ps.snapshot.durable import sync_directory
 
@@ -46,7 +47,8 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
         path: The file, seen by all ranks; replaced when the new one is whole. No ending is added to its name.
 
     Raises:
-        ConfigError: If it is no module, or a layer holds parts whose place nobody knows.
+        ConfigError: If it is no module, a layer holds parts whose place nobody knows, or ranks' parameters differ; on
+            all ranks.
         BackendError: If the file system does not take it; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
@@ -57,6 +59,7 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
         )
     target = Path(path)
     ranks = Ranks.meet("px.export_state_dict", str(path))
+    become_one(model, "px.export_state_dict")
     view = ModelView(model)
     held = dict(view.held())
     apart = sorted(name for name in held if not name.startswith(MODEL))
@@ -160,7 +163,7 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, 
         options: Passed to `torch.export.export`. With `dynamic_shapes` it is you who says what may vary.
 
     Raises:
-        ConfigError: If parameters are sharded, or live in tables.
+        ConfigError: If parameters are sharded, live in tables, or differ between ranks.
     """
 
     def write(plain: nn.Module) -> bytes:
@@ -234,6 +237,7 @@ def _of_any_rows(
 
 def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module], bytes]) -> None:
     ranks = Ranks.meet(verb, str(path))
+    become_one(model, verb)
 
     def write_on_first(_: list[Any]) -> None:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -245,7 +249,8 @@ def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module]
         finally:
             part.unlink(missing_ok=True)
 
-    ranks.decide("export", lambda: _require_whole(model), write_on_first, timeout_s=WRITE_TIMEOUT_S)
+    with as_saved(model):
+        ranks.decide("export", lambda: _require_whole(model), write_on_first, timeout_s=WRITE_TIMEOUT_S)
 
 
 def _require_whole(model: nn.Module) -> None:

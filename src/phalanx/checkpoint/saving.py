@@ -28,6 +28,7 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tables import save_tables
 from phalanx.checkpoint.tensor_file import write_tensors
 from phalanx.errors import ConfigError, PeerLostError
+from phalanx.parallel.one_model import become_one
 from phalanx.parallel.recipe.ema import EMA, kept_average
 from phalanx.ps.snapshot.durable import sync_directory
 
@@ -57,7 +58,8 @@ def save(
 
     Collective: every rank calls it, at the same step. It holds parameters, buffers, optimizer, scheduler and loader
     state, the random generators of every rank, what techniques keep between steps, and tables of parameter servers. A
-    tensor that several ranks hold is written once, split over them. Until all of it is on disk it is no checkpoint: a
+    tensor that several ranks hold is written once, split over them: parameters are compared first, and buffers
+    synchronised. Until all of it is on disk it is no checkpoint: a
     save that is killed or fails leaves the ones before it as they are.
 
     Args:
@@ -77,7 +79,7 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: If something cannot be saved, or ranks do not call it alike; on all ranks.
+        ConfigError: If something cannot be saved, ranks' parameters differ, or they do not call it alike; on all ranks.
         BackendError: If a file system does not take the files, on whichever rank; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
@@ -106,6 +108,7 @@ def save_training(
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
     ranks = Ranks.meet("px.save", terms)
+    become_one(training.model, "px.save")
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
     begun = _begin(ranks, Path(folder), step, training, extra)

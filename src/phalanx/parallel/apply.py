@@ -27,6 +27,7 @@ from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import is_handle, is_module_held, shape_of
+from phalanx.parallel.drift import VARIABLE, Drift, compare_every, watch
 from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
 from phalanx.parallel.mesh import Mesh
@@ -71,6 +72,9 @@ class Applied:
 
     pipeline: Pipeline | None = None
     """This rank's stages of it, if it is cut into stages."""
+
+    drift: Drift | None = None
+    """Compares the copies of its parameters, if there are any and nobody turned it off."""
 
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -140,6 +144,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     agree("model", {p.name: _looks(p) for p in shape.params})
     agree("buffers", {n: [list(b.shape), str(b.dtype)] for n, b in model.named_buffers() if not is_module_held(b)})
     agree("plan", plan.model_dump(mode="json", exclude={"because"}))
+    agree(VARIABLE, compare_every())
     check_fits(plan, model, shape, context)
     _check_rules(plan, model, is_derived=is_derived)
     check_operators(plan, model)
@@ -167,13 +172,28 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     elif context.is_distributed:
         reducer = reduce_gradients(plan, model, mesh, update, context)
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()
-    _applied[model] = Applied(plan, shape, reducer, update is not None and pipeline is None, updaters, pipeline)
+    is_sharded, drift = update is not None and pipeline is None, watch(plan, model, context.device)
+    _applied[model] = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift)
+    _tell_steps(model, _applied[model])
     for name, param in model.named_parameters():
         _cared_for[param] = (name, param.requires_grad)
     # Of several models the first one's: who looks at a run wants one answer.
     if context.role.log_dir and context.rank == 0 and len(_applied) == 1:
         leave(plan, shape, Path(context.role.log_dir))
     return model
+
+
+def _tell_steps(model: nn.Module, made: Applied) -> None:
+    """Let copies be compared at what all ranks come to equally often: else at the steps of the model's optimizers."""
+    drift = made.drift
+    if drift is None or made.is_sharded:  # while a sharded model computes, its parameters are gathered
+        return
+    if made.reducer is not None:
+        made.reducer.after_exchange = drift.exchanged
+    elif made.pipeline is not None:
+        made.pipeline.checks.append(drift)
+    elif not made.updaters:
+        model.register_forward_pre_hook(drift)
 
 
 def _check_rules(plan: Plan, model: nn.Module, *, is_derived: bool) -> None:

@@ -25,7 +25,7 @@ after it, in the order in which they were distributed: which branches a rank use
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -128,6 +128,9 @@ class Reducer:
 
         self.is_resting = False
         """Whether ranks train apart: nothing is reduced until this is False again."""
+
+        self.after_exchange: Callable[[], None] | None = None
+        """Called after every reduction, on every rank equally often."""
 
         self._is_first_step = True
         self._touched: set[str] = set()
@@ -289,6 +292,8 @@ class Reducer:
         self.steps += 1
         if self._is_first_step:
             self._look_for_unused(unused)
+        if self.after_exchange is not None:
+            self.after_exchange()
 
     def _look_for_unused(self, unused: list[str]) -> None:
         """Name what no rank used in the first step, once a parameter comes round again and shows that it is over.

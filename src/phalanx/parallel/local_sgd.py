@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.comm import transfers
 from phalanx.comm.groups import Group
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
@@ -75,6 +77,25 @@ class LocalSgd:
     def observe(self, loss: Tensor) -> None:
         """Take note of this rank's loss, which the adaptive form follows."""
         self._loss = loss.detach()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the average of all ranks' weights inside the block, and its own again afterwards.
+
+        Rounded once, as where a checkpoint of ranks that train apart is loaded. Collective.
+        """
+        model = self._model()
+        params = () if model is None else (param for param in model.parameters() if param.requires_grad)
+        held = [tensor.detach() for tensor in (*params, *self._buffers())]
+        own = [tensor.clone() for tensor in held]
+        with torch.no_grad():
+            for tensor in held:
+                tensor.copy_(transfers.all_reduce(tensor.double(), "mean", self._group))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(held, own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job needs to average in the same steps."""

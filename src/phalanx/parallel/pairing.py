@@ -112,6 +112,8 @@ def _follow_plan(
         keep_state(optimizer, "loss_scale", scale, elsewhere="first")
     for updater in made.updaters:
         updater.bind(optimizer)
+    if made.drift is not None:
+        made.drift.bind(optimizer, counts=made.is_sharded or (made.reducer is None and bool(made.updaters)))
 
 
 def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:

@@ -100,7 +100,7 @@ class Pipeline:
         route: Route,
         stages: Mapping[str, int],
         recorded: Recorded,
-        checks: Sequence[SameRows],
+        checks: Sequence[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]],
         context: Context,
     ) -> None:
         self.route = route
@@ -113,7 +113,9 @@ class Pipeline:
         self._plan = plan
         self._model_ref = weakref.ref(model)  # what was made of a model must not keep it alive
         self._stages = stages
-        self._checks = checks
+        self.checks = list(checks)
+        """Look at the model and its batch before every step."""
+
         self._meets_copies = plan.step.sync_bn and context.readers.count > 1
         self._context = context
         self._recorded = {model.training: recorded}
@@ -162,7 +164,7 @@ class Pipeline:
         """
         self._require_whole()
         rows = rows_of(inputs, target)
-        for check in self._checks:
+        for check in self.checks:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
         count, wanted = microbatches_of(self.route, *self._of_copies(rows))
         self._warn_of(rows, count, wanted)

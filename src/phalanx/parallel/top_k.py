@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class Compressor:
             )
         self._steps.setdefault(optimizer, self._resumed_at)
         hook_steps(optimizer, before=self._exchange, after=self._give_back, on_gradients=True)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a block that does nothing: all ranks have the same weights."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and what waits on this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ class Updater(Protocol):
         Raises:
             ConfigError: If it cannot be trained this way.
         """
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a block in which the model has the weights that a save holds, where they are others than a rank's."""
         ...
 
 

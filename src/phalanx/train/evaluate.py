@@ -19,6 +19,7 @@ from phalanx.data.binding import call
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError
+from phalanx.parallel.one_model import as_saved, become_one
 from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.train.batches import BatchReader, columns_of, types_explained
@@ -47,8 +48,10 @@ def evaluate(
 
     Collective: every rank must call it. Each row counts once, on one rank, and is added up without rounding, so from
     the same outputs N ranks give the result of one process to the last bit. Runs without gradients and in evaluation
-    mode; afterwards each module is in the mode it was in. Where ranks hold slices of the outputs (logits cut by
-    classes), the whole is put together for metrics; `loss_fn` gets what the model gives.
+    mode; afterwards each module is in the mode it was in. Buffers are synchronised first, and parameters compared over
+    the ranks; where ranks train apart (LocalSGD), the average is evaluated, as `px.save` holds it. Where ranks hold
+    slices of the outputs (logits cut by classes), the whole is put together for metrics; `loss_fn` gets what the model
+    gives.
 
     Args:
         model: The model, wrapped or not.
@@ -69,7 +72,8 @@ def evaluate(
 
     Raises:
         ConfigError: If a metric is unknown, a batch has another shape, or a metric returns something else. On all
-            ranks, if they ask for different metrics, hold different numbers of rows, or are at different calls.
+            ranks, if they ask for different metrics, hold different numbers of rows or other parameters, or are at
+            different calls.
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
     loss_fn = None if loss_fn is None else of_scores(loss_fn)
@@ -79,6 +83,7 @@ def evaluate(
     _meet(chosen, loader)
     cut = cut_of_logits(model)
     rows = 0
+    become_one(model, "px.evaluate")
     with evaluation_mode(model), torch.no_grad():
         for batch in _with_progress(loader):
             assert loader.share is not None
@@ -155,11 +160,15 @@ def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; put each module back into its own mode afterwards."""
+    """Put the model in evaluation mode, with the weights of a save; put weights and each module's mode back afterwards.
+
+    Collective where ranks train apart (LocalSGD).
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with as_saved(model):
+            yield
     finally:
         for module, was_training in modes:
             module.training = was_training

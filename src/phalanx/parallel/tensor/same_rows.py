@@ -1,4 +1,4 @@
-"""Ranks that hold layers, or stages, together must read the same rows; of layers, drop and train the same whole ones.
+"""Ranks that hold layers, or stages, together must read the same rows; of layers, drop the same units too.
 
 Looked at in the first steps, where a mistake of the script shows; it would train, and be wrong.
 """
@@ -17,21 +17,19 @@ from phalanx.comm.collectives import all_gather
 from phalanx.comm.groups import Group
 from phalanx.data.stream import digest
 from phalanx.errors import ConfigError
-from phalanx.parallel.describe import is_module_held
-from phalanx.parallel.recipe.norms import local_part
 
 logger = logging.getLogger("phalanx.parallel")
 
 
 class SameRows:
-    """A hook before the forward pass of a model that compares inputs and parameters over the ranks of a group.
+    """A hook before the forward pass of a model that compares inputs and random streams over the ranks of a group.
 
     Collective in the first passes in training mode; those of a compiled model are not looked at.
 
     Args:
         axis: Name of their mesh axis.
         group: The ranks.
-        holds_layers: Whether they hold layers together: streams and parameters are compared too.
+        holds_layers: Whether they hold layers together: streams are compared too.
     """
 
     PASSES = 4
@@ -72,28 +70,6 @@ class SameRows:
                 "units of the same activations. Seed with px.current().readers.index in place of the rank.",
                 self._axis,
             )
-        elif apart := self._come_apart(model):
-            self._left = 0
-            logger.warning(
-                "parameters that ranks along axis %r hold whole have come apart: %s%s. Their gradients differ, as each "
-                "rank uses them for a part: name their module in px.shard, with style column between a column and its "
-                "row, with style sequence where tokens are cut. If gradients were clipped by torch, use "
-                "px.clip_grad_norm_.",
-                self._axis,
-                ", ".join(apart[:8]),
-                f" and {len(apart) - 8} more" if len(apart) > 8 else "",
-            )
-
-    def _come_apart(self, model: nn.Module) -> list[str]:
-        """Return the names of whole parameters whose values differ."""
-        held = ((name, param) for name, param in model.named_parameters() if not param.is_meta)
-        whole = {name: param for name, param in held if not is_module_held(param)}
-        if not whole:
-            return []
-        sums = torch.stack([local_part(param.detach()).abs().sum(dtype=torch.float64) for param in whole.values()])
-        everyone = all_gather(sums.unsqueeze(0), same_shapes=True, group=self._group)
-        differs = (everyone != everyone[0]).any(0).tolist()
-        return [name for name, is_apart in zip(whole, differs, strict=True) if is_apart]
 
 
 def share_random_stream(group: Group, device_type: str) -> None:
