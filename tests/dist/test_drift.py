@@ -131,6 +131,16 @@ def changed_by_hand(call: Callable[[nn.Module], object]) -> Callable[[], object]
     return act
 
 
+def saved_with_other_momentum(folder: Path) -> object:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    _, _, loader = px.distribute(model, optimizer, (X, Y), global_batch=8, strategy=DistributedStrategy())
+    train(model, optimizer, loader)
+    if px.current().rank:
+        optimizer.state[model[2].weight]["momentum_buffer"] += 1
+    return px.save(folder / "momentum", model, optimizer)
+
+
 def evaluated(model: nn.Module) -> float:
     return px.evaluate(model, (X, Y), ["mse"])["mse"]  # type: ignore[no-any-return]
 
@@ -289,6 +299,7 @@ def everything(folder: Path) -> dict[str, Any]:
     note("evaluate", lambda: raised(changed_by_hand(evaluated)))
     note("save", lambda: raised(changed_by_hand(lambda model: px.save(folder / "apart", model))))
     note("export", lambda: raised(changed_by_hand(lambda model: px.export_state_dict(model, folder / "apart.st"))))
+    note("momentum", lambda: raised(lambda: saved_with_other_momentum(folder)))
     note("plain", lambda: raised(own_models))
     note("sharpness", lambda: raised(of_each_rank))
     note("rounding", rounding)
@@ -349,6 +360,7 @@ def test_models_that_differ_are_neither_evaluated_nor_saved(
     for found in ranks:
         assert f"At {call} these differ: 0.weight (rank 0 against rank 1" in found[meeting]
         assert "they were equal at step 4" in found[meeting]
+        assert "At px.save these differ: 2.weight (momentum_buffer) (rank 0 against" in found["momentum"]
         assert "px.evaluate needs one model, and each rank has its own: the model is not distributed" in found["plain"]
 
 

@@ -58,8 +58,8 @@ def save(
 
     Collective: every rank calls it, at the same step. It holds parameters, buffers, optimizer, scheduler and loader
     state, the random generators of every rank, what techniques keep between steps, and tables of parameter servers. A
-    tensor that several ranks hold is written once, split over them: parameters are compared first, and buffers
-    synchronised. Until all of it is on disk it is no checkpoint: a
+    tensor that several ranks hold is written once, split over them: parameters and optimizer state are compared first,
+    and buffers synchronised. Until all of it is on disk it is no checkpoint: a
     save that is killed or fails leaves the ones before it as they are.
 
     Args:
@@ -108,7 +108,7 @@ def save_training(
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
     ranks = Ranks.meet("px.save", terms)
-    become_one(training.model, "px.save")
+    become_one(training.model, "px.save", training.optimizer)
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
     begun = _begin(ranks, Path(folder), step, training, extra)

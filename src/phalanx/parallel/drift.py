@@ -117,19 +117,20 @@ class Drift:
         if model is self._model() and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.step()
 
-    def compare(self, when: str) -> None:
+    def compare(self, when: str, optimizer: Optimizer | None = None) -> None:
         """Compare now. Collective over all ranks of the job.
 
         Differences that rounding explains (hosts with other processors) are taken back, with a warning the first time.
 
         Args:
             when: For the message.
+            optimizer: Its state is compared too: what has the shape of a parameter lies as that does.
 
         Raises:
             ConfigError: If copies differ; on all ranks.
         """
         self._is_suspected = False
-        model, copies = self._model(), self._copies()
+        model, copies = self._model(), self._copies(optimizer)
         found = difference(copies, self._device)
         if found is None or model is None:
             self._equal_at = self._steps
@@ -164,15 +165,19 @@ class Drift:
         if self._is_suspected:
             self.compare(f"after the exchange of gradients in step {self._steps}")
 
-    def _copies(self) -> list[Copies]:
+    def _copies(self, optimizer: Optimizer | None = None) -> list[Copies]:
         """Return this rank's copies, by the ranks that hold the same."""
-        model = self._model()
+        model, states = self._model(), {} if optimizer is None else optimizer.state
         held: dict[tuple[str, ...], dict[str, Tensor]] = {axes: {} for axes in self._classes}
         with torch.no_grad():
             for name, param in () if model is None else model.named_parameters():
                 axes = self._copied_along(self._plan.rule_for(name), param)
-                if axes in held:
-                    held[axes][name] = local_part(param.detach())
+                if axes not in held:
+                    continue
+                held[axes][name] = local_part(param.detach())
+                for key, value in states.get(param, {}).items():
+                    if isinstance(value, Tensor) and value.shape == param.shape and type(value) is type(param.data):
+                        held[axes][f"{name} ({key})"] = local_part(value)
         return [Copies(parts, held[axes]) for axes, parts in self._classes.items()]
 
     def _copied_along(self, rule: ParamRule, param: Tensor | None = None) -> tuple[str, ...]:

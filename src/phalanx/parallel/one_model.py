@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
 from phalanx.comm import transfers
@@ -27,7 +28,7 @@ from phalanx.parallel.recipe.norms import is_dtensor
 from phalanx.plan.value import Average, Push
 
 
-def become_one(model: nn.Module, call: str) -> None:
+def become_one(model: nn.Module, call: str, optimizer: Optimizer | None = None) -> None:
     """Synchronise the buffers of a model, and see that its parameters are the same on all ranks that hold them.
 
     Collective over all ranks of the job; nothing with one. The model may be distributed, hold distributed ones, be a
@@ -36,6 +37,7 @@ def become_one(model: nn.Module, call: str) -> None:
     Args:
         model: The model.
         call: What needs it, for messages.
+        optimizer: Its state is compared too, if it trains a distributed model.
 
     Raises:
         ConfigError: If parameters differ; on all ranks.
@@ -54,7 +56,7 @@ def become_one(model: nn.Module, call: str) -> None:
         return
     for made in found.values():
         if made.drift is not None:
-            made.drift.compare(f"at {call}")
+            made.drift.compare(f"at {call}", optimizer)
     if rest is not None:
         _compare_plain(rest, call, context)
 
