@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import logging
 import tempfile
@@ -291,8 +290,6 @@ def everything(folder: Path) -> dict[str, Any]:
 
     def note(name: str, act: Callable[[], object]) -> None:
         found[name] = act()
-        gc.collect()
-        gc.collect()
 
     for act in APART:
         note(act.__name__, lambda act=act: raised(act))
@@ -321,7 +318,7 @@ def own_models() -> float:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(everything, 2, Path(folder), timeout_s=120)
+        found = run_ranks(everything, 2, Path(folder), timeout_s=110)
         for how in EVALUATIONS + ["model"]:  # in one process, so that what ranks trained apart is averaged
             read: nn.Module = net(norm=how != "model")
             read = AveragedModel(read) if how == "swa" else read

@@ -26,8 +26,8 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensor_file import dtype_of, lay_out
 from phalanx.errors import ConfigError
+from phalanx.parallel.consistency import as_saved, make_consistent
 from phalanx.parallel.describe import is_handle, is_module_held
-from phalanx.parallel.one_model import as_saved, become_one
 from phalanx.parallel.watch import ForwardWatch
 from phalanx.ps.snapshot.durable import sync_directory
 
@@ -59,7 +59,7 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
         )
     target = Path(path)
     ranks = Ranks.meet("px.export_state_dict", str(path))
-    become_one(model, "px.export_state_dict")
+    make_consistent(model, "px.export_state_dict")
     view = ModelView(model)
     held = dict(view.held())
     apart = sorted(name for name in held if not name.startswith(MODEL))
@@ -237,7 +237,7 @@ def _of_any_rows(
 
 def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module], bytes]) -> None:
     ranks = Ranks.meet(verb, str(path))
-    become_one(model, verb)
+    make_consistent(model, verb)
 
     def write_on_first(_: list[Any]) -> None:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

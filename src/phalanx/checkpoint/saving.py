@@ -28,7 +28,7 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.tables import save_tables
 from phalanx.checkpoint.tensor_file import write_tensors
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.one_model import become_one
+from phalanx.parallel.consistency import make_consistent
 from phalanx.parallel.recipe.ema import EMA, kept_average
 from phalanx.ps.snapshot.durable import sync_directory
 
@@ -108,7 +108,7 @@ def save_training(
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
     ranks = Ranks.meet("px.save", terms)
-    become_one(training.model, "px.save", training.optimizer)
+    make_consistent(training.model, "px.save", training.optimizer)
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
     begun = _begin(ranks, Path(folder), step, training, extra)

@@ -61,20 +61,20 @@ def may_differ(classes: Sequence[Copies], device: torch.device) -> bool:
         classes: As many, of the same parts, on every rank.
         device: Where what travels lies.
     """
-    return bool(_apart(classes, [combined(_told(copies)) for copies in classes], device))
+    return bool(_apart(classes, [combined(_sums(copies)) for copies in classes], device))
 
 
 def difference(classes: Sequence[Copies], device: torch.device) -> Difference | None:
     """Return what differs, measured. Collective over all ranks of the job; see `may_differ`."""
-    told = [_told(copies) for copies in classes]
-    apart = _apart(classes, [combined(sums) for sums in told], device)
+    sums = [_sums(copies) for copies in classes]
+    apart = _apart(classes, [combined(of_class) for of_class in sums], device)
     if not apart:
         return None
-    found = _gathered(json.dumps([told[number] for number in apart]), device)
+    gathered = _gathered(json.dumps([sums[number] for number in apart]), device)
     names: dict[str, str] = {}
     measured = [0.0, 0.0]
     for place, (number, parts) in enumerate(apart.items()):
-        by_rank: list[dict[str, str]] = [of_rank[place] for of_rank in found]
+        by_rank: list[dict[str, str]] = [of_rank[place] for of_rank in gathered]
         group = _group(classes[number].parts)
         for ranks in parts:
             differing = _differing([by_rank[rank] for rank in ranks])
@@ -98,10 +98,10 @@ def take_first(classes: Sequence[Copies]) -> None:
             tensor.data.copy_(transfers.broadcast(tensor.detach(), _place(first, group), group))
 
 
-def _told(copies: Copies) -> dict[str, str]:
-    """Return what this rank says of its copies: checksum, dtype and shape by name."""
-    sums = checksums(copies.tensors)
-    return {name: f"{sums[name]} {tensor.dtype} {list(tensor.shape)}" for name, tensor in copies.tensors.items()}
+def _sums(copies: Copies) -> dict[str, str]:
+    """Return the checksum, dtype and shape of every copy of this rank, as text by name."""
+    numbers = checksums(copies.tensors)
+    return {name: f"{numbers[name]} {tensor.dtype} {list(tensor.shape)}" for name, tensor in copies.tensors.items()}
 
 
 def _apart(classes: Sequence[Copies], mine: Sequence[int], device: torch.device) -> dict[int, list[tuple[int, ...]]]:
@@ -110,12 +110,12 @@ def _apart(classes: Sequence[Copies], mine: Sequence[int], device: torch.device)
         return {}
     sent = torch.tensor([mine], device=device)
     rows = torch.cat(transfers.all_gather(sent, 0, [1] * dist.get_world_size(), None)).tolist()
-    found: dict[int, list[tuple[int, ...]]] = {}
+    apart: dict[int, list[tuple[int, ...]]] = {}
     for number, copies in enumerate(classes):
         for ranks in copies.parts:
             if len({rows[rank][number] for rank in ranks}) > 1:
-                found.setdefault(number, []).append(ranks)
-    return found
+                apart.setdefault(number, []).append(ranks)
+    return apart
 
 
 def _gathered(text: str, device: torch.device) -> list[list[dict[str, str]]]:
@@ -128,24 +128,24 @@ def _gathered(text: str, device: torch.device) -> list[list[dict[str, str]]]:
     return [json.loads(bytes(part.cpu().tolist())) for part in parts]
 
 
-def _differing(told: Sequence[Mapping[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for of_rank in told for name in of_rank)
-    return [name for name in names if len({of_rank.get(name) for of_rank in told}) > 1]
+def _differing(sums: Sequence[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for of_rank in sums for name in of_rank)
+    return [name for name in names if len({of_rank.get(name) for of_rank in sums}) > 1]
 
 
-def _who(name: str, ranks: Sequence[int], told: Sequence[Mapping[str, str]]) -> str:
+def _who(name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]]) -> str:
     alike: dict[str | None, list[int]] = {}
     for rank in ranks:
-        alike.setdefault(told[rank].get(name), []).append(rank)
+        alike.setdefault(sums[rank].get(name), []).append(rank)
     shown = [f"{name_ranks(some)}{'' if value else ' without it'}" for value, some in alike.items()]
     return " against ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def _measured(
-    tensor: Tensor | None, name: str, ranks: Sequence[int], told: Sequence[Mapping[str, str]], group: Group
+    tensor: Tensor | None, name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]], group: Group
 ) -> tuple[float, float]:
     """Return the largest difference to the first rank's copy, and the same in units of what rounding may do."""
-    kinds = {told[rank].get(name, "").partition(" ")[2] for rank in ranks}
+    kinds = {sums[rank].get(name, "").partition(" ")[2] for rank in ranks}
     if tensor is None or len(kinds) > 1:
         return float("inf"), float("inf")
     theirs = transfers.broadcast(tensor.detach(), _place(ranks[0], group), group)

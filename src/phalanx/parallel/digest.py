@@ -53,7 +53,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def combined(sums: Mapping[str, object]) -> int:
     """Return one signed 64-bit number for named checksums, or what stands for them as text."""
-    text = ";".join(f"{name}={value}" for name, value in sums.items())
+    text = ";".join(f"{name}={value}" for name, value in sorted(sums.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 

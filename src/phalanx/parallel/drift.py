@@ -131,15 +131,15 @@ class Drift:
         """
         self._is_suspected = False
         model, copies = self._model(), self._copies(optimizer)
-        found = difference(copies, self._device)
-        if found is None or model is None:
+        gap = difference(copies, self._device)
+        if gap is None or model is None:
             self._equal_at = self._steps
             return
-        if not found.is_rounding:
+        if not gap.is_rounding:
             since = f"step {self._equal_at}" if self._equal_at else "the start"
             why = causes(model, has_cut_layers=self._has_cut_layers)
             raise ConfigError(
-                f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {found}; they were "
+                f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {gap}; they were "
                 f"equal at {since}. {why} Where it is meant, {VARIABLE}=0 compares none."
             )
         take_first(copies)
@@ -150,7 +150,7 @@ class Drift:
                 "and will from time to time. Ranks compute differently: look for other processors or numbers of "
                 "threads, or a step that is not deterministic.",
                 when,
-                found,
+                gap,
             )
 
     def _is_due(self) -> bool:
@@ -168,17 +168,17 @@ class Drift:
     def _copies(self, optimizer: Optimizer | None = None) -> list[Copies]:
         """Return this rank's copies, by the ranks that hold the same."""
         model, states = self._model(), {} if optimizer is None else optimizer.state
-        held: dict[tuple[str, ...], dict[str, Tensor]] = {axes: {} for axes in self._classes}
+        copies: dict[tuple[str, ...], dict[str, Tensor]] = {axes: {} for axes in self._classes}
         with torch.no_grad():
             for name, param in () if model is None else model.named_parameters():
                 axes = self._copied_along(self._plan.rule_for(name), param)
-                if axes not in held:
+                if axes not in copies:
                     continue
-                held[axes][name] = local_part(param.detach())
+                copies[axes][name] = local_part(param.detach())
                 for key, value in states.get(param, {}).items():
                     if isinstance(value, Tensor) and value.shape == param.shape and type(value) is type(param.data):
-                        held[axes][f"{name} ({key})"] = local_part(value)
-        return [Copies(parts, held[axes]) for axes, parts in self._classes.items()]
+                        copies[axes][f"{name} ({key})"] = local_part(value)
+        return [Copies(parts, copies[axes]) for axes, parts in self._classes.items()]
 
     def _copied_along(self, rule: ParamRule, param: Tensor | None = None) -> tuple[str, ...]:
         """Return the axes along which ranks hold the same part of a parameter."""
@@ -188,7 +188,7 @@ class Drift:
         if param is not None and not comparable(param, is_cut=bool(sharded_along(rule))):
             return ()
         if self._is_cut:  # torch cuts those that are not trained too
-            cut |= {axis for one in self._plan.params for axis in _cut_along(one, self._plan)}
+            cut |= {axis for other in self._plan.params for axis in _cut_along(other, self._plan)}
         return tuple(axis.name for axis in self._plan.mesh if axis.size > 1 and axis.name not in cut)
 
 
@@ -233,8 +233,8 @@ def watch(plan: Plan, model: nn.Module, device: torch.device) -> Drift | None:
     every = compare_every()
     if not every or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    made = Drift(plan, model, every, device)
-    return None if made.is_idle else made
+    drift = Drift(plan, model, every, device)
+    return None if drift.is_idle else drift
 
 
 def _ignore(*_: object) -> None:

@@ -19,7 +19,7 @@ from phalanx.data.binding import call
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.pipeline import Pipeline
 from phalanx.errors import ConfigError
-from phalanx.parallel.one_model import as_saved, become_one
+from phalanx.parallel.consistency import as_saved, make_consistent
 from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.train.batches import BatchReader, columns_of, types_explained
@@ -83,7 +83,7 @@ def evaluate(
     _meet(chosen, loader)
     cut = cut_of_logits(model)
     rows = 0
-    become_one(model, "px.evaluate")
+    make_consistent(model, "px.evaluate")
     with evaluation_mode(model), torch.no_grad():
         for batch in _with_progress(loader):
             assert loader.share is not None

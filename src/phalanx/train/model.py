@@ -24,8 +24,8 @@ from phalanx.data.device import moved
 from phalanx.data.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
+from phalanx.parallel.consistency import make_consistent
 from phalanx.parallel.distribute import join
-from phalanx.parallel.one_model import become_one
 from phalanx.parallel.watch import Training, assembly
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
@@ -276,7 +276,7 @@ class Model:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
                 raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
             loader = rows_in_order(one_pass(data[0]), batch_size)
-            become_one(self.net, "Model.predict")
+            make_consistent(self.net, "Model.predict")
             names = loader.columns
             return outputs_in_order(
                 loader, lambda batch: self._output(self._read_to_predict(batch, names)[0], columns_of(batch, names))

@@ -28,7 +28,7 @@ from phalanx.parallel.recipe.norms import is_dtensor
 from phalanx.plan.value import Average, Push
 
 
-def become_one(model: nn.Module, call: str, optimizer: Optimizer | None = None) -> None:
+def make_consistent(model: nn.Module, call: str, optimizer: Optimizer | None = None) -> None:
     """Synchronise the buffers of a model, and see that its parameters are the same on all ranks that hold them.
 
     Collective over all ranks of the job; nothing with one. The model may be distributed, hold distributed ones, be a
@@ -44,19 +44,19 @@ def become_one(model: nn.Module, call: str, optimizer: Optimizer | None = None) 
     """
     if not _has_others():
         return
-    context, found = context_of.current(), _distributed(model)
-    for one, made in found.items():
-        if made.plan.step.sync_buffers and not _averages(made):
-            synchronise_buffers(one, context)
+    context, parts = context_of.current(), _distributed(model)
+    for distributed, result in parts.items():
+        if result.plan.step.sync_buffers and not _averages(result):
+            synchronise_buffers(distributed, context)
     is_plain = context.readers.count == context.world_size and not any(map(_holds_others, applied()))
-    rest = model if is_plain and not found else None
+    rest = model if is_plain and not parts else None
     if rest is not None:
         synchronise_buffers(rest, context, only_averaged=True)
     if not compare_every():
         return
-    for made in found.values():
-        if made.drift is not None:
-            made.drift.compare(f"at {call}", optimizer)
+    for result in parts.values():
+        if result.drift is not None:
+            result.drift.compare(f"at {call}", optimizer)
     if rest is not None:
         _compare_plain(rest, call, context)
 
@@ -68,8 +68,8 @@ def as_saved(model: nn.Module) -> Iterator[None]:
     They are others where ranks train apart: the average. Collective over the ranks that do.
     """
     with ExitStack() as stack:
-        for made in _distributed(model).values() if _has_others() else ():
-            for updater in made.updaters:
+        for result in _distributed(model).values() if _has_others() else ():
+            for updater in result.updaters:
                 stack.enter_context(updater.averaged())
         yield
 
@@ -88,9 +88,9 @@ def synchronise_buffers(model: nn.Module, context: Context, *, only_averaged: bo
             the others are those of the first rank.
     """
     readers = context.readers
-    held = [(module, name) for module, name in synced_buffers(model) if not is_module_held(getattr(module, name))]
+    buffers = [(module, name) for module, name in synced_buffers(model) if not is_module_held(getattr(module, name))]
     by_dtype: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
-    for module, name in held:
+    for module, name in buffers:
         if isinstance(module, _NormBase) or not only_averaged:
             buffer = stored(getattr(module, name))
             by_dtype.setdefault(buffer.dtype, []).append((buffer, isinstance(module, _NormBase)))
@@ -116,11 +116,11 @@ def synchronise_buffers(model: nn.Module, context: Context, *, only_averaged: bo
 def _compare_plain(model: nn.Module, call: str, context: Context) -> None:
     whole = ((name, param) for name, param in model.named_parameters() if not is_dtensor(param))
     params = {name: param.detach() for name, param in whole if comparable(param)}
-    found = difference([Copies([tuple(range(context.world_size))], params)], context.device)
-    if found is not None and not found.is_rounding:
+    gap = difference([Copies([tuple(range(context.world_size))], params)], context.device)
+    if gap is not None and not gap.is_rounding:
         raise ConfigError(
             f"{call} needs one model, and each rank has its own: the model is not distributed, and these differ: "
-            f"{found}. Give it to px.distribute, or load the same weights on every rank. {causes(model)} Where it is "
+            f"{gap}. Give it to px.distribute, or load the same weights on every rank. {causes(model)} Where it is "
             f"meant, {VARIABLE}=0 compares none."
         )
 
@@ -132,19 +132,20 @@ def _has_others() -> bool:
 def _distributed(model: nn.Module) -> dict[nn.Module, Applied]:
     """Return the distributed models that this one is, holds or is a part of, in the order of their making."""
     inside = {id(module) for module in model.modules()}
-    found = {}
-    for one in distributed_models():
-        made = applied_to(one)
-        if made is not None and (id(one) in inside or any(module is model for module in one.modules())):
-            found[one] = made
-    return found
+    parts = {}
+    for distributed in distributed_models():
+        result = applied_to(distributed)
+        is_related = id(distributed) in inside or any(module is model for module in distributed.modules())
+        if result is not None and is_related:
+            parts[distributed] = result
+    return parts
 
 
-def _averages(made: Applied) -> bool:
+def _averages(result: Applied) -> bool:
     """Return whether ranks train apart."""
-    return any(isinstance(rule.update, Average) for rule in made.plan.params)
+    return any(isinstance(rule.update, Average) for rule in result.plan.params)
 
 
-def _holds_others(made: Applied) -> bool:
+def _holds_others(result: Applied) -> bool:
     """Return whether what a rank computes from the parameters it holds, such as a running mean, is its own."""
-    return any(isinstance(rule.update, Average | Push) for rule in made.plan.params)
+    return any(isinstance(rule.update, Average | Push) for rule in result.plan.params)
