@@ -137,7 +137,7 @@ class Drift:
             return
         if not gap.is_rounding:
             since = f"step {self._equal_at}" if self._equal_at else "the start"
-            why = causes(model, has_cut_layers=self._has_cut_layers)
+            why = causes(model, has_cut_layers=self._has_cut_layers, has_tables=bool(self._plan.tables))
             raise ConfigError(
                 f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {gap}; they were "
                 f"equal at {since}. {why} Where it is meant, {VARIABLE}=0 compares none."
@@ -204,7 +204,7 @@ def comparable(tensor: Tensor, *, is_cut: bool = False) -> bool:
     return is_here and (is_cut or not is_module_held(tensor))
 
 
-def causes(model: nn.Module, *, has_cut_layers: bool = False) -> str:
+def causes(model: nn.Module, *, has_cut_layers: bool = False, has_tables: bool = False) -> str:
     """Return what usually lets ranks come apart, what this model shows of it first."""
     clipped = [
         name for name, module in model.named_modules()
@@ -220,6 +220,11 @@ def causes(model: nn.Module, *, has_cut_layers: bool = False) -> str:
             "Gradients of whole parameters differ where each rank uses them for a part: name their module in px.shard, "
             "with style column between a column and its row, with style sequence where tokens are cut. If gradients "
             "were clipped by torch, use px.clip_grad_norm_."
+        )
+    if has_tables:
+        return (
+            "Each worker scaled its own gradients, or skipped a step alone: clip rows and dense parameters apart, "
+            "clip_grad_norm_(model.head.parameters(), ...), and use bfloat16 rather than a GradScaler."
         )
     return (
         "Look for an optimizer that was not handed to px.distribute and trains parameters put into the model later, or "
