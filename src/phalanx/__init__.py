@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
     from phalanx.checkpoint.loading import load
     from phalanx.checkpoint.saving import save
-    from phalanx.comm.context import Context, current, init, shutdown
+    from phalanx.comm.context import Context, current, init, shutdown, use_batch
     from phalanx.parallel.apply import apply
     from phalanx.parallel.distribute import DataParallel, no_sync
     from phalanx.parallel.explain import explain
@@ -119,6 +119,7 @@ _HOMES = {
     "shard": "phalanx.parallel.tensor.mark",
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step",
+    "use_batch": "phalanx.comm.context",
     "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
 _MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")

@@ -83,10 +83,10 @@ def reference(steps: list[list[list[int]]], reduce: str):
     for replicas in steps:
         optimizer.zero_grad()
         total = sum(map(len, replicas))
-        gain = len(replicas) if reduce == "sum" else 1
         for share in replicas:
             if share:
-                (F.cross_entropy(model(inputs[share]), target[share]) * len(share) / total * gain).backward()
+                weight = 1 if reduce == "sum" else len(share) / total
+                (F.cross_entropy(model(inputs[share]), target[share]) * weight).backward()
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
         optimizer.step()
         scheduler.step()

@@ -84,8 +84,10 @@ def train(batches, opened=None):
     shares = []
 
     def loader():
+        given = context.current().batches
+        iteration = given.begin(is_training=True)
         for rows, ids in enumerate(batches):
-            context.current().batch = BatchShare(rows + 1, rows + 1)
+            given.give(ids, BatchShare(rows + 1, rows + 1), iteration)
             yield ids
 
     for ids in prefetch(loader(), lambda ids: [(embedding, ids)], depth=2):

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from phalanx.cluster.role import Role
 from phalanx.cluster.settings import warn_dead
 from phalanx.comm import agreement, process_group, threads
+from phalanx.comm.batches import Batches
+from phalanx.comm.batches import BatchShare as BatchShare
+from phalanx.comm.passes import Passes
 from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
@@ -25,22 +29,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 """Variables with which users say how glibc keeps memory; GLIBC_TUNABLES may say it too."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShare:
-    """How much of the current global batch this rank holds."""
-
-    rows: int
-    """Rows of this rank's batch that count; 0 for a batch that only keeps the ranks in step."""
-
-    global_rows: int
-    """Rows of the whole global batch, over all ranks."""
-
-    @property
-    def weight(self) -> float:
-        """Weight of this rank's mean gradient in the gradient of the global mean; the ranks' weights add up to 1."""
-        return self.rows / self.global_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +51,8 @@ class Context:
 
     role: Role
     device: torch.device
-    batch: BatchShare | None = None
-    """Share of the batch in hand; None when every rank counts the same, as between two epochs."""
+    batches: Batches = field(default_factory=Batches, repr=False)
+    """The batches that loaders gave out."""
 
     rows_for: Callable[[int], int] | None = field(default=None, repr=False)
     """Rows of a full global batch of the loader that dealt the last training batch, by the number of ranks that read;
@@ -82,6 +70,24 @@ class Context:
 
     mesh_readers: Readers | None = field(default=None, repr=False)
     """What the mesh of the Plan in use says of `readers`; None when every rank reads rows of its own."""
+
+    passes: Passes = field(init=False, repr=False)
+    """Forward and backward passes of distributed models, and the batch each is of."""
+
+    def __post_init__(self) -> None:
+        self.passes = Passes(self.batches)
+
+    @property
+    def batch(self) -> BatchShare | None:
+        """Share of the batch in hand: of the last forward pass of a distributed model, or given out since.
+
+        None when every rank counts the same, as between two epochs.
+        """
+        return self.batches.in_hand
+
+    @batch.setter
+    def batch(self, share: BatchShare | None) -> None:
+        self.batches.in_hand = share
 
     @property
     def readers(self) -> Readers:
@@ -177,6 +183,28 @@ def current() -> Context:
     if _current is None:
         raise ConfigError("Phalanx is not initialised in this process. Call phalanx.init() or fleet.init() first.")
     return _current
+
+
+def use_batch(batch: Any) -> None:
+    """Say which batch of a loader the forward passes that come are computed on.
+
+    Needed where that cannot be seen: gradients weigh by the rows of the batch, and a model is called with other tensors
+    than the loader gave out (`x.float()`, noise, augmented copies) while several batches are at hand, as in a loop that
+    reads ahead. It holds until a loader gives out the next batch to train on, or the next call.
+
+    Not collective.
+
+    Args:
+        batch: What the loader gave, or a tensor of it.
+
+    Raises:
+        ConfigError: If no loader of ours gave it out, or several batches are in it.
+    """
+    if not current().batches.use(batch):
+        raise ConfigError(
+            "use_batch was called with tensors that are of no batch of a ShardedLoader, or of several. Call it with "
+            "what the loader gave out, before it is converted or copied."
+        )
 
 
 def is_initialized() -> bool:

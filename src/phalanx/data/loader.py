@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from phalanx.comm import context
+from phalanx.comm.batches import Iteration
 from phalanx.comm.context import BatchShare
 from phalanx.data.device import to_device
 from phalanx.data.generator import GeneratorDataset
@@ -213,26 +214,27 @@ class ShardedLoader:
         return self._hand_out(self._loading.batches(self._epoch, self._position))
 
     def _hand_out(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
-        ambient = context.current().batch if context.is_initialized() else None
+        iteration, is_complete = _iteration(self.training), False
         try:
             for batch, share, self._position in batches:
-                self._announce(share)
-                yield to_device(batch)
+                yield self._given_out(to_device(batch), share, iteration)
             self._epoch, self._position = self._epoch + 1, 0
             if self.training and context.is_initialized():
                 context.current().ended_with = self.share
-            self._announce(None)
+            self.share, is_complete = None, True
         finally:
-            if not self.training and context.is_initialized():
-                context.current().batch = ambient
+            if context.is_initialized():
+                context.current().batches.end(iteration, is_complete=is_complete)
 
-    def _announce(self, share: BatchShare | None) -> None:
+    def _given_out(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
+        """Return a batch, registered as given out now."""
         self.share = share
         if context.is_initialized():
             here = context.current()
-            here.batch = share
+            here.batches.give(batch, share, iteration)
             if self.training:
                 here.rows_for = self._loading.global_batch_for
+        return batch
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -297,3 +299,9 @@ class ShardedLoader:
         self._loading.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
         self._epoch, self._position = self._next_epoch, self._next_position
+
+
+def _iteration(is_training: bool) -> Iteration:
+    return (
+        context.current().batches.begin(is_training=is_training) if context.is_initialized() else Iteration(is_training)
+    )

@@ -30,11 +30,13 @@ from phalanx.parallel.describe import is_handle, is_module_held, shape_of
 from phalanx.parallel.drift import VARIABLE, Drift, compare_every, watch
 from phalanx.parallel.fits import check_fits, sharded_update
 from phalanx.parallel.flat import stored
+from phalanx.parallel.forward_passes import follow_forward_passes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.techniques import (
     attach_tables,
     check_operators,
     cut_stages,
+    is_sum_of_ranks,
     place_operators,
     prepare_modules,
     reduce_gradients,
@@ -171,6 +173,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
         reducer = pipeline.reducer
     elif context.is_distributed:
         reducer = reduce_gradients(plan, model, mesh, update, context)
+    follow_forward_passes(model, is_sum=is_sum_of_ranks(plan))
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()
     is_sharded, drift = update is not None and pipeline is None, watch(plan, model, context.device)
     _applied[model] = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift)

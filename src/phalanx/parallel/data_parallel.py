@@ -143,8 +143,9 @@ class Reducer:
         self._unscaled = frozenset() if overlapped else frozenset(sums)
         for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
-                gain = float(self._readers.count) if gradient.name in sums else 1.0
-                gradient.param.register_hook(weigher(context, self._readers, gain))
+                is_sum = gradient.name in sums
+                gain = float(self._readers.count) if is_sum else 1.0  # of a sum the mean is taken too
+                gradient.param.register_hook(weigher(context, self._readers, is_sum=is_sum, gain=gain))
                 gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
 
     @property

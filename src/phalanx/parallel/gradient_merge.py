@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.describe import is_handle
-from phalanx.parallel.row_weights import weighted_outputs, with_gradient_times
 from phalanx.parallel.step_gate import gate_steps
 
 logger = logging.getLogger("phalanx.parallel")
@@ -78,7 +76,7 @@ class GradientMerge:
         self.held = 0
         """Batches whose gradients wait for the update."""
 
-        self._first_rows: int | None = None
+        self._first_rows: tuple[int, ...] | None = None
         self._batches = 0.0
 
     @property
@@ -88,11 +86,11 @@ class GradientMerge:
 
     def weight(self, gradient: Tensor) -> Tensor | None:
         """Give an incoming gradient its share of the mean, by the rows of its batch."""
-        return gradient * self.factor() if self._avg else None
-
-    def factor(self) -> float:
-        """Return the share of the current batch in the update."""
-        return self._relative_rows() / self._steps if self._avg else 1.0
+        if not self._avg:
+            return None
+        here = context_of.current()
+        here.passes.of_backward(here.readers.count)
+        return gradient * (self._relative_rows() / self._steps)
 
     def admit(self, optimizer: Optimizer) -> bool:
         """Hold a step back, or complete the group and let it through."""
@@ -109,11 +107,13 @@ class GradientMerge:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the group is."""
-        return {"held": self.held, "batches": self._batches, "first_rows": self._first_rows}
+        return {"held": self.held, "batches": self._batches, "first_rows": list(self._first_rows or ()) or None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self.held, self._batches, self._first_rows = state["held"], state["batches"], state["first_rows"]
+        self.held, self._batches = state["held"], state["batches"]
+        first = state["first_rows"]
+        self._first_rows = (first,) if isinstance(first, int) else tuple(first or ()) or None
         self._quiet.follow()
 
     def end(self) -> None:
@@ -124,12 +124,24 @@ class GradientMerge:
         self._quiet.follow()
 
     def _relative_rows(self) -> float:
-        """Return the rows of the current global batch, in those of the group's first."""
-        share = context_of.current().batch
-        if share is None:
+        """Return the rows of the global batch that was trained on, in those of the group's first.
+
+        Raises:
+            ConfigError: If it is of several batches, of which one is not full, so that it has no one weight.
+        """
+        rows = tuple(share.global_rows for share in context_of.current().passes.of_update())
+        if not rows:
             return 1.0
-        self._first_rows = self._first_rows or share.global_rows
-        return share.global_rows / self._first_rows
+        self._first_rows = self._first_rows or rows
+        if rows == self._first_rows:
+            return 1.0
+        if len(rows) == len(self._first_rows) == 1:
+            return rows[0] / self._first_rows[0]
+        raise ConfigError(
+            f"gradient_merge weighs each batch by its rows, and a backward pass was of batches of {rows} rows after "
+            f"batches of {self._first_rows}. Leave out last batches that are not full (drop_last=True), call "
+            "backward() for each batch, or px.use_batch(batch) where the loader's tensors do not reach the model."
+        )
 
 
 def merge_gradients(
@@ -176,9 +188,12 @@ def merge_gradients(
         if param.requires_grad:
             merge.hooks.append(param.register_hook(merge.weight))
     if _is_sharded(model):
-        # Its parameters' hooks see only what comes from outside its forward pass.
-        merge.hooks.append(model.register_forward_hook(partial(_weigh_outputs, merge)))
-        merge.hooks.append(model.register_forward_pre_hook(partial(_unweigh_inputs, merge), with_kwargs=True))
+        from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+
+        # Hooks of slices see only what comes from outside the forward pass.
+        own = {id(param) for param in params}
+        names = {name for name, param in model.named_parameters() if id(param) in own}
+        merge.hooks.append(sharded.hook_gathered(model, merge.weight, names))
     gate_steps(optimizer, merge.admit, first=True)
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
     model.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -189,19 +204,6 @@ def merge_gradients(
 def _is_sharded(model: nn.Module) -> bool:
     made_by = sys.modules.get("torch.distributed.fsdp")
     return made_by is not None and isinstance(model, made_by.FSDPModule)
-
-
-def _weigh_outputs(merge: GradientMerge, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    return weighted_outputs(outputs, merge.factor)
-
-
-def _unweigh_inputs(merge: GradientMerge, _model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Take the weight off gradients that leave a model: what made its inputs, maybe the model itself, has its own."""
-
-    def unweighed(x: Tensor) -> Tensor:
-        return with_gradient_times(x, lambda: 1.0 / merge.factor()) if x.requires_grad else x
-
-    return tree_map_only(Tensor, unweighed, (inputs, named))
 
 
 class HeldGradients:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import transfers
+from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
 from phalanx.data.binding import Inputs
@@ -39,7 +40,6 @@ from phalanx.parallel.pipeline_trace import Recorded, owner_stages, record
 from phalanx.parallel.pipeline_values import pack, unpack
 from phalanx.parallel.precision import apply_precision
 from phalanx.parallel.rebind import replaced
-from phalanx.parallel.row_weights import row_weight
 from phalanx.parallel.tensor.same_rows import SameRows, share_random_stream
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.value import Plan
@@ -116,6 +116,7 @@ class Pipeline:
         self.checks = list(checks)
         """Look at the model and its batch before every step."""
 
+        self._is_sum = any(getattr(rule.update, "reduce", "mean") == "sum" for rule in plan.params)
         self._meets_copies = plan.step.sync_bn and context.readers.count > 1
         self._context = context
         self._recorded = {model.training: recorded}
@@ -168,7 +169,8 @@ class Pipeline:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
         count, wanted = microbatches_of(self.route, *self._of_copies(rows))
         self._warn_of(rows, count, wanted)
-        weight = row_weight(self._context, self._context.readers) / count * float(scaled(torch.ones(())))
+        shares, readers = self._context.passes.enter((inputs, target)), self._context.readers.count
+        weight = row_weight_of(shares, readers, is_sum=self._is_sum) / count * float(scaled(torch.ones(())))
         batch = self._batch = Batch(
             split(self.in_order(inputs), rows, count), split(target, rows, count), loss_fn, weight
         )

@@ -10,31 +10,34 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.context import Context, Readers
 
 
-def weigher(context: Context, readers: Readers, gain: float = 1.0) -> Callable[[Tensor], Tensor]:
+def weigher(
+    context: Context, readers: Readers, *, is_sum: bool = False, gain: float = 1.0
+) -> Callable[[Tensor], Tensor]:
     """Return a hook that weights a gradient by this rank's part of the rows; even parts weigh 1.
 
     Apply it before gradients accumulate, so that batches of different sizes can be added up.
 
     Args:
-        context: Tells the rows of the current batch.
+        context: Tells the batch that the gradients are of.
         readers: Tells how many ranks read other rows.
+        is_sum: Whether gradients are summed over the ranks: rows then weigh alike, and count or do not.
         gain: A further factor.
     """
 
     def weigh(gradient: Tensor) -> Tensor:
-        return _times(gradient, gain * row_weight(context, readers))
+        return times(gradient, gain * row_weight(context, readers, is_sum=is_sum))
 
     return weigh
 
 
-def row_weight(context: Context, readers: Readers) -> float:
-    """Return the weight of this rank's rows: 1 for an even part, 0 for a batch that does not count."""
-    share = context.batch
-    return 1.0 if share is None else share.weight * readers.count
+def row_weight(context: Context, readers: Readers, *, is_sum: bool = False) -> float:
+    """Return the weight of this rank's rows in the backward pass that runs; see `row_weight_of`."""
+    return row_weight_of(context.passes.of_backward(readers.count), readers.count, is_sum=is_sum)
 
 
 def with_gradient_times(x: Tensor, factor: Callable[[], float]) -> Tensor:
@@ -50,7 +53,7 @@ def weighted_outputs(outputs: Any, factor: Callable[[], float]) -> Any:
     """
     tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
     if len(tensors) == 1:
-        tensors[0].register_hook(lambda gradient: _times(gradient, factor()))
+        tensors[0].register_hook(lambda gradient: times(gradient, factor()))
         return outputs
     return tree_map_only(Tensor, lambda x: with_gradient_times(x, factor) if x.requires_grad else x, outputs)
 
@@ -98,10 +101,11 @@ class _GradientTimes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _times(grads[0], ctx.factor()), None
+        return times(grads[0], ctx.factor()), None
 
 
-def _times(gradient: Tensor, factor: float) -> Tensor:
+def times(gradient: Tensor, factor: float) -> Tensor:
+    """Return a gradient times a factor, a gradient of zeros for 0."""
     if factor == 1.0:
         return gradient
     # What does not count may be undefined, so it is not multiplied by zero.

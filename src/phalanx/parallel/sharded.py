@@ -4,15 +4,16 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 rank holds its slice of everything, at every stage. Stage 3 gathers a unit's parameters for its forward pass and again
 for its backward pass; stages 1 and 2 gather them once for both. Gradients are reduce-scattered as they appear.
 
-`fully_shard` averages over the ranks alike. Uneven batches are weighted where the gradient enters the model, at its
-outputs, so every parameter's gradient has the weight.
+`fully_shard` averages over the ranks alike. Uneven batches are weighted at the gathered parameters, before gradients
+are reduced: so it matters neither which method of the model was called nor what it returned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm import transfers
@@ -32,7 +34,7 @@ from phalanx.parallel.data_parallel import Reducer
 from phalanx.parallel.describe import held_over, is_module_held, mark_held, note_stages, stages_over
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
-from phalanx.parallel.row_weights import row_weight, weighted_outputs, without_views
+from phalanx.parallel.row_weights import weigher, without_views
 from phalanx.parallel.unit_calls import label_units
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
@@ -70,6 +72,7 @@ class ShardedStages:
         units = _units(plan, model, is_here=lambda unit: not any(param.is_meta for param in unit.parameters()))
         inner = {id(part) for unit in units for part in unit.modules() if part is not unit}
         self._units: list[Any] = [unit for unit in units if id(unit) not in inner]
+        self._model = weakref.ref(model)
         gathered = {id(param) for unit in self._units for param in unit.parameters()}
         for name, param in model.named_parameters():
             if not param.is_meta and id(param) not in gathered:
@@ -81,6 +84,8 @@ class ShardedStages:
 
     def gather(self) -> None:
         """Gather parameters for a step. Collective over the copies."""
+        model = self._model()
+        gathered: Any = None if model is None else model._gathered_gradients
         for unit in self._units:
             for part in unit.modules():
                 if isinstance(part, FSDPModule):
@@ -88,6 +93,8 @@ class ShardedStages:
                     part.set_reshard_after_backward(False)
                     part.set_requires_gradient_sync(False)
                     part.unshard()
+                    if gathered is not None:  # stages call what is in a unit, not the unit
+                        gathered.look(part)
 
     def reduce(self) -> None:
         """Reduce the gradients of a step, and let go of what was gathered. Collective over the copies."""
@@ -123,10 +130,17 @@ def _cut(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_dtype(update.wire_dtype), cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
     }
+    gathered = _Gathered()
+    model._gathered_gradients = gathered  # type: ignore[assignment]  # a ring, which goes with the model
+    names = _names(model)
     for unit in units:
         # Before torch's own, which puts hooks on the outputs.
         unit.register_forward_hook(torch.compiler.disable(_leave_no_view), with_kwargs=True)
+        own = _own_places(unit)
         fully_shard(unit, **settings)
+        # After torch's own, which gathers.
+        watch = gathered.add(unit, [(names[id(module), name], module, name) for module, name in own])
+        unit.register_forward_pre_hook(torch.compiler.disable(watch))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
@@ -150,41 +164,92 @@ def _add_terms(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 
     Before slices are cut, which knows the ranks with other rows only.
     """
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for own, param in module.named_parameters(recurse=False):
-            holders.setdefault(id(param), []).append((module, own))
-    for name, param in model.named_parameters():
+    for name, _ in model.named_parameters():
         axes = getattr(plan.rule_for(name).update, "axes", None) or ()
         along = tuple(axis for axis in axes if axis not in mesh.batch_axes and mesh.size((axis,)) > 1)
-        if not along:
-            continue
-        terms = _Terms(mesh.group(along))
-        for module, own in holders[id(param)]:
-            module.register_forward_pre_hook(torch.compiler.disable(partial(terms.watch, own)))
+        if along:
+            hook_gathered(model, partial(_add_up, mesh.group(along)), {name})
 
 
-class _Terms:
-    """Adds up the gradient of one parameter over a group, once modules that hold it have it gathered."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._hooked: Tensor | None = None
-
-    def watch(self, own: str, module: nn.Module, _inputs: Any) -> None:
-        """Look at the parameter before a module's forward pass."""
-        param = module._parameters[own]
-        # Torch makes what it gathers into once, in the first pass, and keeps it.
-        if param is not None and param.requires_grad and param is not self._hooked:
-            self._hooked = param
-            param.register_hook(self._add_up)
-
-    def _add_up(self, gradient: Tensor) -> Tensor:
-        return transfers.all_reduce(gradient, "sum", self._group)
+def _add_up(group: Group, gradient: Tensor) -> Tensor:
+    return transfers.all_reduce(gradient, "sum", group)
 
 
-def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
-    """Weight the gradients that enter a model at its outputs by this rank's rows, and wake the reducer of its buffers.
+GradientHook = Callable[[Tensor], Tensor | None]
+Place = tuple[str, nn.Module, str]
+"""A parameter's name in the model, a module that holds it, and its name there."""
+
+
+class _Gathered:
+    """The parameters of a model while they are gathered, and what acts on their gradients before they are reduced."""
+
+    def __init__(self) -> None:
+        self.hooks: OrderedDict[int, tuple[GradientHook, Collection[str] | None]] = OrderedDict()
+        self._params: dict[str, Tensor] = {}
+        self._places: dict[nn.Module, Sequence[Place]] = {}
+
+    def add(self, unit: nn.Module, places: Sequence[Place]) -> Callable[[nn.Module, Any], None]:
+        """Return what looks at the parameters of a unit before its forward pass."""
+        self._places[unit] = places
+        return self.look
+
+    def look(self, unit: Any, _inputs: Any = None) -> None:
+        """Look at the parameters of a unit, which are gathered now."""
+        for name, module, own in self._places[unit]:
+            param = module._parameters.get(own)
+            # Torch makes what it gathers into once, in the first pass, and keeps it.
+            if param is None or not param.requires_grad or param is self._params.get(name):
+                continue
+            if not isinstance(param, DTensor):  # which it is unless gathered
+                self._params[name] = param
+                param.register_hook(partial(self._act, name))
+
+    def _act(self, name: str, gradient: Tensor) -> Tensor:
+        for hook, names in self.hooks.values():
+            if names is None or name in names:
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        return gradient
+
+
+def hook_gathered(model: nn.Module, hook: GradientHook, names: Collection[str] | None = None) -> RemovableHandle:
+    """Call a hook with the gradient of each parameter of a sharded model, whole, before it is reduced.
+
+    Args:
+        model: The sharded model.
+        hook: Returns another gradient, or None for the same.
+        names: Those of the parameters; all when None.
+    """
+    gathered: Any = model._gathered_gradients
+    hooks = gathered.hooks
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook, names
+    return handle
+
+
+def _names(model: nn.Module) -> dict[tuple[int, str], str]:
+    """Return the name of each parameter by the module that holds it and its name there; of a shared one the first."""
+    first: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
+    return {
+        (id(module), own): first[id(param)]
+        for module in model.modules()
+        for own, param in module._parameters.items()
+        if param is not None
+    }
+
+
+def _own_places(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where the parameters are that a unit will gather: those that no unit inside gathers."""
+    return [
+        (module, own)
+        for module in unit.modules()
+        for own, param in module._parameters.items()
+        if param is not None and not isinstance(param, DTensor)
+    ]
+
+
+def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: bool) -> None:
+    """Weight the gradients of a model by this rank's rows, and wake the reducer of its buffers.
 
     After a forward pass without gradients parameters are let go here: torch leaves that to the backward pass, and would
     compute with what it had gathered when they have changed.
@@ -192,19 +257,20 @@ def weigh_outputs(model: nn.Module, reducer: Reducer, context: Context) -> None:
     Args:
         model: The sharded model.
         reducer: Keeps the buffers equal.
-        context: Tells the weight of the current batch.
+        context: Tells the batch that gradients are of.
+        is_sum: Whether gradients are summed over the ranks, not averaged.
     """
+    weigh = weigher(context, context.readers, is_sum=is_sum)
 
-    def weight() -> float:
+    def act(gradient: Tensor) -> Tensor:
         reducer.begin()
-        return row_weight(context, context.readers)
+        return weigh(gradient)
 
-    def leave(model: nn.Module, _inputs: Any, outputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return weighted_outputs(outputs, weight)
-        _let_go(model)
-        return outputs
+    def leave(model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            _let_go(model)
 
+    hook_gathered(model, act)
     model.register_forward_hook(leave)
     gather_once: RemovableHandle = model.register_forward_pre_hook(
         lambda *_: _gather_before_inference(model, gather_once), prepend=True

@@ -29,12 +29,15 @@ class SyncBatchNorm(_BatchNorm):
     _is_weighed: bool
     """Whether gradients that arrive have the weight of this rank's rows already."""
 
+    _is_sum: bool
+    """Whether gradients are summed over the ranks, not averaged."""
+
     @classmethod
-    def of(cls, layer: _BatchNorm, is_weighed: bool) -> SyncBatchNorm:
+    def of(cls, layer: _BatchNorm, is_weighed: bool, is_sum: bool = False) -> SyncBatchNorm:
         """Return a layer with the same parameters, buffers and hooks, the same objects."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
-        made._is_weighed = is_weighed
+        made._is_weighed, made._is_sum = is_weighed, is_sum
         return made
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -77,10 +80,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def _summed(self, x: Tensor) -> Tensor:
         """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
+        before = with_gradient_times(x, lambda: 1.0 / weight if (weight := self._weight()) else 0.0)
+        return with_gradient_times(all_reduce(before, group=context_of.current().readers.group), self._weight)
+
+    def _weight(self) -> float:
+        """Return the weight that parameters give to gradients in the backward pass that runs."""
         here = context_of.current()
-        weight = 1.0 if self._is_weighed else row_weight(here, here.readers)
-        before = with_gradient_times(x, lambda: 1.0 / weight if weight else 0.0)
-        return with_gradient_times(all_reduce(before, group=here.readers.group), lambda: weight)
+        return 1.0 if self._is_weighed else row_weight(here, here.readers, is_sum=self._is_sum)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -94,13 +100,14 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-def synchronise(model: nn.Module, *, is_weighed: bool = False) -> int:
+def synchronise(model: nn.Module, *, is_weighed: bool = False, is_sum: bool = False) -> int:
     """Put synchronised layers in the place of a model's batch normalisations; names and tensors stay.
 
     Args:
         model: On its device.
-        is_weighed: Whether gradients have the weight of a rank's rows inside the model already (sharding), or get it
+        is_weighed: Whether gradients have the weight of a rank's rows inside the model already (a pipeline), or get it
             at the parameters.
+        is_sum: Whether gradients are summed over the ranks, not averaged.
 
     Returns:
         How many were replaced.
@@ -115,7 +122,7 @@ def synchronise(model: nn.Module, *, is_weighed: bool = False) -> int:
                 f"sync_batch_norm cannot stand in for {name!r}: {type(layer).__name__} has a forward pass of its own. "
                 "Build the model with a torch batch normalisation and what follows it as a layer of its own."
             )
-    made = {layer: SyncBatchNorm.of(layer, is_weighed) for layer in found.values()}
+    made = {layer: SyncBatchNorm.of(layer, is_weighed, is_sum) for layer in found.values()}
     for name, layer in found.items():
         model.set_submodule(name, made[layer])
     return len(made)

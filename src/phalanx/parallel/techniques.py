@@ -133,9 +133,8 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     if plan.step.sync_bn and context.readers.count > 1:
         from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
 
-        # Sharding weighs what enters a model at its outputs, a pipeline the loss.
-        weighed = _has_stages(plan) or any(isinstance(rule.update, ReduceScatter) for rule in plan.params)
-        if not synchronise(model, is_weighed=weighed):
+        # A pipeline weighs the loss.
+        if not synchronise(model, is_weighed=_has_stages(plan), is_sum=is_sum_of_ranks(plan)):
             logger.warning("sync_batch_norm does not act: the model has no batch normalisation.")
         if plan.step.compiled:
             keep_out_of_graph()
@@ -152,6 +151,11 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     if plan.step.compiled and not _has_stages(plan):  # else each stage is compiled
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
+
+
+def is_sum_of_ranks(plan: Plan) -> bool:
+    """Return whether a Plan lets gradients be summed over the ranks, not averaged."""
+    return any(getattr(rule.update, "reduce", "mean") == "sum" for rule in plan.params)
 
 
 def _has_stages(plan: Plan) -> bool:
@@ -195,5 +199,5 @@ def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, cont
 
     sharded.shard(plan, model, mesh, update)
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)
-    sharded.weigh_outputs(model, reducer, context)
+    sharded.weigh_rows(model, reducer, context, is_sum=update.reduce == "sum")
     return reducer

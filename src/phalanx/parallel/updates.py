@@ -68,7 +68,7 @@ def make_updaters(
         # A rank that trains apart follows the sum over ranks if its own gradient stands for all of them.
         gain = float(shares) if isinstance(update, Average) and update.reduce == "sum" else 1.0
         for param in trained.values():
-            param.register_hook(weigher(context, context.readers, gain))
+            param.register_hook(weigher(context, context.readers, is_sum=update.reduce == "sum", gain=gain))
     if isinstance(update, TopK):
         over = {name: groups[reduced_along(plan, rules[name])] for name in trained}
         compressor = Compressor(trained, update, over, shares if update.reduce == "mean" else 1)

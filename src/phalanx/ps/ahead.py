@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.ps.attach import current
 from phalanx.ps.dedup import unique
@@ -39,16 +38,16 @@ def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth:
     if depth < 1:
         raise ConfigError(f"prefetch reads at least 1 batch ahead, found depth={depth}. Use the loader itself instead.")
     attachment = current()
-    context, waiting = attachment.context, deque[tuple[Batch, BatchShare | None]]()
+    batches, waiting = attachment.context.batches, deque[Batch]()
     for batch in loader:
         _ask(attachment.mode, ids(batch))
-        waiting.append((batch, context.batch))
+        waiting.append(batch)
         if len(waiting) > depth:
-            batch, context.batch = waiting.popleft()
-            yield batch
-    for batch, share in waiting:
-        context.batch = share
-        yield batch
+            batches.use(waiting[0])
+            yield waiting.popleft()
+    while waiting:
+        batches.use(waiting[0])
+        yield waiting.popleft()
 
 
 def _ask(mode: Mode, lookups: Lookups) -> None:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
+from phalanx.comm.batches import row_weight_of
 from phalanx.comm.context import Context
 from phalanx.errors import ClosedError, ConfigError, PhalanxError
 from phalanx.plan.value import Push
@@ -144,9 +145,9 @@ class Attachment:
 
     def _gain(self) -> float:
         """Return the factor of this rank's gradients that makes their mean over the workers the global one."""
-        share, workers = self.context.batch, self.context.world_size
-        factor = 1.0 if share is None else share.weight * workers
-        return factor if self.push.reduce == "mean" else factor * workers
+        workers, is_sum = self.context.world_size, self.push.reduce != "mean"
+        factor = row_weight_of(self.context.passes.of_backward(workers), workers, is_sum=is_sum)
+        return factor * workers if is_sum else factor
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Push the gradients of parameters on servers that this optimizer steps, and take them from it.

@@ -25,19 +25,6 @@ from phalanx.parallel.tensor.cut import Cut, even_sizes, hold
 from phalanx.parallel.tensor.linear import require_width
 
 
-def _row_weight() -> float:
-    """Return how much this rank's rows weigh in the current batch; 1 for an even share."""
-    if not context.is_initialized():
-        return 1.0
-    here = context.current()
-    return row_weight(here, here.readers)
-
-
-def _undo_row_weight() -> float:
-    weight = _row_weight()
-    return 1.0 / weight if weight else 1.0  # without a row that counts the gradient is zero already
-
-
 class OwnRowsLinear(nn.Linear):
     """A linear layer of which ranks that read rows of their own hold slices."""
 
@@ -49,13 +36,23 @@ class OwnRowsLinear(nn.Linear):
     is_planned: bool = False
     """Whether a Plan made it of a plain layer. Code of its own may read the slice of one that was made as a slice."""
 
+    is_sum: bool = False
+    """Whether gradients are summed over the ranks."""
+
     def entered(self, x: Tensor) -> Tensor:
         """Return what other ranks' rows are gathered to; the gradient that leaves here is as data parallel weights."""
-        return with_gradient_times(x, lambda: self.shares * _undo_row_weight())
+        return with_gradient_times(x, lambda: self.shares / (self._row_weight() or 1.0))  # of no row it is zero
 
     def left(self, own: Tensor) -> Tensor:
         """Return this rank's rows of the result; the gradient that enters here is weighted by them."""
-        return with_gradient_times(own, lambda: _row_weight() / self.shares)
+        return with_gradient_times(own, lambda: self._row_weight() / self.shares)
+
+    def _row_weight(self) -> float:
+        """Return how much this rank's rows weigh in the backward pass that runs; 1 for an even share."""
+        if not context.is_initialized():
+            return 1.0
+        here = context.current()
+        return row_weight(here, here.readers, is_sum=self.is_sum)
 
 
 class ModelParallelLinear(OwnRowsLinear):
@@ -156,6 +153,9 @@ def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
         module: {shares[own] for own in module.parameters(recurse=False) if own in shares} for module in model.modules()
     }
     layers = [(module, wanted) for module, wanted in holding.items() if wanted]
+    for module, wanted in layers:
+        if isinstance(module, OwnRowsLinear):
+            module.is_sum = wanted == {1}
     if all(_divides(module) and len(wanted) == 1 for module, wanted in layers):
         for module, (count,) in layers:
             assert isinstance(module, OwnRowsLinear)

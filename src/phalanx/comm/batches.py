@@ -1,0 +1,334 @@
+"""Which batch a computation is of: the batches that loaders gave out, recognised by their memory.
+
+A loop may read ahead, read several loaders in turn or list a loader, so the batch given out last need not be the batch
+that is computed on. Each batch is registered with the memory its tensors lie in. Inputs of a model that lie there, as
+views do, are of that batch. Of other inputs (`x.float()`, noise, augmented copies) only candidates are known: the
+batches given out that nothing was computed on yet, and the batch computed on last until the next is given out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from phalanx.errors import ConfigError
+
+READ_AHEAD = 64
+"""Batches, of which nothing is left, that may wait to be computed on; a loop that reads further ahead keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """How much of the current global batch this rank holds."""
+
+    rows: int
+    """Rows of this rank's batch that count; 0 for a batch that only keeps the ranks in step."""
+
+    global_rows: int
+    """Rows of the whole global batch, over all ranks."""
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank's mean gradient in the gradient of the global mean; the ranks' weights add up to 1."""
+        return self.rows / self.global_rows
+
+
+Shares = tuple[BatchShare, ...]
+"""What a computation may be of: a single share when its batch is known, none when every rank weighs the same."""
+
+
+@dataclass(eq=False, slots=True)
+class Iteration:
+    """One pass of a script over a loader."""
+
+    is_training: bool
+    count: int = 0
+    """Batches given out."""
+
+    is_used: bool = False
+    """Whether something was computed on one of its batches."""
+
+    is_over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Given:
+    """A batch that a loader gave out."""
+
+    share: BatchShare
+    iteration: Iteration
+    memory: list[StorageWeakRef] = field(default_factory=list)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether none of its tensors is left."""
+        return all(storage.expired() for storage in self.memory)
+
+
+class Batches:
+    """The batches that the loaders of this process gave out, and the batch in hand."""
+
+    def __init__(self) -> None:
+        self.in_hand: BatchShare | None = None
+        """Share of the batch that was computed on last, or given out since; None between two epochs."""
+
+        self._waiting = _Waiting()
+        self._current: _Given | None = None
+        """The training batch computed on last, if none was given out since."""
+
+        self._named: _Given | None = None
+        """What `use` named, likewise."""
+
+        self._is_evaluating = False
+        """Whether the batch given out last is not one to train on."""
+
+        self._before_evaluation: BatchShare | None = None
+        """What was in hand before it."""
+
+        self._places: dict[int, dict[tuple[int, int], tuple[StorageWeakRef, _Given]]] = {}
+        """By storage: from the first byte of a tensor to behind its last, the batch it belongs to."""
+
+        self._full = 1024
+
+    # -- loaders -------------------------------------------------------------------------------------------------
+
+    def begin(self, *, is_training: bool) -> Iteration:
+        """Return what the batches of one pass over a loader are given out under."""
+        if is_training:
+            # A pass over the data that computed nothing, for statistics say, has no batch that is yet to come.
+            self._waiting.drop(lambda given: given.is_gone and given.iteration.is_over and not given.iteration.is_used)
+        return Iteration(is_training)
+
+    def give(self, batch: Any, share: BatchShare, iteration: Iteration) -> None:
+        """Register a batch that is given out now."""
+        given = _Given(share, iteration)
+        for tensor in tensors_in(batch):
+            self._place(tensor, given)
+        iteration.count += 1
+        if not iteration.is_training and not self._is_evaluating:
+            self._before_evaluation = self.in_hand
+        self.in_hand, self._is_evaluating = share, not iteration.is_training
+        if iteration.is_training:
+            self._current = self._named = None
+            self._waiting.add(given)
+
+    def end(self, iteration: Iteration, *, is_complete: bool) -> None:
+        """Note that a pass over a loader is over. What comes is of no batch, save those that wait.
+
+        What was in hand before an evaluation is in hand again.
+
+        Args:
+            iteration: The pass.
+            is_complete: Whether it came to its end, or the script left it.
+        """
+        iteration.is_over = True
+        if not iteration.is_training:
+            if self._is_evaluating:
+                self.in_hand, self._is_evaluating = self._before_evaluation, False
+            return
+        if is_complete:
+            self.in_hand = self._current = self._named = None
+            return
+        # `next(iter(loader))` looks at a batch; what a script left is not computed on, unless it keeps it.
+        is_look = iteration.count == 1
+        self._waiting.drop(lambda given: given.iteration is iteration and (is_look or given.is_gone))
+
+    # -- computations --------------------------------------------------------------------------------------------
+
+    def use(self, batch: Any) -> bool:
+        """Say that what comes, until the next training batch is given out, is computed on a batch or on a part of it.
+
+        Returns:
+            Whether a loader gave it out.
+        """
+        recognised = self._recognise(batch)
+        if len(recognised) != 1:
+            return False
+        self._use(recognised[0])
+        self._named = recognised[0]
+        return True
+
+    def resolve(self, inputs: Any, *, is_training: bool) -> Shares:
+        """Return what inputs of a computation may be of, and note that it is computed on.
+
+        Args:
+            inputs: Anything with tensors in it.
+            is_training: Whether gradients will be asked for.
+        """
+        recognised = self._recognise(inputs)
+        for given in recognised:
+            self._use(given)
+        shares = tuple(dict.fromkeys(given.share for given in recognised))
+        if not shares and (is_training or not self._is_evaluating):
+            shares = self.to_come()
+            only = self._waiting.only if self._named is None and self._current is None else None
+            if only is not None:
+                self._use(only)
+        if not shares:
+            return () if self.in_hand is None else (self.in_hand,)
+        if self.in_hand not in shares:
+            self.in_hand = shares[0]
+        return shares
+
+    def to_come(self) -> Shares:
+        """Return what the next computation may be of, unless its inputs tell."""
+        if self._named is not None:
+            return (self._named.share,)
+        current = () if self._current is None else (self._current.share,)
+        return tuple(dict.fromkeys((*current, *self._waiting.shares)))
+
+    def _use(self, given: _Given) -> None:
+        given.iteration.is_used = True
+        self.in_hand = given.share
+        if given.iteration.is_training:
+            self._current = given
+            self._waiting.remove(given)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _place(self, tensor: Tensor, given: _Given) -> None:
+        if (storage := _storage(tensor)) is None:
+            return
+        reference, span = StorageWeakRef(storage), _span(tensor)
+        given.memory.append(reference)
+        places = self._places.setdefault(storage._cdata, {})
+        places.pop(span, None)  # the latest comes last
+        places[span] = reference, given
+        if len(self._places) > self._full:
+            self._let_go()
+
+    def _recognise(self, inputs: Any) -> list[_Given]:
+        recognised: dict[_Given, None] = {}
+        for tensor in tensors_in(inputs):
+            storage = _storage(tensor)
+            places = None if storage is None else self._places.get(storage._cdata)
+            given = None if places is None else _owner(places, _span(tensor))
+            if given is not None:
+                recognised[given] = None
+        return list(recognised)
+
+    def _let_go(self) -> None:
+        """Forget memory that is gone."""
+        for key, places in list(self._places.items()):
+            if all(reference.expired() for reference, _ in places.values()):
+                del self._places[key]
+        self._full = max(1024, 2 * len(self._places))
+
+
+class _Waiting:
+    """Training batches that nothing was computed on yet, by their share: an epoch has few different."""
+
+    def __init__(self) -> None:
+        self._given: dict[BatchShare, dict[_Given, None]] = {}
+        self._full = 2 * READ_AHEAD
+
+    @property
+    def shares(self) -> Shares:
+        return tuple(self._given)
+
+    @property
+    def only(self) -> _Given | None:
+        """The batch that waits, if it is alone."""
+        groups = list(self._given.values())
+        return next(iter(groups[0])) if len(groups) == 1 and len(groups[0]) == 1 else None
+
+    def add(self, given: _Given) -> None:
+        self._given.setdefault(given.share, {})[given] = None
+        if sum(map(len, self._given.values())) > self._full:
+            gone = [old for group in self._given.values() for old in group if old.is_gone]
+            for old in gone[:-READ_AHEAD]:
+                self.remove(old)
+            self._full = 2 * max(READ_AHEAD, sum(map(len, self._given.values())))
+
+    def remove(self, given: _Given) -> None:
+        if (group := self._given.get(given.share)) is not None:
+            group.pop(given, None)
+            if not group:
+                del self._given[given.share]
+
+    def drop(self, is_dropped: Callable[[_Given], bool]) -> None:
+        for given in [given for group in self._given.values() for given in group if is_dropped(given)]:
+            self.remove(given)
+
+
+def _owner(places: dict[tuple[int, int], tuple[StorageWeakRef, _Given]], span: tuple[int, int]) -> _Given | None:
+    """Return the batch that was given out last with memory in which a tensor begins."""
+    exact = places.get(span)
+    if exact is not None and not exact[0].expired():
+        return exact[1]
+    for (first, behind), (reference, given) in reversed(places.items()):
+        if first <= span[0] < behind and not reference.expired():
+            return given
+    return None
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses, and whatever torch knows as a pytree."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, part.name, None) for part in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(list(leaf.values()))
+
+
+def row_weight_of(shares: Shares, ranks: int, *, is_sum: bool = False) -> float:
+    """Return the factor of this rank's gradients, of which the mean over the ranks is then taken.
+
+    Args:
+        shares: What the gradients may be of.
+        ranks: Number of ranks that read rows of their own.
+        is_sum: Whether gradients are summed over the ranks, so that only a batch that does not count weighs less.
+
+    Returns:
+        1 for an even share, 0 for a batch that does not count.
+
+    Raises:
+        ConfigError: If the candidates weigh differently.
+    """
+    if not shares:
+        return 1.0
+    if not weigh_alike(shares, ranks, is_sum=is_sum):
+        rows = " or ".join(str(share.global_rows) for share in shares)
+        raise ConfigError(
+            f"a gradient is of a batch of {rows} rows, which weigh differently on {ranks} ranks, and which cannot be "
+            "known: the model's inputs are not the tensors that a loader gave out, and several batches were given out "
+            "before it was called. Call px.use_batch(batch) before the forward pass, with what the loader gave, or let "
+            "all batches be even: drop_last=True, and a global batch that the ranks divide."
+        )
+    return float(shares[0].rows > 0) if is_sum else shares[0].weight * ranks
+
+
+def weigh_alike(shares: Sequence[BatchShare], ranks: int, *, is_sum: bool = False) -> bool:
+    """Return whether batches have one weight on every rank. What is known here alone says so of all ranks."""
+
+    def is_even(share: BatchShare) -> bool:
+        return share.global_rows >= ranks and share.rows > 0 if is_sum else share.rows * ranks == share.global_rows
+
+    return len(set(shares)) <= 1 or all(is_even(share) for share in shares)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # a wrapper of torch.func, or a subclass without memory of its own
+        return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # fake tensors have no memory
+        start = 0
+    # The bytes between the first and the last element; a tensor without elements still has a place.
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + max(last + 1, 1) * tensor.element_size()

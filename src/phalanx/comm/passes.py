@@ -1,0 +1,167 @@
+"""Forward and backward passes, and the batch each is of.
+
+A forward pass is of the batch its inputs are of. A backward pass is of the batch of the forward passes whose outputs
+gradients arrive at; parameters ask for it once their gradients come. Where no such output is seen (a method other than
+`forward` was called) it is of the batch that candidates leave (see `batches`).
+
+Several forward passes of one backward pass may be of batches with different weights, as of two loaders. Parameters,
+whose gradients are sums of both, then weigh 1, and each forward pass weighs what arrives at its outputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phalanx.comm.batches import Batches, Shares, row_weight_of, weigh_alike
+from phalanx.errors import ConfigError
+
+
+class ForwardPass:
+    """A forward pass whose graph is alive; its outputs refer to it."""
+
+    def __init__(self, shares: Shares, *, weighs: bool, is_sum: bool = False) -> None:
+        self.shares = shares
+        self.weighs = weighs
+        """Whether it can weigh all that arrives at its outputs."""
+
+        self.is_sum = is_sum
+        self.is_over = False
+        """Whether a backward pass went through it."""
+
+
+@dataclass(slots=True)
+class _Backward:
+    """A backward pass that runs."""
+
+    shares: Shares
+    """What parameters weigh by; empty also where the forward passes weigh."""
+
+    arrived: list[ForwardPass] = field(default_factory=list)
+
+
+class Passes:
+    """The forward passes whose backward pass is to come, and the backward pass that runs."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._unseen: dict[Shares, ForwardPass] = {}
+        """Forward passes without an output that could refer to them."""
+
+        self._running: _Backward | None = None
+        self._last: Shares | None = None
+        """What the last backward pass was of, until the next forward pass."""
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def enter(self, inputs: Any) -> Shares:
+        """Return what inputs of a model that is called now may be of."""
+        is_training = torch.is_grad_enabled()
+        if is_training and torch._C._current_graph_task_id() == -1:
+            self._running = self._last = None  # a backward pass that raised does not end by itself
+        return self._batches.resolve(inputs, is_training=is_training)
+
+    def add(self, forward: ForwardPass, *, is_seen: bool) -> None:
+        """Register a forward pass.
+
+        Args:
+            forward: The pass.
+            is_seen: Whether one of its outputs refers to it.
+        """
+        self._alive.add(forward)
+        if not is_seen:
+            self._unseen[forward.shares] = forward
+
+    def may_mix(self, shares: Shares, ranks: int) -> bool:
+        """Return whether the backward pass to come may be of further batches, of another weight."""
+        further = [share for other in self._to_come() for share in other.shares]
+        return not weigh_alike([*shares, *further, *self._batches.to_come()], ranks)
+
+    def now(self) -> Shares:
+        """Return what a loss that is computed now may be of: the forward passes that wait for their backward pass."""
+        to_come = self._to_come()
+        if not to_come:
+            return self._batches.resolve((), is_training=True)
+        return tuple(dict.fromkeys(share for forward in to_come for share in forward.shares))
+
+    def _to_come(self) -> list[ForwardPass]:
+        return [forward for forward in self._alive if not forward.is_over]
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def factor_at(self, forward: ForwardPass, ranks: int) -> float:
+        """Return by what a forward pass multiplies a gradient that arrives at its outputs.
+
+        Raises:
+            ConfigError: If the batch it is of is not known, or it would have to weigh and cannot.
+        """
+        running = self._running or self._begin(forward, ranks)
+        if forward not in running.arrived:
+            running.arrived.append(forward)
+        if running.shares == forward.shares:
+            return 1.0
+        at_params = row_weight_of(running.shares, ranks, is_sum=forward.is_sum)
+        own = row_weight_of(forward.shares, ranks, is_sum=forward.is_sum)
+        if own == at_params:
+            return 1.0
+        if not forward.weighs or not at_params:
+            raise ConfigError(
+                "one backward pass goes through forward passes on batches of different weight "
+                f"({_rows(running.shares)} and {_rows(forward.shares)} rows), and outputs of a model cannot weigh what "
+                "arrives at them. Call backward() for each batch, return one tensor or a tuple of tensors from "
+                "forward(), or let all batches be even: drop_last=True."
+            )
+        return own / at_params
+
+    def of_backward(self, ranks: int) -> Shares:
+        """Return what the gradients of parameters in the backward pass that runs are of."""
+        return (self._running or self._begin(None, ranks)).shares
+
+    def of_update(self) -> Shares:
+        """Return all that the backward pass that runs, or the last, is of; what is in hand where none was seen."""
+        if self._running is not None:
+            return _all_of(self._running)
+        in_hand = self._batches.in_hand
+        return self._last if self._last is not None else () if in_hand is None else (in_hand,)
+
+    def _begin(self, first: ForwardPass | None, ranks: int) -> _Backward:
+        self._running = running = _Backward(self._shares_for(first, ranks))
+        # Runs in the thread that called backward, once its last gradient has been accumulated.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return running
+
+    def _shares_for(self, first: ForwardPass | None, ranks: int) -> Shares:
+        to_come: Sequence[ForwardPass] = self._to_come()
+        if first is None and not to_come:
+            return self._batches.resolve((), is_training=True)
+        of = [share for forward in to_come for share in forward.shares]
+        passes = to_come if first is None else [first, *to_come]
+        shares = tuple(dict.fromkeys((*of, *(first.shares if first is not None else ()))))
+        if weigh_alike(shares, ranks):
+            return shares if first is None else first.shares
+        if all(forward.weighs for forward in passes):
+            return ()
+        return shares if first is None else first.shares
+
+    def _end(self) -> None:
+        running, self._running = self._running, None
+        self._unseen.clear()
+        if running is None:
+            return
+        self._last = _all_of(running)
+        for forward in running.arrived:
+            forward.is_over = True
+
+
+def _all_of(running: _Backward) -> Shares:
+    arrived = [share for forward in running.arrived for share in forward.shares]
+    return tuple(dict.fromkeys((*running.shares, *arrived)))
+
+
+def _rows(shares: Shares) -> str:
+    return " or ".join(str(share.global_rows) for share in shares) or "even"
