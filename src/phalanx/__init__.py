@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.parallel.tensor.mark import shard
     from phalanx.parallel.tensor.rows import ModelParallelLinear
     from phalanx.parallel.tensor.vocab import vocab_cross_entropy
+    from phalanx.parallel.weighted_mean import weighted_mean
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
     from phalanx.train.auto_context import (
@@ -120,6 +121,7 @@ _HOMES = {
     "shutdown": "phalanx.comm.context",
     "train_step": "phalanx.train.step",
     "use_batch": "phalanx.comm.context",
+    "weighted_mean": "phalanx.parallel.weighted_mean",
     "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
 _MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")

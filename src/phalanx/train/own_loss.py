@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ def scores_of(output: Any) -> Any:
 
 def takes_scores(loss_fn: Any) -> bool:
     """Return whether a loss is one of torch's own, which take scores and nothing else."""
+    loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
     return str(getattr(of, "__module__", "")).startswith("torch.nn.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from phalanx.parallel.out_of_memory import memory_explained
 from phalanx.parallel.step_gate import keep_update_out_of_graph
 from phalanx.parallel.step_hooks import keep_out_of_graph
 from phalanx.parallel.watch import assembly, check_trains, warn_if_apart
+from phalanx.parallel.weighted_mean import global_mean_of, weighted_mean
 from phalanx.train.batches import BatchReader, types_explained
+from phalanx.train.counted_loss import check_reduction, counted_loss
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
 from phalanx.train.label_check import LabelsChecked
@@ -87,10 +90,15 @@ class TrainStep:
         self._read = BatchReader(model, target="too" if self._returns_loss else "apart")
         self._optimizer = optimizer
         made = applied_to(model)
+        check_reduction(loss_fn, made)
         is_collective = made is not None and made.pipeline is None and not context.current().role.server_endpoints
         # A step that is compiled or captured must not look at values.
         is_traced = compiled or captured
-        self._loss_fn = of_scores(loss_fn) if is_traced else LabelsChecked(loss_fn, is_collective=is_collective)
+        checked = of_scores if is_traced else partial(LabelsChecked, is_collective=is_collective)
+        self._loss_fn: LossFunction = checked(loss_fn)
+        self._counted = counted_loss(loss_fn, made)
+        if self._counted is not None:
+            self._counted.total = checked(self._counted.total)
         self._pipeline = None if made is None else made.pipeline
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._fetch = dict(fetch)
@@ -140,6 +148,8 @@ class TrainStep:
         Raises:
             ConfigError: If the model cannot be called with it; names columns and parameters.
         """
+        if context.is_initialized():
+            context.current().batches.use(batch)
         inputs, target = self._unpack(batch)
         named = inputs if isinstance(inputs, dict) else {"inputs": inputs[0] if len(inputs) == 1 else inputs}
         return self.take(inputs, target, {**named, "target": target})
@@ -177,17 +187,38 @@ class TrainStep:
     def _gradients(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Leave the gradients of a batch in the parameters; return its loss and fetches."""
         self._optimizer.zero_grad(set_to_none=True)
+        weight = self._weight(target)
         if self._pipeline is not None:
-            return self._pipeline.train(inputs, target, self._loss_fn, self._fetch, self._scaled)
-        loss, fetched = self._forward(inputs, target)
+            loss_fn = (
+                self._loss_fn if weight is None or not len(target) else self._of_microbatches(inputs, target, weight)
+            )
+            return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scaled)
+        loss_fn = self._loss_fn if weight is None or self._counted is None else self._counted.total
+        loss, fetched = self._forward(inputs, target, loss_fn)
+        if weight is not None:
+            loss = weighted_mean(loss, weight)
         self._scaled(loss).backward()
         return loss, fetched
 
-    def _compute(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute(self, inputs: Any, target: Any, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
         output = call(self._model, inputs)
         with torch.no_grad():
             fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
-        return self._loss_fn(output, target), fetched
+        return loss_fn(output, target), fetched
+
+    def _weight(self, target: Any) -> Tensor | None:
+        """Return what the loss's mean divides by on this rank; None where that follows from the rows."""
+        if self._counted is None or not context.is_initialized():
+            return None
+        is_apart = context.current().readers.count > 1 or self._pipeline is not None
+        return self._counted.weight(target) if is_apart else None
+
+    def _of_microbatches(self, inputs: Any, target: Any, weight: Tensor) -> LossFunction:
+        """Return a loss of micro-batches that add up to the mean over the whole batch. Collective."""
+        assert self._counted is not None
+        shares = context.current().passes.enter((inputs, target))
+        _, factor = global_mean_of(torch.zeros((), dtype=torch.float64, device=weight.device), weight, shares)
+        return self._counted.of_microbatches(target, factor)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as float16 training needs it."""
@@ -239,9 +270,10 @@ def train_step(
     Args:
         model: A distributed model, or a plain one. If only its optimizer was handed over, as in Fleet's graph mode, the
             model is distributed here; the call is collective then.
-        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch. When None the model takes all columns
-            and returns its loss, as one element or under the name `loss`, as models of transformers do. Torch's own get
-            the `logits` of an output that has some.
+        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch. Torch's losses of classes may leave out
+            labels (`ignore_index`) and weigh classes: their means are those of all ranks' labels. They get the `logits`
+            of an output that has some. When None the model takes all columns and returns its loss, as one element or
+            under the name `loss`, as models of transformers do.
         optimizer: The optimizer over the model's parameters.
         fetch: Named values to return with the loss, each `f(output, target)`.
         compiled: Whether to compile; what the model's Plan says when omitted.

@@ -1,0 +1,116 @@
+"""Means over what is not a row: tokens, or rows that weigh by their class.
+
+Data parallel weighs a rank's loss by the rows of its batch, which makes means over rows exact. A rank's mean over its
+tokens would have to weigh by its tokens. `weighted_mean` divides the sum of a rank's losses by the weight on all ranks,
+and takes out the weight by rows that the gradient gets on its way (`row_weights`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import phalanx.comm.context as context_of
+from phalanx.comm.batches import Shares, row_weight_of
+from phalanx.comm.collectives import apply_function
+from phalanx.comm.transfers import peers_named
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import applied
+from phalanx.parallel.techniques import is_sum_of_ranks
+
+
+def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
+    """Return the mean loss over all ranks of which each rank has a sum of losses and their weight.
+
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = px.weighted_mean(losses, (labels != -100).sum())
+
+    The gradient of the parameters is that of the global sum divided by the global weight, on any number of ranks. It
+    may be added to other terms of a loss. Rows that a rank only loaded to keep the ranks in step do not count.
+
+    Collective over the ranks that read rows of their own, without waiting for a device: call it after the forward pass,
+    on every rank, in every step. For one update of several backward passes, give the weight of all of them each time,
+    and do not divide by their number.
+
+    Args:
+        total: The sum of this rank's losses, a floating-point tensor without dimensions.
+        weight: Their weight: the number of tokens, or the sum of the weights of their classes.
+
+    Returns:
+        The mean over all ranks, the same on each; NaN on an accelerator where no rank has any weight.
+
+    Raises:
+        ConfigError: If the shapes do not fit, no rank has any weight, gradients are summed over the ranks, or the model
+            is cut into stages.
+    """
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
+        raise ConfigError(
+            f"weighted_mean takes the sum of this rank's losses, one number with gradient, found {_looks(total)}. Use "
+            'reduction="sum".'
+        )
+    if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        raise ConfigError(f"weighted_mean takes the weight of a rank's losses as one number, found {_looks(weight)}.")
+    for model in applied():
+        if is_sum_of_ranks(model.plan):
+            raise ConfigError(
+                'weighted_mean makes a mean, and scale_strategy "sum" sums gradients over the ranks. Use "avg", the '
+                "default, or divide the sum by a weight that is the same on all ranks."
+            )
+        if model.pipeline is not None:
+            raise ConfigError(
+                "weighted_mean takes a whole batch, and a model cut into stages computes losses of micro-batches. Give "
+                "px.train_step a torch loss (nn.CrossEntropyLoss), which is exact there, or train without stages."
+            )
+    mean, factor = global_mean_of(total.detach(), weight, context_of.current().passes.now() if is_joined() else ())
+    return apply_function(_Mean, total.reshape(()), mean, factor)
+
+
+def is_joined() -> bool:
+    """Return whether this process trains with Phalanx."""
+    return context_of.is_initialized()
+
+
+def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tuple[Tensor, Tensor]:
+    """Return the mean over the ranks, and what the gradient of this rank's sum is multiplied by. Collective.
+
+    Args:
+        total: The sum of this rank's losses, without gradient.
+        weight: Their weight.
+        shares: What they are of.
+    """
+    readers = context_of.current().readers if is_joined() else None
+    ranks = 1 if readers is None else readers.count
+    by_rows = row_weight_of(shares, ranks)
+    sums = torch.stack([total.reshape(()).double(), torch.as_tensor(weight, device=total.device).reshape(()).double()])
+    if not by_rows:
+        sums = torch.zeros_like(sums)  # rows that do not count may hold anything
+    if readers is not None and ranks > 1:
+        with peers_named("the weighted mean of a loss", readers.group):
+            dist.all_reduce(sums, group=readers.group)
+    if sums.device.type == "cpu" and not sums[1]:
+        raise ConfigError(
+            "weighted_mean found a weight of 0 on all ranks: no loss of this batch counts. Leave such batches out, on "
+            "all ranks alike."
+        )
+    factor = ranks / (sums[1] * by_rows) if by_rows else torch.zeros_like(sums[1])
+    return (sums[0] / sums[1]).to(total.dtype), factor.to(total.dtype)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factor = ctx.factor
+        # What does not count may be undefined further on, so zeros are sent, not products.
+        return (grads[0] * factor, None, None)
+
+
+def _looks(value: object) -> str:
+    return f"shape {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
