@@ -419,3 +419,32 @@ def sums() -> list[float]:
 def test_gradients_that_are_summed_are_those_of_the_sum_over_all_rows(ranks: int) -> None:
     for (found,) in run_ranks(sums, ranks):
         assert found < 1e-13
+
+
+def lone_rows() -> dict[str, str | None]:
+    """11 rows in batches of 8: the last leaves rank 1 of 2 a single row."""
+    px.init()
+    layers = {
+        "plain": nn.BatchNorm1d(5),
+        "images": nn.Sequential(nn.Unflatten(1, (1, 5)), nn.BatchNorm1d(1), nn.Flatten()),
+        "left out": nn.BatchNorm1d(5),
+    }
+    found: dict[str, str | None] = {}
+    for name, layer in layers.items():
+        model = nn.Sequential(layer, nn.Linear(5, 5)).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"global_batch": 8, "shuffle": False, "drop_last": name == "left out"}
+        loader = px.distribute(model, optimizer, Rows(rows(11)), **options)[2]
+        before, found[name] = copy.deepcopy(model[1].weight), None
+        try:
+            for (x,) in loader:
+                step(optimizer, rebuilt(model, x))
+        except ConfigError as error:
+            found[name] = str(error) if torch.equal(before, model[1].weight) else "too late"
+    return found
+
+
+def test_a_batch_norm_that_would_fail_in_the_last_batch_is_refused_before_the_first_update() -> None:
+    for found in run_ranks(lone_rows, 2):
+        assert "leaves a rank of 2 a single row, and BatchNorm1d '0' needs more than 1 row" in found.pop("plain")
+        assert found == {"images": None, "left out": None}

@@ -176,6 +176,18 @@ class ShardedLoader:
         return -(-self._loading.global_batch_for(count) // count)
 
     @property
+    def fewest_rows(self) -> int | None:
+        """Fewest rows that a rank loads of a batch of an epoch; None where that is not known before."""
+        loading = self._loading
+        rows, count = loading.rows(), loading.here().count
+        if rows is None or self.has_batch_sampler or loading.pipeline is not None:
+            return None
+        full = self.global_batch
+        last = 0 if self.drops_last else rows % full
+        sizes = [size for size in (min(full, rows), last) if size]
+        return min((max(size // count, 1) for size in sizes), default=None)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Batches of a whole epoch; the same on every rank."""
         return len(self)

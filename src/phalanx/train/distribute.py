@@ -13,6 +13,7 @@ from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader,
 from phalanx.parallel.watch import ACTS_AT_UPDATES, Training, assembly, check_trains
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
+from phalanx.train.lone_rows import check_batch_norms
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -67,6 +68,7 @@ def distribute(
         look_ahead(model, loader, plan)
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
     add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
+    check_batch_norms(model, loader)
     if optimizer is not None:
         add_optimizer(optimizer)
     announce(optimizer, loader)

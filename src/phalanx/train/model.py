@@ -51,6 +51,7 @@ from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
 from phalanx.train.evaluate import evaluate, evaluation_loader, evaluation_mode, whole_output
 from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
+from phalanx.train.lone_rows import check_batch_norms
 from phalanx.train.metrics_foreign import Foreign
 from phalanx.train.metrics_named import Metric, read_metrics
 from phalanx.train.mode_rules import check_ranks, read_mode
@@ -202,6 +203,7 @@ class Model:
             self.net.train()
         self._distribute(loader)
         distribute_optimizer(self.optimizer, loader)
+        check_batch_norms(self.net, loader)
         with self._training():
             run = Run(
                 model=self.net,
