@@ -188,7 +188,7 @@ def all_of(stages: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_means_over_tokens_and_class_weights_are_those_of_one_process(ranks: int) -> None:
-    for found in run_ranks(all_of, ranks, (0, 2) if ranks > 1 else (0,), ("step", "Model"), timeout_s=120):
+    for found in run_ranks(all_of, ranks, (0, 2) if ranks > 1 else (0,), ("step", "Model"), timeout_s=110):
         assert {name: value for name, value in found.items() if not value < 1e-12} == {}
 
 
@@ -218,7 +218,7 @@ class Moved(nn.Module):
 
 
 def test_stages_take_the_mean_over_the_tokens_of_all_micro_batches() -> None:
-    assert max(run_ranks(staged, 2, timeout_s=120)) < 1e-12
+    assert max(run_ranks(staged, 2, timeout_s=110)) < 1e-12
 
 
 def refused() -> list[str]:
