@@ -32,7 +32,7 @@ from phalanx.train.counted_loss import check_reduction, counted_loss
 from phalanx.train.cuda_graph import Captured
 from phalanx.train.events import report_step, tell_loss
 from phalanx.train.label_check import LabelsChecked
-from phalanx.train.own_loss import of_scores, own_loss
+from phalanx.train.own_loss import of_scores, own_loss, warn_of_ignored
 
 logger = logging.getLogger("phalanx.train")
 
@@ -163,6 +163,8 @@ class TrainStep:
             columns: The same by the names that the script has for them, for errors.
         """
         inputs, target = moved(inputs, self._device), moved(target, self._device)
+        if self.steps == 0 and self._loss_fn is own_loss:
+            warn_of_ignored(target)
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
