@@ -57,7 +57,11 @@ def told_by(name: str, **options: Any) -> dict[str, float]:
 def compiled() -> Gradients:
     foreign_models.import_foreign()
     px.init()
-    return by_train_step("GPT-2", compiled=True)
+    lookup = torch._dynamo.lookup_backend
+    # Traced and differentiated as graphs, which is where models differ; kernels are not built, which takes a minute.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo, "lookup_backend", lambda _: lookup("aot_eager"))
+        return by_train_step("GPT-2", compiled=True)
 
 
 def loader_options(name: str) -> dict[str, Any]:
@@ -142,10 +146,9 @@ def test_a_planned_model_on_two_ranks_tells_what_one_process_tells(one: dict[str
         assert found == pytest.approx(one["told"]["BERT"], rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(300)
 def test_a_compiled_step_on_two_ranks_has_the_gradients_of_an_eager_one(one: dict[str, Any]) -> None:
-    for found in run_ranks(compiled, 2, timeout_s=330.0):
+    for found in run_ranks(compiled, 2, timeout_s=140.0):
         assert_equal(found, one["GPT-2, px.distribute"], "compiled", 1e-5)  # the model takes its loss in float32
 
 
