@@ -130,17 +130,11 @@ def _cut(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_dtype(update.wire_dtype), cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
     }
-    gathered = _Gathered()
-    model._gathered_gradients = gathered  # type: ignore[assignment]  # a ring, which goes with the model
-    names = _names(model)
     for unit in units:
         # Before torch's own, which puts hooks on the outputs.
         unit.register_forward_hook(torch.compiler.disable(_leave_no_view), with_kwargs=True)
-        own = _own_places(unit)
         fully_shard(unit, **settings)
-        # After torch's own, which gathers.
-        watch = gathered.add(unit, [(names[id(module), name], module, name) for module, name in own])
-        unit.register_forward_pre_hook(torch.compiler.disable(watch))
+    _watch_units(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
@@ -186,9 +180,9 @@ class _Gathered:
     def __init__(self) -> None:
         self.hooks: OrderedDict[int, tuple[GradientHook, Collection[str] | None]] = OrderedDict()
         self._params: dict[str, Tensor] = {}
-        self._places: dict[nn.Module, Sequence[Place]] = {}
+        self._places: dict[Any, Sequence[Place]] = {}
 
-    def add(self, unit: nn.Module, places: Sequence[Place]) -> Callable[[nn.Module, Any], None]:
+    def add(self, unit: Any, places: Sequence[Place]) -> Callable[[nn.Module, Any], None]:
         """Return what looks at the parameters of a unit before its forward pass."""
         self._places[unit] = places
         return self.look
@@ -220,7 +214,7 @@ def hook_gathered(model: nn.Module, hook: GradientHook, names: Collection[str] |
         hook: Returns another gradient, or None for the same.
         names: Those of the parameters; all when None.
     """
-    gathered: Any = model._gathered_gradients
+    gathered = model.__dict__.get("_gathered_gradients") or _watch_units(model)
     hooks = gathered.hooks
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook, names
@@ -238,14 +232,19 @@ def _names(model: nn.Module) -> dict[tuple[int, str], str]:
     }
 
 
-def _own_places(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return where the parameters are that a unit will gather: those that no unit inside gathers."""
-    return [
-        (module, own)
-        for module in unit.modules()
-        for own, param in module._parameters.items()
-        if param is not None and not isinstance(param, DTensor)
-    ]
+def _watch_units(model: nn.Module) -> _Gathered:
+    """Return what acts on the gradients of a sharded model, from its next forward pass on."""
+    gathered, names, seen = _Gathered(), _names(model), set[tuple[int, str]]()
+    model._gathered_gradients = gathered  # type: ignore[assignment]  # a ring, which goes with the model
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in reversed(units):  # inner ones first
+        holders = [(module, own) for module in unit.modules() for own in module._parameters]
+        places = [(module, own) for module, own in holders if (id(module), own) in names.keys() - seen]
+        seen |= {(id(module), own) for module, own in places}
+        look = gathered.add(unit, [(names[id(module), own], module, own) for module, own in places])
+        # After torch's own, which gathers.
+        unit.register_forward_pre_hook(torch.compiler.disable(look))
+    return gathered
 
 
 def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: bool) -> None:
