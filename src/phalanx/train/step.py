@@ -148,8 +148,6 @@ class TrainStep:
         Raises:
             ConfigError: If the model cannot be called with it; names columns and parameters.
         """
-        if context.is_initialized():
-            context.current().batches.use(batch)
         inputs, target = self._unpack(batch)
         named = inputs if isinstance(inputs, dict) else {"inputs": inputs[0] if len(inputs) == 1 else inputs}
         return self.take(inputs, target, {**named, "target": target})
@@ -163,7 +161,7 @@ class TrainStep:
             columns: The same by the names that the script has for them, for errors.
         """
         inputs, target = moved(inputs, self._device), moved(target, self._device)
-        if self.steps == 0 and self._loss_fn is own_loss:
+        if self.steps == 0 and self._returns_loss:
             warn_of_ignored(target)
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
