@@ -448,7 +448,8 @@ def test_what_ranks_exchange_is_what_was_priced(ranks: int) -> None:
             whole = Counter({one: times for one, times in mine.items() if times == round(times)})
             in_layers = {one: times for one, times in whole.items() if TALK_BYTES <= one[1] < 0.5 * BYTES[name]}
             assert {one: loud[one] for one in in_layers} == in_layers, plan.because[-1].setting
-            assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(mine), rel=0.03, abs=2 * TALK_BYTES)
+            # Buckets carry flags and marks beside gradients, and ranks compare their parameters.
+            assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(mine), rel=0.03, abs=4 * TALK_BYTES)
 
 
 @pytest.mark.parametrize(("ranks", "limits"), [(2, ("pp=2", "micro=2")), (4, ("pp=2", "dp=2", "zero=0", "micro=2"))])

@@ -63,6 +63,9 @@ class _Given:
 
     share: BatchShare
     iteration: Iteration
+    number: int
+    """Its place among all that were given out."""
+
     memory: list[StorageWeakRef] = field(default_factory=list)
 
     @property
@@ -95,6 +98,9 @@ class Batches:
         """By storage: from the first byte of a tensor to behind its last, the batch it belongs to."""
 
         self._full = 1024
+        self._count = 0
+        self._used: list[_Given] = []
+        """The training batches that were recognised in forward passes since the last backward pass."""
 
     # -- loaders -------------------------------------------------------------------------------------------------
 
@@ -107,7 +113,8 @@ class Batches:
 
     def give(self, batch: Any, share: BatchShare, iteration: Iteration) -> None:
         """Register a batch that is given out now."""
-        given = _Given(share, iteration)
+        self._count += 1
+        given = _Given(share, iteration, self._count)
         for tensor in tensors_in(batch):
             self._place(tensor, given)
         iteration.count += 1
@@ -183,11 +190,29 @@ class Batches:
         current = () if self._current is None else (self._current.share,)
         return tuple(dict.fromkeys((*current, *self._waiting.shares)))
 
+    def overlooked(self) -> Shares:
+        """Return what the next backward pass may be of beside the forward passes that were seen.
+
+        Of batches of two loaders one may have come to a method other than `forward`: it was given out before those that
+        were seen, is there still, and no batch of its loader was seen.
+        """
+        if not self._used or self._named is not None:
+            return ()
+        last, seen = max(given.number for given in self._used), {given.iteration for given in self._used}
+        return self._waiting.shares_where(
+            lambda given: given.number < last and given.iteration not in seen and not given.is_gone
+        )
+
+    def end_backward(self) -> None:
+        """Note that a backward pass is over."""
+        self._used.clear()
+
     def _use(self, given: _Given) -> None:
         given.iteration.is_used = True
         self.in_hand = given.share
         if given.iteration.is_training:
             self._current = given
+            self._used.append(given)
             self._waiting.remove(given)
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -231,6 +256,9 @@ class _Waiting:
     @property
     def shares(self) -> Shares:
         return tuple(self._given)
+
+    def shares_where(self, is_meant: Callable[[_Given], bool]) -> Shares:
+        return tuple(share for share, group in self._given.items() if any(map(is_meant, group)))
 
     @property
     def only(self) -> _Given | None:

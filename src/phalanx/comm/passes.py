@@ -142,6 +142,9 @@ class Passes:
         of = [share for forward in to_come for share in forward.shares]
         passes = to_come if first is None else [first, *to_come]
         shares = tuple(dict.fromkeys((*of, *(first.shares if first is not None else ()))))
+        overlooked = self._batches.overlooked()
+        if not weigh_alike([*shares, *overlooked], ranks) and overlooked:
+            return tuple(dict.fromkeys((*shares, *overlooked)))
         if weigh_alike(shares, ranks):
             return shares if first is None else first.shares
         if all(forward.weighs for forward in passes):
@@ -151,6 +154,7 @@ class Passes:
     def _end(self) -> None:
         running, self._running = self._running, None
         self._unseen.clear()
+        self._batches.end_backward()
         if running is None:
             return
         self._last = _all_of(running)

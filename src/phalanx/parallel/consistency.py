@@ -120,7 +120,7 @@ def _compare_plain(model: nn.Module, call: str, context: Context) -> None:
     if gap is not None and not gap.is_rounding:
         raise ConfigError(
             f"{call} needs one model, and each rank has its own: the model is not distributed, and these differ: "
-            f"{gap}. Give it to px.distribute, or load the same weights on every rank. {causes(model)} Where it is "
+            f"{gap}. Give it to px.distribute, or load the same weights on every rank. {causes()} Where it is "
             f"meant, {VARIABLE}=0 compares none."
         )
 

@@ -137,7 +137,7 @@ class Drift:
             return
         if not gap.is_rounding:
             since = f"step {self._equal_at}" if self._equal_at else "the start"
-            why = causes(model, has_cut_layers=self._has_cut_layers, has_tables=bool(self._plan.tables))
+            why = causes(has_cut_layers=self._has_cut_layers, has_tables=bool(self._plan.tables))
             raise ConfigError(
                 f"the ranks' parameters have come apart. {when[0].upper()}{when[1:]} these differ: {gap}; they were "
                 f"equal at {since}. {why} Where it is meant, {VARIABLE}=0 compares none."
@@ -204,17 +204,8 @@ def comparable(tensor: Tensor, *, is_cut: bool = False) -> bool:
     return is_here and (is_cut or not is_module_held(tensor))
 
 
-def causes(model: nn.Module, *, has_cut_layers: bool = False, has_tables: bool = False) -> str:
-    """Return what usually lets ranks come apart, what this model shows of it first."""
-    clipped = [
-        name for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]  # fmt: skip
-    if clipped:
-        return (
-            f"{clipped[0]!r} has max_norm: its forward pass writes to its weight, on each rank the rows that it reads. "
-            "Leave max_norm out, and normalise the weight after each step."
-        )
+def causes(*, has_cut_layers: bool = False, has_tables: bool = False) -> str:
+    """Return what usually lets ranks come apart."""
     if has_cut_layers:
         return (
             "Gradients of whole parameters differ where each rank uses them for a part: name their module in px.shard, "
@@ -227,9 +218,8 @@ def causes(model: nn.Module, *, has_cut_layers: bool = False, has_tables: bool =
             "clip_grad_norm_(model.head.parameters(), ...), and use bfloat16 rather than a GradScaler."
         )
     return (
-        "Look for an optimizer that was not handed to px.distribute and trains parameters put into the model later, or "
-        "steps inside the backward pass; for weights that are changed on some ranks only; for optimizers with other "
-        "settings on some ranks."
+        "Look for weights that are changed on some ranks only, by F.embedding(max_norm=) too, and for optimizers with "
+        "other settings on some ranks."
     )
 
 
