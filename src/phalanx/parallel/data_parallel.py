@@ -88,6 +88,21 @@ _running = _Running()
 """In this process."""
 
 
+def check_no_graph() -> None:
+    """Raise if the backward pass that runs creates a graph.
+
+    Raises:
+        ConfigError: Says what to call instead.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "a backward pass with create_graph=True came to a distributed model, whose gradients are averaged over "
+            "the ranks outside of any graph: what is computed from them would have wrong gradients. For a penalty "
+            "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
+            "sharding."
+        )
+
+
 class Reducer:
     """Averages gradients over the ranks that read other rows, overlapped with the backward pass.
 
@@ -188,13 +203,7 @@ class Reducer:
         """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
         if self._running or not self._syncing or self.is_resting:
             return
-        if torch.is_grad_enabled():  # so it is in a backward pass that creates a graph
-            raise ConfigError(
-                "a backward pass with create_graph=True came to a distributed model, whose gradients are averaged over "
-                "the ranks outside of any graph: what is computed from them would have wrong gradients. For a penalty "
-                "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
-                "sharding."
-            )
+        check_no_graph()
         self._open()
         _running.join(self)
         # Runs in the thread that called backward, once its last gradient has been accumulated.

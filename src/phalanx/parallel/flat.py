@@ -91,7 +91,8 @@ class Bucket:
 
     def renew(self) -> None:
         """Move to new memory; gradients that are still in `param.grad` move along."""
-        sizes = [g.view.numel() for g in self.gradients] + [self.flags.numel()] + [c.view.numel() for c in self.carried]
+        parts = [*(g.view for g in self.gradients), self.flags, self.marks, *(c.view for c in self.carried)]
+        sizes = [part.numel() for part in parts]
         self.flat = self.flat.clone()
         pieces = iter(self.flat.split(sizes))
         for gradient in self.gradients:
@@ -99,7 +100,7 @@ class Bucket:
             gradient.view = _view_like(next(pieces), gradient.param)
             if is_there:
                 gradient.param.grad = gradient.view
-        self.flags = next(pieces)
+        self.flags, self.marks = next(pieces), next(pieces)
         for item in self.carried:
             item.view = next(pieces).view(item.view.shape)
 

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm import transfers
+from phalanx.comm.batches import tensors_in
 from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.errors import PlanError
-from phalanx.parallel.data_parallel import Reducer
+from phalanx.parallel.data_parallel import Reducer, check_no_graph
 from phalanx.parallel.describe import held_over, is_module_held, mark_held, note_stages, stages_over
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.rebind import replaced
@@ -265,9 +266,13 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
         reducer.begin()
         return weigh(gradient)
 
-    def leave(model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def leave(model: nn.Module, _inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled():
             _let_go(model)
+            return
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:  # torch has let go of the parameters when it would come back to a graph
+                tensor.register_hook(lambda _: check_no_graph())
 
     hook_gathered(model, act)
     model.register_forward_hook(leave)

@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
+from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.parallel.apply import applied
-from phalanx.parallel.row_weights import row_weight
 from phalanx.parallel.step_gate import wrap_closures
 
 
@@ -28,8 +28,10 @@ def _of_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
         loss = torch.as_tensor(closure()).detach()
         context = context_of.current()
         readers = context.readers
-        summed = all_reduce(loss * row_weight(context, readers), "sum", group=readers.group)
-        return summed if _is_summed() else summed / readers.count
+        is_sum = _is_summed()
+        weight = row_weight_of(context.passes.of_update(), readers.count, is_sum=is_sum)
+        summed = all_reduce(loss * weight, "sum", group=readers.group)
+        return summed if is_sum else summed / readers.count
 
     return evaluate
 
