@@ -180,4 +180,4 @@ def test_tokens_apart_and_operators_in_parts_train_like_one_process(ranks: int, 
             priced = traffic(one.searched.best, one.layers, one.speed)
             loud = Counter({size: times for size, times in sent.items() if size[1] >= TALK_BYTES})
             assert loud.total() > 0, name
-            assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(priced), rel=0.03, abs=2 * TALK_BYTES), name
+            assert bytes_by_kind(sent) == pytest.approx(bytes_by_kind(priced), rel=0.03, abs=4 * TALK_BYTES), name

@@ -110,7 +110,8 @@ class FakeGraph:
     def replay(self) -> None:
         (made,) = self._of
         assert made._result is not None
-        loss, _ = made._run(*made._buffers)
+        *inputs, target = made._buffers
+        loss, _ = made._run(tuple(inputs), target)
         made._result[0].copy_(loss.detach())
         for held, param in zip(made._gradients, made._params, strict=True):
             assert held is not None

@@ -50,7 +50,8 @@ def test_values_are_there_before_an_optimizer_is_and_can_be_loaded():
     state = {name: value + 1 for name, value in plain.state_dict().items()}
     placed.load_state_dict(state)
     plain.load_state_dict(state)
-    px.distribute(nn.Linear(1, 1), torch.optim.SGD(placed.parameters(), lr=0.1))
+    other = nn.Linear(1, 1)
+    px.distribute(other, torch.optim.SGD([*placed.parameters(), *other.parameters()], lr=0.1))
     assert torch.equal(placed(ids), plain(ids))
     placed.load_state_dict({name: value + 1 for name, value in state.items()})
     assert torch.equal(placed.state_dict()["0.weight"], state["0.weight"] + 1)

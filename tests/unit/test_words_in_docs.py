@@ -12,7 +12,7 @@ from phalanx import fleet
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOTS = {"px": px, "phalanx": px, "fleet": fleet, "strategy": fleet.DistributedStrategy()}
-OLD = {"fleet.util.get_file_shard", "strategy.auto"}
+OLD = {"fleet.util.get_file_shard", "strategy.auto", "phalanx.fluid", "phalanx.optimizer.Momentum"}
 """What only older scripts say."""
 
 

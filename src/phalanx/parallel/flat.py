@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.wires import Sent, Wire
+from phalanx.plan.buckets import MARK_BITS
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ def _sharers(tensor: Tensor) -> int:
 
 def mark(bucket: Bucket, number: int) -> None:
     """Write which bucket this is beside its gradients; sums of marks tell whether all ranks sent the same one."""
-    bits = [number >> place & 1 for place in range(_MARK_BITS)]
+    bits = [number >> place & 1 for place in range(MARK_BITS)]
     bucket.marks.copy_(torch.tensor([[1 - bit, bit] for bit in bits]).view(-1))
 
 
@@ -186,9 +187,6 @@ def require_still_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 _Rider = tuple[nn.Module, str]
 
-_MARK_BITS = 16
-"""Bits of a bucket's number."""
-
 
 def _tensor(rider: _Rider) -> Tensor:
     return stored(getattr(*rider))
@@ -202,7 +200,7 @@ def _allocate_one(
     names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire
 ) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
-    sizes = [p.numel() for p in members] + [len(members), 2 * _MARK_BITS] + [_tensor(r).numel() for r in riding]
+    sizes = [p.numel() for p in members] + [len(members), 2 * MARK_BITS] + [_tensor(r).numel() for r in riding]
     flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
     pieces = list(flat.split(sizes))
     gradients = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from rich.table import Table as Grid
 
-from phalanx.plan.buckets import all_reduce_buckets
+from phalanx.plan.buckets import MARK_BITS, all_reduce_buckets
 from phalanx.plan.mesh import Position, reduced_along, slice_shape
 from phalanx.plan.mesh_rules import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
@@ -37,7 +37,7 @@ class Memory:
 
     parameters: int
     gradients: int
-    """With the flags and paddings that travel with them."""
+    """With the flags, marks and paddings that travel with them."""
 
     optimizer: int = 0
     """State that the optimizer keeps, float32 copies of parameters in lower precision among it."""
@@ -72,13 +72,13 @@ def memory_of(
     along = _sharded_along(plan, shape)
     held = [_Held.of(param, plan, rank, along) for param in share.params]
     trained = [one for one in held if one.param.trainable]
-    flags = 0
+    beside = 0
     if plan.world_size > 1:
         buckets = all_reduce_buckets(plan, share)
-        flags = sum(param.item_bytes for bucket in buckets for param in bucket.params)
+        beside = sum((len(bucket.params) + 2 * MARK_BITS) * bucket.params[0].item_bytes for bucket in buckets)
     return Memory(
         parameters=sum(one.stored * one.param.item_bytes for one in held),
-        gradients=sum(one.stored * one.param.item_bytes for one in trained) + flags,
+        gradients=sum(one.stored * one.param.item_bytes for one in trained) + beside,
         optimizer=sum(_state_bytes(plan, one, state) for one in trained),
         residuals=sum(_residual_bytes(plan, one, state) for one in trained),
         averages=sum(one.elements * _wide(one.param) for one in held) if averaged else 0,
