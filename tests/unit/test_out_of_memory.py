@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.parallel import apply, out_of_memory
+from phalanx.plan.buckets import MARK_BITS
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, Step
 
 
@@ -63,8 +64,8 @@ def test_sharding_is_named_with_its_bytes_where_there_are_ranks() -> None:
     )
     apply._applied[model] = replace(apply._applied[model], plan=plan)
     told = lines_with("sharding at stage 3", failed(model, optimizer))
-    # Half of parameters and gradients, and the flags that travel with buckets.
-    assert told == [f"- sharding at stage 3: saves about {420 * 4 + 4 * 4:,} bytes"]
+    # Half of parameters and gradients, and the flags and marks that travel with buckets.
+    assert told == [f"- sharding at stage 3: saves about {420 * 4 + 4 * 4 + 2 * MARK_BITS * 4:,} bytes"]
 
 
 def test_without_inputs_it_says_who_tells_and_one_note_is_enough() -> None:
