@@ -228,6 +228,9 @@ def watch(plan: Plan, model: nn.Module, device: torch.device) -> Drift | None:
     every = compare_every()
     if not every or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    updates = [plan.rule_for(name).update for name, param in model.named_parameters() if param.requires_grad]
+    if all(isinstance(update, Push) for update in updates):
+        return None  # workers of servers meet nowhere, and one of them may be started again alone
     drift = Drift(plan, model, every, device)
     return None if drift.is_idle else drift
 
