@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from benchmarks import input_images
 from benchmarks.report import Row, arguments, measure_pairs, show
 from phalanx.data import ShardedLoader, vision
-from phalanx.data.digits import DigitsDataset
-from phalanx.data.draws import Draws
+from phalanx.data.readers.digits import DigitsDataset
+from phalanx.data.sampling.row_rng import Draws
 
 LOADED = {"images": (32, 0), "large": (224, 0), "large_workers": (224, 2)}
 """Side of the images, worker processes."""

@@ -30,15 +30,15 @@ from rich.table import Table
 
 from benchmarks.plans_rank import MODELS
 from benchmarks.report import machine
-from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.auto_parallel import auto_parallel
-from phalanx.auto.choices import Choices
-from phalanx.auto.layers import Way
-from phalanx.auto.planned import Planned
-from phalanx.auto.planner import Candidate, arrangements_of
-from phalanx.auto.ways import ways_of
-from phalanx.auto.written_plan import written
-from phalanx.cluster.measured import read_measured
+from phalanx.auto.capture.layers import Way
+from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.planner.planner import Candidate, arrangements_of
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.strategies import ways_of
+from phalanx.auto.planner.to_plan import written
+from phalanx.auto.solver.problem import Choices
+from phalanx.cluster.calibration.figures import read_measured
 from phalanx.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).parent.parent

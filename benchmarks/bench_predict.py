@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.auto.constants import DEFAULT, Constants
-from phalanx.auto.described_run import Run
-from phalanx.auto.predict import predict
-from phalanx.auto.run_file import read_runs
-from phalanx.cluster import devices
-from phalanx.cluster.devices import Device
+from phalanx.auto.cost.constants import DEFAULT, Constants
+from phalanx.auto.predict.prediction import predict
+from phalanx.auto.predict.run_file import read_runs
+from phalanx.auto.predict.run_spec import Run
+from phalanx.cluster.spec import devices
+from phalanx.cluster.spec.devices import Device
 
 PUBLISHED = Path(__file__).parent / "published" / "runs.jsonl"
 UNSEEN = PUBLISHED.with_name("unseen.jsonl")

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.ps.rules import Adagrad, TableSpec
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table.rules import Adagrad, TableSpec
+from phalanx.ps.table.table import Table, make_table
 
 CASES = ("bytes", "pull", "push", "update")
 DIM, BATCH, BATCHES = 16, 16_384, 40

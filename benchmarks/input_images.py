@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from phalanx.data import Cifar10Dataset, ShardedLoader, vision
-from phalanx.data.cifar import MEAN, RECORD_BYTES, STD, TRAIN_FILES
+from phalanx.data.readers.cifar import MEAN, RECORD_BYTES, STD, TRAIN_FILES
 
 BATCH = 32
 _MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.auto.capture import capture
-from phalanx.parallel.watch import assembly
+from phalanx.auto.capture.step import capture
+from phalanx.parallel.session import assembly
 from phalanx.plan.value import Plan
 
 

@@ -150,7 +150,7 @@ nb::object keys(const EmbeddingTable& table, int shard) {
 
 void bind_table(nb::module_& module) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.Table.")
+  nb::class_<EmbeddingTable>(module, "EmbeddingTable", "A table of rows by 64-bit id; see phalanx.ps.table.table.Table.")
       .def("__init__", &make, nb::arg("spec"), nb::arg("layout"), nb::arg("salt"))
       .def("pull", &pull, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("push", &push, nb::arg("keys").noconvert(), nb::arg("gradients").noconvert(), nb::arg("lr"),

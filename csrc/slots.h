@@ -5,7 +5,7 @@
 // any order, split by spaces or tabs; a slot may come any number of times or not at all, a dense name at most once.
 //
 // An id is a 64-bit hash of the slot's name and the field's text, modulo the hash space when there is one. The Python
-// twin in phalanx/data/slots_python.py gives the same bits.
+// twin in phalanx/data/ctr/slots_python.py gives the same bits.
 //
 // Thread-safety: a parser is immutable; parse may be called from any thread.
 

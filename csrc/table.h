@@ -6,7 +6,7 @@
 // lines of the index of a run of a lane's keys, searches them, asks for the rows and works on these, each in a loop of
 // its own: so memory answers many questions at a time.
 //
-// Semantics: ps/table.py. ps/reference.py is the twin in NumPy and passes the same tests.
+// Semantics: ps/table/table.py. ps/table/reference.py is the twin in NumPy and passes the same tests.
 //
 // Thread-safety: all methods may be called from any thread; the calling thread does the work. A call that meets a
 // change sees each row before or after it, but may see it done for some rows only.

@@ -1,4 +1,4 @@
-// The hash that places an id, and the streams of numbers that belong to it. Twin of ps/placement.py and ps/initial.py.
+// The hash that places an id, and the streams of numbers that belong to it. Twin of ps/table/placement.py and ps/table/initializers.py.
 //
 // The mixer is a bijection, so a hash stands for its id and the table stores hashes alone.
 

@@ -46,7 +46,7 @@ struct Gradients {
   const float* clicks;
 };
 
-// What a shard holds; `rows` is (keys, width). See `Columns` in ps/arrays.py.
+// What a shard holds; `rows` is (keys, width). See `Columns` in ps/table/arrays.py.
 struct ShardColumns {
   std::vector<std::int64_t> keys;
   std::vector<std::uint64_t> ticks;

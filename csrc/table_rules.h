@@ -1,4 +1,4 @@
-// The update rules, on one row: `w` values, `s` optimizer state, `g` gradient. Twin of ps/updates.py.
+// The update rules, on one row: `w` values, `s` optimizer state, `g` gradient. Twin of ps/table/reference_rules.py.
 //
 // They follow torch.optim on the rows that a push names; FTRL follows H. B. McMahan et al., "Ad Click Prediction: a
 // View from the Trenches", 2013, algorithm 1. Every operation is a float32 one in the order that the twin has too;

@@ -1,4 +1,4 @@
-// The settings of a table as numbers. They come from Python, where they are checked (ps/rules.py, ps/layout.py).
+// The settings of a table as numbers. They come from Python, where they are checked (ps/table/rules.py, ps/table/row_layout.py).
 
 #pragma once
 

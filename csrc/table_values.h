@@ -1,4 +1,4 @@
-// What values start from, and how they are kept: float32, or bfloat16. Twin of ps/initial.py.
+// What values start from, and how they are kept: float32, or bfloat16. Twin of ps/table/initializers.py.
 
 #pragma once
 

@@ -56,14 +56,14 @@ def one_seed() -> None:
 def no_context_left() -> Iterator[None]:
     """End the Context and the tables a test made, so that the next one starts as a fresh process would."""
     yield
-    watch = sys.modules.get("phalanx.parallel.watch")
+    watch = sys.modules.get("phalanx.parallel.session")
     if watch is not None:
         watch.assembly.__init__()
         sys.modules["phalanx.parallel.apply"]._applied.clear()
-    auto_context = sys.modules.get("phalanx.train.auto_context")
+    auto_context = sys.modules.get("phalanx.train.model.auto_context")
     if auto_context is not None:
         auto_context.reset_auto_parallel_context()
-    attach = sys.modules.get("phalanx.ps.attach")
+    attach = sys.modules.get("phalanx.ps.client.table_client")
     if attach is not None and attach._current is not None:
         attach._current.close()
         attach._current = None

@@ -1,4 +1,4 @@
-"""A store of jobs in memory, for tests of the keeper; it does what `phalanx.jobs.ledger` says, and nothing else."""
+"""A store of jobs in memory, for tests of the keeper; it does what `phalanx.jobs.control.job_state_store` says, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.errors import NotFoundError, StateError
-from phalanx.jobs.records import Attempt, Event, Failure, Job
+from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State, may_follow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from launching import SPARSE_MODEL
-from phalanx.jobs import attempt
-from phalanx.jobs.attempt import End
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.spec import TrainingJob

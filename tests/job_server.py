@@ -12,13 +12,13 @@ from pathlib import Path
 
 import uvicorn
 
-from phalanx.jobs import layout
+from phalanx.jobs import paths as layout
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, address_of, bind
 from phalanx.jobs.backends import Engines
-from phalanx.jobs.records import Actor, Failure, Job, Role
-from phalanx.jobs.service import JobService
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.models import Actor, Failure, Job, Role
+from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.jobs.backend import Submission
-from phalanx.jobs.layout import attempt_folder
+from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.spec import TrainingJob
 
 SCRIPT = r"""

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.rules import SGD, Constant, TableSpec
 from phalanx.ps.server.changes import pack
 from phalanx.ps.server.service import Service
-from phalanx.ps.store import Change
+from phalanx.ps.stores.base import Change
+from phalanx.ps.table.rules import SGD, Constant, TableSpec
 from phalanx.ps.wire.message import Reply, Request
 
 SPEC = TableSpec(name="items", dim=2, rule=SGD(lr=1.0), init=Constant(0.0))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.ps.wire.connection import Connection
 from phalanx.ps.wire.message import Reply
 from ps_requests import FakeWorker

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.ps.rules import SGD, Constant, TableSpec
-from phalanx.ps.store import Change, Want
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.table.rules import SGD, Constant, TableSpec
 
 DIM = 3
 LR = 0.1

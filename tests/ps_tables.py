@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from phalanx.ps.reference import ReferenceTable
-from phalanx.ps.rules import TableSpec
-from phalanx.ps.table import Table
+from phalanx.ps.table.reference import ReferenceTable
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.table import Table
 from phalanx.versions import HAS_NATIVE
 
 
 def native_table(spec: TableSpec) -> Table:
     """Return the native table."""
-    from phalanx.ps.native import NativeTable
+    from phalanx.ps.table.native import NativeTable
 
     return NativeTable(spec)
 

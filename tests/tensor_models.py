@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.parallel.apply import applied_to
-from phalanx.parallel.recipe.clip import clip_grad_norm_
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.optim.clip import clip_grad_norm_
+from phalanx.parallel.session import assembly
 from phalanx.plan.value import OnRanks, Plan, Shard
 
 STEPS = 3

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 import phalanx as px
-from phalanx.data import Cifar10Dataset, DigitsDataset, Pipeline, digits, vision
+from phalanx.data import Cifar10Dataset, DigitsDataset, Pipeline, vision
+from phalanx.data.readers import digits
 
 sys.path.append(str(Path(__file__).parents[1] / "resnet"))
 from model import ResNet

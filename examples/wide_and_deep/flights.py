@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.shuffle import shuffled
-from phalanx.data.slots import hash_texts
+from phalanx.data.ctr.slots import hash_texts
+from phalanx.data.sampling.shuffle import shuffled
 from phalanx.errors import ConfigError
 
 LATE_MINUTES = 15

@@ -16,7 +16,7 @@ from model import WideDeepModel
 
 from phalanx import fleet, ps
 from phalanx.data import QueueDataset, ShardedLoader, criteo_schema
-from phalanx.data.synthetic_ctr import SyntheticClicks
+from phalanx.data.ctr.synthetic import SyntheticClicks
 
 MODES = {
     "sync": {"a_sync": False},

@@ -13,29 +13,24 @@ from phalanx.old_names import answer_imports, missing
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and editors
     from phalanx import checkpoint, comm, data, fleet, ps
-    from phalanx.auto.predict import predict
+    from phalanx.auto.predict.prediction import predict
     from phalanx.checkpoint.checkpointer import Checkpointer
-    from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
+    from phalanx.checkpoint.export.export import export_onnx, export_program, export_state_dict
     from phalanx.checkpoint.loading import load
     from phalanx.checkpoint.saving import save
     from phalanx.comm.context import Context, current, init, shutdown, use_batch
     from phalanx.parallel.apply import apply
+    from phalanx.parallel.data.weighted_mean import weighted_mean
     from phalanx.parallel.distribute import DataParallel, no_sync
     from phalanx.parallel.explain import explain
-    from phalanx.parallel.recipe.clip import clip_grad_norm_
-    from phalanx.parallel.recipe.ema import EMA, ema_of
-    from phalanx.parallel.step_gate import follow_updates
-    from phalanx.parallel.tensor.mark import shard
-    from phalanx.parallel.tensor.rows import ModelParallelLinear
+    from phalanx.parallel.optim.clip import clip_grad_norm_
+    from phalanx.parallel.optim.ema import EMA, ema_of
+    from phalanx.parallel.step.gate import follow_updates
+    from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
+    from phalanx.parallel.tensor.shard_api import shard
     from phalanx.parallel.tensor.vocab import vocab_cross_entropy
-    from phalanx.parallel.weighted_mean import weighted_mean
     from phalanx.plan.value import Plan
     from phalanx.strategy import DistributedStrategy
-    from phalanx.train.auto_context import (
-        get_auto_parallel_context,
-        reset_auto_parallel_context,
-        set_auto_parallel_context,
-    )
     from phalanx.train.auto_parallel import auto_parallel
     from phalanx.train.callbacks.base import Callback
     from phalanx.train.callbacks.checkpoint import ModelCheckpoint
@@ -47,39 +42,44 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.callbacks.schedule import LearningRateSchedule
     from phalanx.train.callbacks.tensorboard import TensorBoard
     from phalanx.train.distribute import distribute
-    from phalanx.train.evaluate import evaluate
     from phalanx.train.events import report
-    from phalanx.train.expanded_loss import SoftmaxCrossEntropyExpand
-    from phalanx.train.metrics import accuracy, correct_at, global_mean
-    from phalanx.train.metrics_auc import AUC
-    from phalanx.train.metrics_classes import F1, ConfusionMatrix, Precision, Recall
-    from phalanx.train.metrics_regression import MAE, MSE, R2, RMSE
-    from phalanx.train.model import Model
-    from phalanx.train.modes import ParallelMode
-    from phalanx.train.step import train_step
+    from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand
+    from phalanx.train.metrics.accuracy import accuracy, correct_at, global_mean
+    from phalanx.train.metrics.auc import AUC
+    from phalanx.train.metrics.classification import F1, ConfusionMatrix, Precision, Recall
+    from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
+    from phalanx.train.model.auto_context import (
+        get_auto_parallel_context,
+        reset_auto_parallel_context,
+        set_auto_parallel_context,
+    )
+    from phalanx.train.model.evaluate import evaluate
+    from phalanx.train.model.model import Model
+    from phalanx.train.model.modes import ParallelMode
+    from phalanx.train.step.step import train_step
 
 answer_imports()
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "AUC": "phalanx.train.metrics_auc",
-    "ConfusionMatrix": "phalanx.train.metrics_classes",
-    "F1": "phalanx.train.metrics_classes",
-    "MAE": "phalanx.train.metrics_regression",
-    "MSE": "phalanx.train.metrics_regression",
-    "Precision": "phalanx.train.metrics_classes",
-    "R2": "phalanx.train.metrics_regression",
-    "RMSE": "phalanx.train.metrics_regression",
-    "Recall": "phalanx.train.metrics_classes",
+    "AUC": "phalanx.train.metrics.auc",
+    "ConfusionMatrix": "phalanx.train.metrics.classification",
+    "F1": "phalanx.train.metrics.classification",
+    "MAE": "phalanx.train.metrics.regression",
+    "MSE": "phalanx.train.metrics.regression",
+    "Precision": "phalanx.train.metrics.classification",
+    "R2": "phalanx.train.metrics.regression",
+    "RMSE": "phalanx.train.metrics.regression",
+    "Recall": "phalanx.train.metrics.classification",
     "CSVLogger": "phalanx.train.callbacks.records",
     "Callback": "phalanx.train.callbacks.base",
     "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Context": "phalanx.comm.context",
     "DataParallel": "phalanx.parallel.distribute",
     "DistributedStrategy": "phalanx.strategy",
-    "Model": "phalanx.train.model",
-    "ModelParallelLinear": "phalanx.parallel.tensor.rows",
+    "Model": "phalanx.train.model.model",
+    "ModelParallelLinear": "phalanx.parallel.tensor.gathered_linear",
     "EMACallback": "phalanx.train.callbacks.ema",
     "EarlyStopping": "phalanx.train.callbacks.early_stopping",
     "JSONLogger": "phalanx.train.callbacks.records",
@@ -89,39 +89,39 @@ _HOMES = {
     "ProgressBar": "phalanx.train.callbacks.progress",
     "TensorBoard": "phalanx.train.callbacks.tensorboard",
     "TimeMonitor": "phalanx.train.callbacks.monitors",
-    "EMA": "phalanx.parallel.recipe.ema",
-    "ParallelMode": "phalanx.train.modes",
+    "EMA": "phalanx.parallel.optim.ema",
+    "ParallelMode": "phalanx.train.model.modes",
     "Plan": "phalanx.plan.value",
-    "SoftmaxCrossEntropyExpand": "phalanx.train.expanded_loss",
-    "accuracy": "phalanx.train.metrics",
+    "SoftmaxCrossEntropyExpand": "phalanx.train.loss.expanded_loss",
+    "accuracy": "phalanx.train.metrics.accuracy",
     "apply": "phalanx.parallel.apply",
-    "clip_grad_norm_": "phalanx.parallel.recipe.clip",
+    "clip_grad_norm_": "phalanx.parallel.optim.clip",
     "current": "phalanx.comm.context",
     "distribute": "phalanx.train.distribute",
     "auto_parallel": "phalanx.train.auto_parallel",
-    "correct_at": "phalanx.train.metrics",
-    "ema_of": "phalanx.parallel.recipe.ema",
-    "evaluate": "phalanx.train.evaluate",
+    "correct_at": "phalanx.train.metrics.accuracy",
+    "ema_of": "phalanx.parallel.optim.ema",
+    "evaluate": "phalanx.train.model.evaluate",
     "explain": "phalanx.parallel.explain",
-    "follow_updates": "phalanx.parallel.step_gate",
-    "get_auto_parallel_context": "phalanx.train.auto_context",
-    "export_onnx": "phalanx.checkpoint.export",
-    "export_program": "phalanx.checkpoint.export",
-    "export_state_dict": "phalanx.checkpoint.export",
-    "global_mean": "phalanx.train.metrics",
+    "follow_updates": "phalanx.parallel.step.gate",
+    "get_auto_parallel_context": "phalanx.train.model.auto_context",
+    "export_onnx": "phalanx.checkpoint.export.export",
+    "export_program": "phalanx.checkpoint.export.export",
+    "export_state_dict": "phalanx.checkpoint.export.export",
+    "global_mean": "phalanx.train.metrics.accuracy",
     "init": "phalanx.comm.context",
     "load": "phalanx.checkpoint.loading",
     "no_sync": "phalanx.parallel.distribute",
-    "predict": "phalanx.auto.predict",
+    "predict": "phalanx.auto.predict.prediction",
     "report": "phalanx.train.events",
-    "reset_auto_parallel_context": "phalanx.train.auto_context",
+    "reset_auto_parallel_context": "phalanx.train.model.auto_context",
     "save": "phalanx.checkpoint.saving",
-    "set_auto_parallel_context": "phalanx.train.auto_context",
-    "shard": "phalanx.parallel.tensor.mark",
+    "set_auto_parallel_context": "phalanx.train.model.auto_context",
+    "shard": "phalanx.parallel.tensor.shard_api",
     "shutdown": "phalanx.comm.context",
-    "train_step": "phalanx.train.step",
+    "train_step": "phalanx.train.step.step",
     "use_batch": "phalanx.comm.context",
-    "weighted_mean": "phalanx.parallel.weighted_mean",
+    "weighted_mean": "phalanx.parallel.data.weighted_mean",
     "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
 _MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")

@@ -75,7 +75,7 @@ def hash_texts(slot: str, texts: list[str], hash_space: int = 0) -> numpy.typing
     """Ids of texts in a slot."""
 
 class EmbeddingTable:
-    """A table of rows by 64-bit id; see phalanx.ps.table.Table."""
+    """A table of rows by 64-bit id; see phalanx.ps.table.table.Table."""
 
     def __init__(self, spec: object, layout: object, salt: int) -> None: ...
     def pull(self, keys: numpy.typing.NDArray[numpy.int64], out: numpy.typing.NDArray[numpy.float32]) -> None: ...

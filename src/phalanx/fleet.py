@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import phalanx.comm.context as context_of
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm import agreement
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import check_not_alone
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from phalanx.strategy import DistributedStrategy, check_strategy
 
 if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed 
     from torch.optim import Optimizer
 
     from phalanx.plan.value import Plan
-    from phalanx.train import global_metrics as metrics
+    from phalanx.train.metrics import fleet as metrics
 
 __all__ = [
     "DistributedStrategy",
@@ -102,7 +102,7 @@ def init(
         assembly.initial = engine.use_strategy(strategy)
     context = context_of.init(role)
     if role.is_worker and role.server_endpoints:
-        from phalanx.ps import attach
+        from phalanx.ps.client import table_client as attach
 
         attach.current()  # tells the servers when this worker ends, though it may never come to a table
     return context
@@ -396,7 +396,7 @@ def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
 
 def __getattr__(name: str) -> Any:
     if name == "metrics":
-        from phalanx.train import global_metrics
+        from phalanx.train.metrics import fleet as global_metrics
 
         return global_metrics
     raise missing("phalanx.fleet", name, __all__)

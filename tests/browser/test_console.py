@@ -13,10 +13,11 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import chromium
 from job_server import JobServer, job_server, report
-from phalanx.jobs import layout, usage
-from phalanx.jobs.records import Failure, Role
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import usage
+from phalanx.jobs.attempt.usage import Sample
+from phalanx.jobs.models import Failure, Role
 from phalanx.jobs.states import Cause, State
-from phalanx.jobs.usage import Sample
 
 pytestmark = pytest.mark.dist
 

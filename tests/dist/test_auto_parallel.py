@@ -17,12 +17,12 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx import fleet
-from phalanx.auto.traffic import traffic
+from phalanx.auto.planner.traffic import traffic
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from phalanx.plan.files import load_plan
 from phalanx.plan.value import Plan
 from ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from launching import BIN, launch
-from phalanx.cluster.measured import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
+from phalanx.cluster.calibration.figures import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
 from phalanx.diagnose.calibrate import combined, rank_counts, table
 from phalanx.diagnose.calibrate import command as calibrate
 from phalanx.errors import BackendError

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import phalanx as px
-from phalanx.checkpoint import planning
+from phalanx.checkpoint.tensors import write_plan as planning
 from phalanx.comm import process_group
-from phalanx.data.shards import even_split
+from phalanx.data.sampling.shards import even_split
 from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError
-from phalanx.parallel.kept_state import keep_state
+from phalanx.parallel.stateful import keep_state
 from phalanx.plan.value import Average, Axis, OnRanks, ParamRule, Plan, Replicate, Shard, Step
 from ranks import run_ranks
 

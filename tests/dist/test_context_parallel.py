@@ -19,7 +19,7 @@ import phalanx as px
 from benchmarks.tracked import saved_bytes
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from ranks import run_ranks
 from tensor_models import whole
 

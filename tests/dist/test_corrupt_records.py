@@ -10,7 +10,7 @@ import pytest
 
 import phalanx
 from phalanx.data import Cifar10Dataset, QueueDataset, ShardedLoader, SlotSchema
-from phalanx.data.cifar import RECORD_BYTES, TRAIN_FILES
+from phalanx.data.readers.cifar import RECORD_BYTES, TRAIN_FILES
 from phalanx.errors import DataError
 from ranks import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.wide_and_deep.flights import open_flights
-from phalanx.data.synthetic_ctr import SyntheticClicks
+from phalanx.data.ctr.synthetic import SyntheticClicks
 
 pytestmark = pytest.mark.dist
 

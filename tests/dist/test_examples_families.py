@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from launching import launch, result_of
-from phalanx.data.cifar import RECORD_BYTES, TEST_FILES, TRAIN_FILES
-from phalanx.parallel.watch import assembly
+from phalanx.data.readers.cifar import RECORD_BYTES, TEST_FILES, TRAIN_FILES
+from phalanx.parallel.session import assembly
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

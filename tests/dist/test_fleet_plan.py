@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import fleet
-from phalanx.cluster.description import Cluster
+from phalanx.cluster.spec.cluster import Cluster
 from phalanx.errors import ConfigError
 from phalanx.train.job_cluster import job_cluster
 from ranks import run_ranks

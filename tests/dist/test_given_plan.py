@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx as px
 from phalanx import fleet
 from phalanx.errors import ConfigError
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from phalanx.plan.value import ModuleRule, Plan
 from ranks import run_ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.train import global_metrics as metrics
-from phalanx.train.global_metrics import Auc
+from phalanx.train.metrics import fleet as metrics
+from phalanx.train.metrics.fleet import Auc
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

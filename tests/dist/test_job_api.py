@@ -20,14 +20,15 @@ import uvicorn
 
 from job_server import JobServer, job_server, report
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
-from phalanx.jobs import layout, usage
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import usage
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, bind, serve
 from phalanx.jobs.client import Client
-from phalanx.jobs.records import Failure, Role
+from phalanx.jobs.models import Failure, Role
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import Cause, State
-from phalanx.jobs.usage import Sample, Usage
+from phalanx.jobs.attempt.usage import Sample, Usage
 
 pytestmark = pytest.mark.dist
 

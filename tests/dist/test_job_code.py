@@ -11,9 +11,9 @@ import pytest
 
 from git_server import commit, git, serving
 from phalanx.errors import SpecError
-from phalanx.jobs.code import fixed, materialise, tree
-from phalanx.jobs.code_tree import listed
-from phalanx.jobs.git import unsent
+from phalanx.jobs.sources.code import fixed, materialise, tree
+from phalanx.jobs.sources.code_tree import listed
+from phalanx.jobs.sources.git import unsent
 from phalanx.jobs.spec import Code
 
 pytestmark = pytest.mark.dist

@@ -57,7 +57,7 @@ def end_keeper(home: Path) -> None:
     """End the keeper that submitting started, which would stay for some seconds more."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if f"phalanx.jobs.keeper\0{home}\0" in path.read_text(errors="replace"):
+            if f"phalanx.jobs.control.controller\0{home}\0" in path.read_text(errors="replace"):
                 os.kill(int(path.parent.name), signal.SIGTERM)
     with (home / "keeper.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # free once it is gone

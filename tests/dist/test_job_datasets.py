@@ -16,8 +16,8 @@ from moto.server import ThreadedMotoServer
 
 import file_server
 from phalanx.errors import BackendError, DataError, SpecError
-from phalanx.jobs.datasets import fixed, provide
-from phalanx.jobs.mounts import Bind, check, prefix
+from phalanx.jobs.sources.datasets import fixed, provide
+from phalanx.jobs.sources.mounts import Bind, check, prefix
 from phalanx.jobs.spec import Dataset
 
 pytestmark = pytest.mark.dist

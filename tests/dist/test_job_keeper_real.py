@@ -11,10 +11,10 @@ import pytest
 from job_nodes import DDP
 from phalanx.jobs.backends import Engines
 from phalanx.jobs.backends.local import MARK
-from phalanx.jobs.keeper import Keeper
-from phalanx.jobs.queue import Amount
-from phalanx.jobs.records import Actor, Job
-from phalanx.jobs.service import JobService
+from phalanx.jobs.control.controller import Keeper
+from phalanx.jobs.scheduling.queue import Amount
+from phalanx.jobs.models import Actor, Job
+from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store

@@ -14,10 +14,10 @@ from kubernetes.client import ApiClient, Configuration
 
 from kubernetes_server import KubernetesServer
 from phalanx.errors import BackendError
-from phalanx.jobs import attempt
-from phalanx.jobs.attempt import End
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.backends.kubernetes import Kubernetes
+from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 

@@ -14,11 +14,11 @@ import pytest
 
 import job_stand_in
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import attempt
+from phalanx.jobs.attempt import files as attempt
 from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends import local
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.queue import Amount
+from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.states import Cause
 
 pytestmark = pytest.mark.dist

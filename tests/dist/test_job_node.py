@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from job_nodes import DDP, SERVERS, ends, log, start_node, submission
-from phalanx.jobs import attempt, usage
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import usage
 from phalanx.jobs.backends.local import NODE
-from phalanx.jobs.launching import own_hosts
+from phalanx.jobs.attempt.launch_command import own_hosts
 from phalanx.jobs.states import Cause
 
 pytestmark = pytest.mark.dist

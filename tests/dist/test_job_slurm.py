@@ -12,9 +12,9 @@ import pytest
 
 from job_nodes import DDP, SERVERS, log, submission
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import attempt
+from phalanx.jobs.attempt import files as attempt
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.backends.slurm import Slurm
+from phalanx.jobs.backends.slurm.backend import Slurm
 from phalanx.jobs.spec import TrainingJob
 from slurm_cluster import SlurmCluster, require_slurm
 

@@ -15,7 +15,7 @@ from cryptography.fernet import Fernet
 
 import postgres as postgresql
 from phalanx.errors import AccessError, ConfigError, NotFoundError, StateError
-from phalanx.jobs.records import Actor, Failure, Role
+from phalanx.jobs.models import Actor, Failure, Role
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store, tables, upgrade

@@ -37,7 +37,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 
 def test_the_launcher_imports_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, phalanx.launch.flags, phalanx.launch.job, phalanx.cli.group\n"
+        "import sys, phalanx.launch.cli.flags, phalanx.launch.job.job, phalanx.cli.group\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
     )
     assert python(code) == "[]"
@@ -45,7 +45,7 @@ def test_the_launcher_imports_neither_torch_nor_pydantic() -> None:
 
 def test_a_model_that_is_not_planned_waits_for_no_planner() -> None:
     code = (
-        "import sys, phalanx.train.model\n"
+        "import sys, phalanx.train.model.model\n"
         "print(sorted(name for name in sys.modules if name.startswith('phalanx.auto.')))"
     )
-    assert python(code) == "['phalanx.auto.figures']"
+    assert python(code) == "['phalanx.auto.units']"

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx.data import vision
-from phalanx.data.cifar import RECORD_BYTES, TRAIN_FILES, Cifar10Dataset
+from phalanx.data.readers.cifar import RECORD_BYTES, TRAIN_FILES, Cifar10Dataset
 from phalanx.errors import ConfigError
 from phalanx.parallel.tensor.linear import ColumnLinear
 from phalanx.train.callbacks.run import Run

@@ -16,7 +16,7 @@ WAYS_IN = [
     "from phalanx.distributed import init_parallel_env",
     "from phalanx.data import ShardedLoader",
     "import phalanx.parallel.distribute",
-    "import phalanx.train.step",
+    "import phalanx.train.step.step",
     "import phalanx.comm",
 ]
 

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from phalanx.cli.plan import command
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.files import load_plan
-from phalanx.train.plan_script import plan_script
+from phalanx.train.model.plan_script import plan_script
 
 pytestmark = pytest.mark.dist
 

@@ -19,11 +19,11 @@ from torch.utils.data import TensorDataset
 
 import phalanx as px
 from dist.test_auto_parallel import MODELS, ROWS, TALK_BYTES, bytes_by_kind, of_plans, of_traffic
-from phalanx.auto.capture import capture
-from phalanx.auto.planned import Planned
-from phalanx.auto.traffic import traffic
+from phalanx.auto.capture.step import capture
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.traffic import traffic
 from phalanx.errors import PlanError
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from phalanx.plan.value import OpRule, Plan, Shard
 from ranks import run_ranks
 from tensor_models import Transformer, tokens, whole_loss

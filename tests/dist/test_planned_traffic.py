@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 import phalanx as px
 from dist.test_auto_parallel import EXAMPLES, ROWS, bytes_by_kind, listened
 from dist.test_planned_space import Ordered, seen
-from phalanx.auto.traffic import Sent, traffic
-from phalanx.parallel.watch import assembly
+from phalanx.auto.planner.traffic import Sent, traffic
+from phalanx.parallel.session import assembly
 from phalanx.plan.mesh import Position
-from phalanx.plan.mesh_rules import STAGE_AXIS
+from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Plan
 from ranks import run_ranks
 from tensor_models import WIDTH, Case, made, tokens, whole_loss

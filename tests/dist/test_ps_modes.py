@@ -10,9 +10,9 @@ import pytest
 import ps_simulator as sim
 from phalanx.comm import context
 from phalanx.comm.agreement import barrier
-from phalanx.ps.geo import Geo
-from phalanx.ps.modes import HalfAsync, Mode
-from phalanx.ps.remote import RemoteStore
+from phalanx.ps.client.geo import Geo
+from phalanx.ps.client.consistency import HalfAsync, Mode
+from phalanx.ps.stores.remote import RemoteStore
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 

@@ -11,9 +11,9 @@ import pytest
 
 import ps_simulator as sim
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.local import LocalStore
-from phalanx.ps.remote import RemoteStore
-from phalanx.ps.store import Change, Want
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.stores.base import Change, Want
 from ps_servers import SECRET, servers
 
 pytestmark = pytest.mark.dist

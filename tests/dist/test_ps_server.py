@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.ps.placement import owner_of, shard_of, table_salt
+from phalanx.ps.table.placement import owner_of, shard_of, table_salt
 from phalanx.ps.server.main import TICK_S
-from phalanx.ps.snapshot.lookup import Lookup
+from phalanx.ps.snapshot_lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
 from phalanx.ps.wire.message import Reply

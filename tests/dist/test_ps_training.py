@@ -12,7 +12,7 @@ import phalanx as px
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
 from phalanx.errors import ConfigError, PlanError, RoleError
-from phalanx.ps import attach
+from phalanx.ps.client import table_client as attach
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 

@@ -26,7 +26,7 @@ from phalanx.comm.batches import Batches
 from phalanx.comm.passes import Passes
 from phalanx.errors import PhalanxError
 from phalanx.parallel.apply import _applied
-from phalanx.parallel.watch import assembly
+from phalanx.parallel.session import assembly
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

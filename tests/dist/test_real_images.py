@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.data.idx import FashionMnistDataset
+from phalanx.data.readers.idx import FashionMnistDataset
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 

@@ -18,7 +18,8 @@ from torch import nn
 
 import phalanx as px
 from launching import Launch
-from phalanx.checkpoint import saving, tensor_file
+from phalanx.checkpoint import saving
+from phalanx.checkpoint.tensors import file as tensor_file
 from phalanx.errors import BackendError
 from ranks import Outcome, run_ranks
 

@@ -16,10 +16,10 @@ import pytest
 import job_stand_in
 import postgres as postgresql
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.keeper import LEASE, LEASE_S, Keeper
-from phalanx.jobs.layout import attempt_folder
-from phalanx.jobs.queue import Amount
-from phalanx.jobs.records import Job
+from phalanx.jobs.control.controller import LEASE, LEASE_S, Keeper
+from phalanx.jobs.models import Job
+from phalanx.jobs.paths import attempt_folder
+from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
 from phalanx.jobs.store import Store
@@ -33,8 +33,8 @@ KEEPER = """
 import logging, os, random, signal, sys, threading, time
 from pathlib import Path
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.keeper import Keeper, keep
-from phalanx.jobs.queue import Amount
+from phalanx.jobs.control.controller import Keeper, keep
+from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.store import Store
 
 home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -50,11 +50,11 @@ def keeper():
 SERVER = """
 import os, random, signal, sys, time
 from pathlib import Path
-import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service, phalanx.jobs.store, phalanx.ui.console
+import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service.service, phalanx.jobs.store, phalanx.ui.console
 from phalanx.cli.serve import _serve
 from phalanx.jobs import backends
 from phalanx.jobs.backends import local
-from phalanx.jobs.queue import Amount
+from phalanx.jobs.scheduling.queue import Amount
 
 home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["PHALANX_HOME"] = str(home)

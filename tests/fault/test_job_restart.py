@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.jobs.backends import Engines
-from phalanx.jobs.held import held
-from phalanx.jobs.keeper import ensure_keeper
-from phalanx.jobs.opening import opened
-from phalanx.jobs.records import Actor
-from phalanx.jobs.service import JobService
+from phalanx.jobs.connect import opened
+from phalanx.jobs.control.controller import ensure_keeper
+from phalanx.jobs.models import Actor
+from phalanx.jobs.service.service import JobService
+from phalanx.jobs.sources.file_lock import held
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
@@ -44,7 +44,7 @@ print("done", flush=True)
 
 def keepers(home: Path) -> list[int]:
     """Pids of the keepers of `home` in the background."""
-    words = [b"phalanx.jobs.keeper", str(home).encode()]
+    words = [b"phalanx.jobs.control.controller", str(home).encode()]
 
     def is_one(pid: str) -> bool:
         try:

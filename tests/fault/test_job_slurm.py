@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.backends.slurm import Slurm
-from phalanx.jobs.keeper import Keeper
-from phalanx.jobs.layout import attempt_folder
-from phalanx.jobs.queue import Amount
-from phalanx.jobs.records import Actor
-from phalanx.jobs.service import JobService
+from phalanx.jobs.backends.slurm.backend import Slurm
+from phalanx.jobs.control.controller import Keeper
+from phalanx.jobs.models import Actor
+from phalanx.jobs.paths import attempt_folder
+from phalanx.jobs.scheduling.queue import Amount
+from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Dataset, TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store

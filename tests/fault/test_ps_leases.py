@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.data.file_sources import LeasedFiles
-from phalanx.data.queue import QueueDataset
-from phalanx.data.slot_files import list_files
-from phalanx.data.slots import SlotSchema
-from phalanx.ps.remote import RemoteStore
-from phalanx.ps.store import Change, Want
+from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.slot_files import list_files
+from phalanx.data.ctr.slots import SlotSchema
+from phalanx.data.stream.file_sources import LeasedFiles
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.remote import RemoteStore
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC
 from ps_servers import SECRET, servers
@@ -36,7 +36,7 @@ def logs(tmp_path: Path) -> Path:
 
 def test_every_row_is_trained_once_in_each_epoch(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Progress is reported within files too, not at their ends alone.
-    monkeypatch.setattr("phalanx.data.file_sources.REPORT_ROWS", 2 * BATCH)
+    monkeypatch.setattr("phalanx.data.stream.file_sources.REPORT_ROWS", 2 * BATCH)
     handed_out: list[Counter[int]] = [Counter() for _ in range(WORKERS)]
 
     def train(worker: int, progress: Progress) -> None:

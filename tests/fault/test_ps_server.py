@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, PhalanxError
-from phalanx.ps.remote import RemoteStore
-from phalanx.ps.rules import Adagrad, Normal, TableSpec
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.save import save
-from phalanx.ps.store import Change, Want
+from phalanx.ps.snapshot_lookup import Lookup
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.remote import RemoteStore
+from phalanx.ps.table.rules import Adagrad, Normal, TableSpec
 from ps_kills import WORKERS, Progress, kill_while
 from ps_requests import SPEC, FakeWorker, gradient
 from ps_servers import SECRET, Server, Worker, servers

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from phalanx.cluster.allocation import Allocation, read_allocation
-from phalanx.cluster.steps import derived_port
+from phalanx.cluster.role.mpi_srun_role import derived_port
 from phalanx.errors import LaunchError, RoleError
-from phalanx.launch import allocated, machine, nodes, request
-from phalanx.launch.machine import Machine
-from phalanx.launch.options import Options
+from phalanx.launch.request import machine, nodes, request
+from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request.machine import Machine
+from phalanx.launch.request.options import Options
 
 CPU = Machine(cores=4)
 PET = {

@@ -12,23 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.auto import planner
-from phalanx.auto.choices import Choices
-from phalanx.auto.figures import percent, read_size, size_in_words
-from phalanx.auto.first_bound import FirstBound
-from phalanx.auto.layers import EVERY_WAY, PARTS, Way
-from phalanx.auto.operator_cost import Share
-from phalanx.auto.planned import Planned
-from phalanx.auto.planned_picture import COLOURS, picture_of_plan
-from phalanx.auto.trial import may_be_cut
-from phalanx.auto.ways import Listing, ways_of
-from phalanx.cluster.description import read_cluster
+from phalanx.auto.capture.layers import EVERY_WAY, PARTS, Way
+from phalanx.auto.capture.shape_check import may_be_cut
+from phalanx.auto.cost.operators import Share
+from phalanx.auto.planner import planner
+from phalanx.auto.planner.lower_bound import FirstBound
+from phalanx.auto.planner.picture import COLOURS, picture_of_plan
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.strategies import Listing, ways_of
+from phalanx.auto.solver.problem import Choices
+from phalanx.auto.units import percent, read_size, size_in_words
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.describe import shape_of
+from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan.files import load_plan, save_plan
-from phalanx.plan.rules import plan_from_strategy
-from phalanx.plan.tensor_rules import Styled, with_cut_layers
+from phalanx.plan.rules.rules import plan_from_strategy
+from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from tensor_models import Transformer
 
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.arrangement import Arrangement
 from phalanx.auto.auto_parallel import speed_of
-from phalanx.auto.collective_cost import Layout
-from phalanx.auto.first_bound import FirstBound
-from phalanx.auto.layer_work import LayerWork
-from phalanx.auto.planned import Planned
-from phalanx.auto.planner import Searched, arrangements_of, search_plans
-from phalanx.auto.rates import Host, Speed
-from phalanx.auto.ways import Listing, ways_of
-from phalanx.cluster.description import read_cluster
-from phalanx.cluster.measured import Sharding
+from phalanx.auto.cost.collectives import Layout
+from phalanx.auto.cost.machine_model import Host, Speed
+from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.planner.lower_bound import FirstBound
+from phalanx.auto.planner.planner import Searched, arrangements_of, search_plans
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.strategies import Listing, ways_of
+from phalanx.cluster.calibration.figures import Sharding
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import PlanError
 from tensor_models import Transformer, tokens, whole_loss
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.resnet.model import ResNet
-from phalanx.parallel.describe import shape_of
+from phalanx.parallel.model_shape import shape_of
 from phalanx.plan.buckets import FIRST_BUCKET_BYTES, all_reduce_buckets, cut_buckets
-from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.shape import ParamShape
 from phalanx.strategy import DistributedStrategy
 

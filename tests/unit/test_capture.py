@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
-from phalanx.auto.capture import Arguments, _advice, capture
-from phalanx.auto.graph import Captured
+from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.step import Arguments, _advice, capture
 from phalanx.errors import ConfigError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -418,7 +418,7 @@ def test_errors_say_what_to_hand_in() -> None:
 
 DIGEST = """
 import torch
-from phalanx.auto.capture import capture
+from phalanx.auto.capture.step import capture
 print(capture(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.zeros(3, 4)).digest())
 """
 

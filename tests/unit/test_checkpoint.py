@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.checkpoint.tensor_file import TensorFile, write_tensors
+from phalanx.checkpoint.tensors.file import TensorFile, write_tensors
 from phalanx.errors import BackendError, ConfigError, DataError
-from phalanx.parallel.kept_state import keep_state
-from phalanx.parallel.learning_rate import LearningRateFactor, apply_factor
-from phalanx.parallel.step_hooks import hook_steps
+from phalanx.parallel.stateful import keep_state
+from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.step.learning_rate import LearningRateFactor, apply_factor
 
 torch.manual_seed(3)
 DATA = (torch.randn(48, 4), torch.randint(0, 3, (48,)))

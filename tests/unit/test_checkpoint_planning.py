@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import planning
-from phalanx.checkpoint.boxes import Box, cover
-from phalanx.checkpoint.planning import Entry, Part, deal_out
-from phalanx.data.shards import even_split
+from phalanx.checkpoint.tensors import write_plan as planning
+from phalanx.checkpoint.tensors.chunk import Box, cover
+from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.data.sampling.shards import even_split
 from phalanx.errors import ConfigError
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)

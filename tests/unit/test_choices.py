@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.auto.choices import Choices, Link, Node, Option
-from phalanx.auto.program import Answer, Program
-from phalanx.auto.solve import solve
+from phalanx.auto.solver.milp import Answer, Program
+from phalanx.auto.solver.problem import Choices, Link, Node, Option
+from phalanx.auto.solver.solve import solve
 
 FIELDS = ("forward_s", "backward_s", "exchange_s", "update_s", "held", "kept", "working")
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from phalanx.auto.collective_cost import Layout, Links
-from phalanx.auto.constants import DEFAULT
-from phalanx.auto.job import read_job
-from phalanx.auto.run_file import read_run
-from phalanx.cluster import detect, rank_table
-from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.cluster.devices import DEVICES, USUAL
-from phalanx.cluster.measured import Measured, measured_file
-from phalanx.cluster.rank_table_layouts import Layout as TableLayout
-from phalanx.cluster.role import Launcher, Role
+from phalanx.auto.cost.collectives import Layout, Links
+from phalanx.auto.cost.constants import DEFAULT
+from phalanx.auto.predict.run_file import read_run
+from phalanx.auto.search.request import read_job
+from phalanx.cluster.calibration.figures import Measured, measured_file
+from phalanx.cluster.rank_table import rank_table
+from phalanx.cluster.rank_table.layouts import Layout as TableLayout
+from phalanx.cluster.role.role import Launcher, Role
+from phalanx.cluster.spec import detect
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.cluster.spec.devices import DEVICES, USUAL
 from phalanx.errors import ConfigError
 
 MIXED = """

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
-from phalanx.train.cuda_graph import WARMUP_STEPS, Captured, refuse_waits
-from phalanx.train.sink import can_capture
-from phalanx.train.step import TrainStep
+from phalanx.train.step.cuda_graph import WARMUP_STEPS, Captured, refuse_waits
+from phalanx.train.step.sink import can_capture
+from phalanx.train.step.step import TrainStep
 
 ON_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

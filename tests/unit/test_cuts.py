@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.auto.capture import capture
-from phalanx.auto.segments import Segment, segments
+from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.step import capture
 
 B, S, D = 4, 6, 12
 WEIGHT = torch.arange(D * D, dtype=torch.float64).view(D, D).cos()

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from phalanx.comm import context
 from phalanx.data import GeneratorDataset, Pipeline, QueueDataset, ShardedLoader, vision
-from phalanx.data.pipeline import Verbs
-from phalanx.data.windows import windowed, windowed_stream
+from phalanx.data.pipeline.pipeline import Verbs
+from phalanx.data.sampling.windows import windowed, windowed_stream
 from phalanx.errors import ConfigError, DataError
 
 
@@ -505,7 +505,7 @@ def test_a_shard_that_is_not_the_ranks_own_is_refused_in_training(monkeypatch: p
     monkeypatch.setattr(type(here), "world_size", property(lambda _: 4))
     monkeypatch.setattr(type(here), "rank", property(lambda _: 2))
     pipeline = Pipeline(TensorRows(8), num_shards=1, shard_id=0).batch(2)
-    monkeypatch.setattr("phalanx.data.ranks.place", lambda: (1, 2))
+    monkeypatch.setattr("phalanx.data.sampling.ranks.place", lambda: (1, 2))
     with pytest.raises(ConfigError, match="on shard 0 of 1, but rank 2 of 4 reads shard 1 of 2"):
         len(ShardedLoader(pipeline))
     assert len(ShardedLoader(pipeline, training=False)) == 4

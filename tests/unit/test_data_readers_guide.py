@@ -7,7 +7,10 @@ import pytest
 
 import phalanx
 from phalanx import fleet
-from phalanx.data import InMemoryDataset, QueueDataset, cifar, slots, synthetic_ctr, vision
+from phalanx.data import InMemoryDataset, QueueDataset, vision
+from phalanx.data.ctr import slots
+from phalanx.data.ctr import synthetic as synthetic_ctr
+from phalanx.data.readers import cifar
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "data-readers.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", GUIDE, re.MULTILINE)

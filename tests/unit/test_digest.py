@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel import digest
-from phalanx.parallel.digest import checksum, checksums, combined
+from phalanx.parallel.checks import checksum as digest
+from phalanx.parallel.checks.checksum import checksum, checksums, combined
 
 
 def numbers(count: int) -> Tensor:

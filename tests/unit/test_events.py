@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from phalanx.data.loader import ShardedLoader
+from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.parallel import watch
+from phalanx.parallel import session as watch
 from phalanx.train import events
 from phalanx.train.events import EventStream
 

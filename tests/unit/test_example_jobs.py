@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from known_configs import Known
-from phalanx.jobs.resolve import resolve
+from phalanx.jobs.service.resolve import resolve
 from phalanx.jobs.spec_file import read
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"

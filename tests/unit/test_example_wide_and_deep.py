@@ -10,7 +10,7 @@ import torch
 from examples.wide_and_deep.flights import READ, codes, count, days_from_holiday, slot_ids
 from examples.wide_and_deep.model import WideDeepModel
 from phalanx import ps
-from phalanx.data.slots import hash_texts
+from phalanx.data.ctr.slots import hash_texts
 
 
 def test_only_the_label_is_known_after_departure() -> None:

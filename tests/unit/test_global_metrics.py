@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.train import global_metrics as metrics
-from phalanx.train.global_metrics import AUC_BINS, Auc
+from phalanx.train.metrics import fleet as metrics
+from phalanx.train.metrics.fleet import AUC_BINS, Auc
 
 
 def exact_auc(score: np.ndarray, label: np.ndarray) -> float:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
-from phalanx.parallel.gradient_merge import merge_gradients
-from phalanx.parallel.loss_scale import LossScale
-from phalanx.parallel.recipe.clip import clip_grad_norm_
-from phalanx.parallel.step_gate import follow_updates
+from phalanx.parallel.optim.clip import clip_grad_norm_
+from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.precision.loss_scale import LossScale
+from phalanx.parallel.step.gate import follow_updates
 from phalanx.plan.value import Scaler
 
 

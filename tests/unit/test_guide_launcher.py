@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import flags
-from phalanx.launch.log_format import LineFormatter
-from phalanx.launch.options import DEFAULT_PORT, Options
+from phalanx.launch.cli import flags
+from phalanx.launch.process.log_format import LineFormatter
+from phalanx.launch.request.options import DEFAULT_PORT, Options
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
 SECTIONS = GUIDE[GUIDE.index("## How many processes") : GUIDE.index("## What is checked before training")]

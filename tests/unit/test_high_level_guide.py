@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.auto_context import ALIASES, AutoContext
 from phalanx.train.callbacks.run import Run
-from phalanx.train.modes import ParallelMode
+from phalanx.train.model.auto_context import ALIASES, AutoContext
+from phalanx.train.model.modes import ParallelMode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "high-level.md").read_text()
 BLOCKS = [

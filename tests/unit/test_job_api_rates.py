@@ -1,6 +1,6 @@
 """How many requests one caller may make."""
 
-from phalanx.jobs.api.rates import Rates
+from phalanx.jobs.api.rate_limit import Rates
 
 
 def test_a_burst_then_a_steady_rate_for_each_caller():

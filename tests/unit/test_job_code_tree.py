@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import code_tree
-from phalanx.jobs.code import fixed, keep, materialise, tree
-from phalanx.jobs.code_tree import listed
+from phalanx.jobs.sources import code_tree
+from phalanx.jobs.sources.code import fixed, keep, materialise, tree
+from phalanx.jobs.sources.code_tree import listed
 from phalanx.jobs.spec import Code
 
 

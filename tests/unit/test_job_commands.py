@@ -16,19 +16,21 @@ from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx import ui
-from phalanx.cli import group, shown
+from phalanx.cli import group
+from phalanx.cli import output as shown
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, PhalanxError, SpecError
-from phalanx.jobs import layout, usage
-from phalanx.jobs.opening import opened
-from phalanx.jobs.records import Actor, Failure, Role
-from phalanx.jobs.service import JobService
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import usage
+from phalanx.jobs.attempt.usage import Sample
+from phalanx.jobs.connect import opened
+from phalanx.jobs.models import Actor, Failure, Role
+from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.service.service import JobService
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store
-from phalanx.jobs.usage import Sample
-from phalanx.ui.words import TABLE
+from phalanx.ui.i18n import TABLE
 
 Phalanx = Callable[..., Result]
 
@@ -386,7 +388,7 @@ def test_every_command_of_jobs_on_a_page_is_there(page):
 
 
 def test_listing_jobs_imports_neither_torch_nor_what_migrates_and_serves():
-    program = "import sys, phalanx.cli.jobs, phalanx.jobs.service; print(*sys.modules)"
+    program = "import sys, phalanx.cli.jobs, phalanx.jobs.service.service; print(*sys.modules)"
     loaded = set(
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.datasets import content, fixed, provide
-from phalanx.jobs.mounts import Bind, binds, prefix
+from phalanx.jobs.sources.datasets import content, fixed, provide
+from phalanx.jobs.sources.mounts import Bind, binds, prefix
 from phalanx.jobs.spec import Dataset
 
 

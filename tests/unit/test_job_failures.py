@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.jobs.attempt import End
+from phalanx.jobs.attempt.failures import failure_of, hung, killed_for_memory, lost_node, retried
+from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Status
-from phalanx.jobs.failures import failure_of, hung, killed_for_memory, lost_node, retried
-from phalanx.jobs.records import Attempt, Failure
+from phalanx.jobs.models import Attempt, Failure
 from phalanx.jobs.spec import Retries, TrainingJob
 from phalanx.jobs.states import Cause, State
 

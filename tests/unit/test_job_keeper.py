@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from job_ledger import MemoryLedger
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import attempt, layout
-from phalanx.jobs.attempt import End
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.keeper import LEASE_S, Keeper
-from phalanx.jobs.live import REFUSED_S
-from phalanx.jobs.queue import Amount
-from phalanx.jobs.records import Failure, Job
+from phalanx.jobs.control.attempt_controller import REFUSED_S
+from phalanx.jobs.control.controller import LEASE_S, Keeper
+from phalanx.jobs.models import Failure, Job
+from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State
 

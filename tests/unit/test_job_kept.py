@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs import kept
-from phalanx.jobs.kept import Progress, made_once
+from phalanx.jobs.sources import build_once as kept
+from phalanx.jobs.sources.build_once import Progress, made_once
 
 
 def test_what_a_killed_process_had_made_is_made_anew(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from kubeflow_trainer_api import models
 
 from phalanx.errors import SpecError
 from phalanx.jobs.backend import Submission
-from phalanx.jobs.backends.kubernetes import Kubernetes
-from phalanx.jobs.backends.kubernetes_manifests import HIDDEN, check, hidden, manifests
-from phalanx.jobs.backends.kubernetes_options import merged
+from phalanx.jobs.backends.kubernetes.backend import Kubernetes
+from phalanx.jobs.backends.kubernetes.manifests import HIDDEN, check, hidden, manifests
+from phalanx.jobs.backends.kubernetes.options import merged
 from phalanx.jobs.quantities import as_quantity, to_bytes
 from phalanx.jobs.spec import TrainingJob
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.launching import Place, Start, apart, own_hosts, start
+from phalanx.jobs.attempt.launch_command import Place, Start, apart, own_hosts, start
 from phalanx.jobs.spec import TrainingJob
-from phalanx.launch import machine, request
-from phalanx.launch.flags import command
-from phalanx.launch.machine import Machine
-from phalanx.launch.options import Options
+from phalanx.launch.cli.flags import command
+from phalanx.launch.request import machine, request
+from phalanx.launch.request.machine import Machine
+from phalanx.launch.request.options import Options
 
 HOSTS = ("10.0.0.1", "10.0.0.2")
 
@@ -45,7 +45,7 @@ def test_torchrun_counts_processes_and_env_counts_nodes() -> None:
     assert under_torch.argv == (
         *("/py", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank=1"),
         *("--master-addr=10.0.0.1", "--master-port=7000", "--nproc-per-node=3"),
-        *("--no-python", "/py", "-m", "phalanx.jobs.rank", "/logs", "/py", "train.py", "--lr", "0.1"),
+        *("--no-python", "/py", "-m", "phalanx.jobs.node.rank", "/logs", "/py", "train.py", "--lr", "0.1"),
     )
     # Its ranks get RANK and WORLD_SIZE from torchrun: six processes.
     assert "WORLD_SIZE" not in under_torch.variables

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from known_configs import Known
 from phalanx.errors import ConfigError, SpecError
-from phalanx.jobs.limits import FILE, Limits
-from phalanx.jobs.resolve import resolve
+from phalanx.jobs.service.limits import FILE, Limits
+from phalanx.jobs.service.resolve import resolve
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 NO_PATH_OF_THE_SERVER = {

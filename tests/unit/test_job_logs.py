@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import NotFoundError
-from phalanx.jobs import logs
-from phalanx.jobs.layout import logs as folder_of
+from phalanx.jobs.attempt import logs
+from phalanx.jobs.paths import logs as folder_of
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import os
 
-from phalanx.jobs import metrics
+from phalanx.jobs.attempt import metrics
 
 
 def test_events_are_read_whole_and_once(tmp_path):

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError
-from phalanx.jobs import attempt, layout, node_setup
-from phalanx.jobs.attempt import DETAIL_BYTES, End, Order
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt.files import DETAIL_BYTES, End, Order
+from phalanx.jobs.attempt.launch_command import Place
 from phalanx.jobs.backend import Submission
-from phalanx.jobs.launching import Place
-from phalanx.jobs.node_end import failure
-from phalanx.jobs.node_setup import Setup
+from phalanx.jobs.node import setup as node_setup
+from phalanx.jobs.node.exit_reason import failure
+from phalanx.jobs.node.setup import Setup
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 

@@ -7,8 +7,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.jobs.queue import AGEING_S, Amount, Running, Waiting, choose, line, need_of
-from phalanx.jobs.quotas import Quota
+from phalanx.jobs.scheduling.queue import AGEING_S, Amount, Running, Waiting, choose, line, need_of
+from phalanx.jobs.scheduling.quotas import Quota
 from phalanx.jobs.spec import TrainingJob
 
 MACHINE = Amount(cpu=4000, memory=4096, gpu=2)

@@ -11,10 +11,10 @@ import pytest
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
-from phalanx.jobs import layout
-from phalanx.jobs.records import Actor, Failure, Role
-from phalanx.jobs.service import JobService
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs import paths as layout
+from phalanx.jobs.models import Actor, Failure, Role
+from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import Cause, State
 from phalanx.jobs.store import Store

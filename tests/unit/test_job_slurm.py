@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import attempt, layout
-from phalanx.jobs.attempt import End
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Submission
-from phalanx.jobs.backends import slurm as backend
-from phalanx.jobs.backends.slurm import Slurm
-from phalanx.jobs.backends.slurm_words import NodeRow, hosts, read_nodes, why_waiting
+from phalanx.jobs.backends.slurm import backend
+from phalanx.jobs.backends.slurm.backend import Slurm
+from phalanx.jobs.backends.slurm.states import NodeRow, hosts, read_nodes, why_waiting
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 

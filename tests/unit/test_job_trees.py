@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.jobs.trees import pack, unpack
+from phalanx.jobs.sources.archive import pack, unpack
 
 
 def test_what_is_packed_is_unpacked(tmp_path):

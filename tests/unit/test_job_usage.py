@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs import layout, usage
-from phalanx.jobs.node_usage import cards_in_use
-from phalanx.jobs.usage import Sample, Usage
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import usage
+from phalanx.jobs.attempt.usage import Sample, Usage
+from phalanx.jobs.node.usage_monitor import cards_in_use
 
 
 def _append(folder: Path, *numbers: int) -> None:

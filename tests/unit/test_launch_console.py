@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.console import AlarmFilter, Console, Folder
-from phalanx.launch.log_format import LineFormatter
-from phalanx.launch.logs import last_lines
+from phalanx.launch.job.console import AlarmFilter, Console, Folder
+from phalanx.launch.job.logs import last_lines
+from phalanx.launch.process.log_format import LineFormatter
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.errors import RoleError
-from phalanx.launch import entry
+from phalanx.launch.process import entry
 
 
 def torch_on(card: int, initialized: bool = True) -> SimpleNamespace:

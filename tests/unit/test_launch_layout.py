@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch import environment, report
-from phalanx.launch.layout import Layout, Offer, arrange, check_terms
+from phalanx.launch import report
+from phalanx.launch.process import environment
+from phalanx.launch.request.topology import Layout, Offer, arrange, check_terms
 
 
 def offer(node: int, **endpoints: list[str]) -> Offer:

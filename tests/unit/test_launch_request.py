@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError, LaunchError
-from phalanx.launch import cards, machine, nodes, request
-from phalanx.launch.machine import Machine
-from phalanx.launch.options import Options
+from phalanx.launch.request import devices as cards
+from phalanx.launch.request import machine, nodes, request
+from phalanx.launch.request.machine import Machine
+from phalanx.launch.request.options import Options
 
 CPU = Machine(cores=4)
 FOUR_CARDS = Machine(cores=16, cards=("0", "1", "2", "3"), has_cuda_build=True)

@@ -9,10 +9,10 @@ import pytest
 
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError, RoleError
-from phalanx.launch.nodes import Nodes
-from phalanx.launch.options import Options
-from phalanx.launch.request import Request
-from phalanx.launch.staging import Stage, job_secret
+from phalanx.launch.job.attempt_resources import Stage, job_secret
+from phalanx.launch.request.nodes import Nodes
+from phalanx.launch.request.options import Options
+from phalanx.launch.request.request import Request
 
 SECRET = "0123456789abcdef" * 4
 

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cluster import network, rank_table
+from phalanx.cluster import network
+from phalanx.cluster.rank_table import rank_table
 from phalanx.errors import ConfigError, LaunchError
-from phalanx.launch import allocated, machine, rank_table_commands, request, tabled
-from phalanx.launch.environment import JobFacts, build
-from phalanx.launch.layout import Offer, arrange
-from phalanx.launch.machine import Machine
-from phalanx.launch.options import Options
+from phalanx.launch.cli import rank_table_commands
+from phalanx.launch.process.environment import JobFacts, build
+from phalanx.launch.request import machine, request
+from phalanx.launch.request import options_from_rank_table as tabled
+from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request.machine import Machine
+from phalanx.launch.request.options import Options
+from phalanx.launch.request.topology import Offer, arrange
 
 CPU = Machine(cores=4)
 EIGHT_CARDS = Machine(cores=16, cards=tuple(map(str, range(8))), has_cuda_build=True)

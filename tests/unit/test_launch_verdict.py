@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch import entry, report
-from phalanx.launch.verdict import Ending, first_failure
+from phalanx.launch import report
+from phalanx.launch.job.root_cause import Ending, first_failure
+from phalanx.launch.process import entry
 
 
 def ending(rank: int, code: int, time: float, **more: Any) -> Ending:

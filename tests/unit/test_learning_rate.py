@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.learning_rate import LearningRateFactor, apply_factor, factor_for
+from phalanx.parallel.step.learning_rate import LearningRateFactor, apply_factor, factor_for
 from phalanx.strategy import DistributedStrategy
 
 

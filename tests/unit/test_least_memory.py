@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.auto import least_memory
-from phalanx.auto.choices import Choices
-from phalanx.auto.least_memory import Least, least_of_space, least_peak, low_peak, most_held
-from phalanx.auto.planned import Planned
-from phalanx.auto.solve import solve
-from phalanx.auto.solve_staged import solve_staged
-from phalanx.auto.staged import StagedChoices
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.solver import min_memory as least_memory
+from phalanx.auto.solver.min_memory import Least, least_of_space, least_peak, low_peak, most_held
+from phalanx.auto.solver.pipeline_problem import StagedChoices
+from phalanx.auto.solver.problem import Choices
+from phalanx.auto.solver.solve import solve
+from phalanx.auto.solver.solve_pipeline import solve_staged
 from phalanx.errors import PlanError
 from unit.test_auto_parallel import FixedHeads
 from unit.test_choices import all_picks

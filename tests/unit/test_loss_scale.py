@@ -10,11 +10,11 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError
-from phalanx.parallel.loss_scale import LossScale, gradient_scale
-from phalanx.parallel.master_weights import keep_master_weights
-from phalanx.parallel.precision import apply_precision
-from phalanx.parallel.recipe.clip import clip_grad_norm_, clip_steps
-from phalanx.parallel.step_gate import follow_updates, has_updated
+from phalanx.parallel.optim.clip import clip_grad_norm_, clip_steps
+from phalanx.parallel.precision.autocast import apply_precision
+from phalanx.parallel.precision.loss_scale import LossScale, gradient_scale
+from phalanx.parallel.precision.master_weights import keep_master_weights
+from phalanx.parallel.step.gate import follow_updates, has_updated
 from phalanx.plan.value import Scaler
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.auto.arrangement import Arrangement, Zero
 from phalanx.auto.auto_parallel import auto_parallel
-from phalanx.auto.choices import Choices
-from phalanx.auto.collective_cost import Layout
-from phalanx.auto.figures import in_words
-from phalanx.auto.planned import Planned
-from phalanx.auto.rates import Host, speed_of_machine
-from phalanx.auto.ways import ways_of
-from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.cluster.measured import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding
+from phalanx.auto.cost.collectives import Layout
+from phalanx.auto.cost.machine_model import Host, speed_of_machine
+from phalanx.auto.cost.parallel_config import Arrangement, Zero
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.strategies import ways_of
+from phalanx.auto.solver.problem import Choices
+from phalanx.auto.units import in_words
+from phalanx.cluster.calibration.figures import LAYER_KINDS, Grid, Kind, Measured, Rates, Sharding
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.measured import SCHEMA, Grid, Measured, Rates, measured_file, never_falling, read_measured
+from phalanx.cluster.calibration.figures import (
+    SCHEMA,
+    Grid,
+    Measured,
+    Rates,
+    measured_file,
+    never_falling,
+    read_measured,
+)
 from phalanx.errors import ConfigError
 
 AXES = ((1.0, 8.0, 64.0), (16.0, 256.0))

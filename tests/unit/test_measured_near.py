@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cluster.description import read_cluster
-from phalanx.cluster.measured import Grid, Measured, Rates, measured_file
-from phalanx.cluster.measured_near import cores_each, with_ranks
-from phalanx.cluster.role import Role
+from phalanx.cluster.calibration.figures import Grid, Measured, Rates, measured_file
+from phalanx.cluster.calibration.interpolation import cores_each, with_ranks
+from phalanx.cluster.role.role import Role
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError
 from phalanx.train.job_cluster import cluster_of
 

@@ -6,10 +6,10 @@ import string
 
 import pytest
 
-from phalanx.auto.job import read_limit
-from phalanx.auto.run_file import read_runs
-from phalanx.cluster import messages
-from phalanx.cluster.description import read_cluster
+from phalanx.auto.predict.run_file import read_runs
+from phalanx.auto.search.request import read_limit
+from phalanx.cluster.messages import messages
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError
 
 

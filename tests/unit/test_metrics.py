@@ -12,9 +12,9 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.evaluate import evaluate
-from phalanx.train.metrics import accuracy, correct_at, global_mean, topk_correct
-from phalanx.train.metrics_sums import values_of_rows
+from phalanx.train.metrics.accuracy import accuracy, correct_at, global_mean, topk_correct
+from phalanx.train.metrics.exact_sum import values_of_rows
+from phalanx.train.model.evaluate import evaluate
 
 scores = arrays(
     np.float32,
@@ -171,7 +171,7 @@ def test_sums_are_whole_where_the_metric_is() -> None:
 def test_progress_is_told_when_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
 ) -> None:
-    monkeypatch.setattr("phalanx.train.evaluate.PROGRESS_EVERY_S", -1.0)
+    monkeypatch.setattr("phalanx.train.model.evaluate.PROGRESS_EVERY_S", -1.0)
     caplog.set_level("INFO", logger="phalanx.train")
     evaluate(nn.Linear(4, 3), _data(), batch_size=5)
     assert "Evaluating: 2 of 3 batches done" in caplog.text

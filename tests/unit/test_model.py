@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import phalanx as px
 from phalanx import fleet
 from phalanx.data import ShardedLoader
-from phalanx.data.pipeline import Pipeline
+from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.apply import applied_to
 from phalanx.train.callbacks import progress

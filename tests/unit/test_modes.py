@@ -8,11 +8,11 @@ import pytest
 from torch import nn
 
 import phalanx as px
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.mark import is_marked
-from phalanx.train.auto_context import INSTEAD
-from phalanx.train.mode_rules import check_ranks, read_mode, require_cuts, strategy_in
+from phalanx.parallel.tensor.shard_api import is_marked
+from phalanx.train.model.auto_context import INSTEAD
+from phalanx.train.model.mode_rules import check_ranks, read_mode, require_cuts, strategy_in
 
 TWO = Role(rank=1, world_size=2, launcher="phalanx")
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import phalanx as px
-from phalanx.auto.capture import arguments_of
+from phalanx.auto.capture.step import arguments_of
 from phalanx.data import GeneratorDataset, ShardedLoader
-from phalanx.data.binding import Binding, bind
-from phalanx.data.device import moved
-from phalanx.data.pipeline import Pipeline
+from phalanx.data.loader.binding import Binding, bind
+from phalanx.data.pipeline.pipeline import Pipeline
+from phalanx.data.samples.device import moved
 from phalanx.errors import ConfigError
-from phalanx.train.own_loss import warn_of_ignored
-from phalanx.train.plan_ahead import global_batch
-from phalanx.train.step import TrainStep
+from phalanx.train.loss.own_loss import warn_of_ignored
+from phalanx.train.model.planning import global_batch
+from phalanx.train.step.step import TrainStep
 
 ROWS = 12
 

@@ -137,7 +137,7 @@ def test_an_import_typed_by_habit_says_what_to_write(line):
     [
         "from phalanx.distributed import fleet",
         "import phalanx.distributed.fleet as fleet",
-        "from phalanx.train.model import Model",
+        "from phalanx.train.model.model import Model",
         "phalanx.DataParallel, phalanx.save, phalanx.load, phalanx.Model, phalanx.ParallelMode",
         "phalanx.distributed.init_parallel_env, phalanx.distributed.get_rank, phalanx.distributed.get_world_size",
         "phalanx.distributed.all_gather, phalanx.distributed.DistributedStrategy, phalanx.data.Cifar10Dataset",

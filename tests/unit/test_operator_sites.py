@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.auto.capture import capture
-from phalanx.auto.graph import Captured
-from phalanx.auto.operator_sites import Parts, parts_of, sites, unfit
-from phalanx.auto.segments import Segment, segments
+from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.operator_sites import Parts, parts_of, sites, unfit
+from phalanx.auto.capture.step import capture
 from phalanx.errors import PlanError
 from phalanx.plan.sites import Site, axis_of, regions
 from phalanx.plan.value import Axis, Layout, OpRule, Plan, Shard, Step

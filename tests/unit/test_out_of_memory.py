@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.parallel import apply, out_of_memory
+from phalanx.parallel import apply
+from phalanx.parallel.memory import out_of_memory
 from phalanx.plan.buckets import MARK_BITS
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, Step
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import PlanError
-from phalanx.parallel.describe import shape_of
-from phalanx.parallel.pipeline_schedule import Route, Stage, _splits, flow, microbatches_of
-from phalanx.parallel.pipeline_streams import Streams
-from phalanx.parallel.pipeline_trace import owner_stages, record
-from phalanx.parallel.pipeline_values import pack, unpack
-from phalanx.plan.explain import explain
+from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.pipeline.partition import owner_stages, record
+from phalanx.parallel.pipeline.rng_streams import Streams
+from phalanx.parallel.pipeline.schedule import Route, Stage, _splits, flow, microbatches_of
+from phalanx.parallel.pipeline.stage_io import pack, unpack
+from phalanx.plan.report.explain import explain
 from phalanx.plan.value import Schedule
 from pipeline_models import GLUED4, TWO, WIDTH, Glued, chain
 

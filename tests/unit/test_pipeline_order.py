@@ -86,7 +86,7 @@ def test_the_order_is_the_one_torch_runs(kind: Any, virtual: int, ranks: int, mi
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 3), (8, 2)])
 def test_fewer_micro_batches_than_stages_all_go_forward_first(ranks: int, microbatches: int) -> None:
-    # As `parallel/pipeline_schedule` runs them: torch's 1F1B refuses so few.
+    # As `parallel/pipeline/schedule` runs them: torch's 1F1B refuses so few.
     found = order_of(Schedule(kind="1f1b", microbatches=microbatches), ranks)
     assert found == of_torch("gpipe", ranks, 1, microbatches)
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import phalanx as px
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.data import Pipeline
-from phalanx.data.loader import ShardedLoader
-from phalanx.data.ranks import Shard
+from phalanx.data.loader.loader import ShardedLoader
+from phalanx.data.sampling.ranks import Shard
 from phalanx.errors import ConfigError, PlanError
 from phalanx.train.job_cluster import cluster_of
-from phalanx.train.plan_ahead import global_batch
+from phalanx.train.model.planning import global_batch
 
 ROWS = TensorDataset(torch.arange(60.0).reshape(10, 6), torch.arange(10))
 CPU = torch.device("cpu")

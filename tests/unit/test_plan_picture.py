@@ -2,10 +2,10 @@
 
 import xml.etree.ElementTree as ET
 
-from phalanx.plan.explain import explain
 from phalanx.plan.files import leave, left
-from phalanx.plan.picture import picture
-from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.report.explain import explain
+from phalanx.plan.report.picture import picture
+from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.strategy import DistributedStrategy
 

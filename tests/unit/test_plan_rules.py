@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.plan import ModelShape, ParamShape
-from phalanx.plan.mesh_rules import batch_axes, mesh_from_strategy
-from phalanx.plan.stages import cut_stages, units
-from phalanx.plan.technique_rules import (
+from phalanx.plan.rules.mesh import batch_axes, mesh_from_strategy
+from phalanx.plan.rules.techniques import (
     modules_from_strategy,
     scaler_from_strategy,
     schedule_from_strategy,
     update_from_strategy,
 )
+from phalanx.plan.stages import cut_stages, units
 from phalanx.plan.value import AllReduce, Average, ModuleRule, ReduceScatter, Scaler, Schedule, TopK
 from phalanx.strategy import DistributedStrategy
 

@@ -11,7 +11,7 @@ import phalanx as px
 from phalanx.errors import PlanError
 from phalanx.parallel.apply import applied_to
 from phalanx.plan.files import load_plan
-from phalanx.plan.unmatched import check_rules
+from phalanx.plan.rules.unmatched import check_rules
 from phalanx.plan.value import Frozen, ModuleRule, ParamRule, Plan
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import PlanError
-from phalanx.parallel.master_weights import KEY, keep_master_weights
-from phalanx.parallel.precision import accept_amp_init, apply_precision
+from phalanx.parallel.precision.autocast import accept_amp_init, apply_precision
+from phalanx.parallel.precision.master_weights import KEY, keep_master_weights
 
 
 class Net(nn.Module):

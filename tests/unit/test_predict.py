@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 import phalanx as px
 from benchmarks.bench_predict import PUBLISHED, UNSEEN, errors, is_measured
-from phalanx.auto.collective_cost import Layout, Links
-from phalanx.auto.constants import DEFAULT, constants_of
-from phalanx.auto.described_run import Run
-from phalanx.auto.footprint import block_bytes, footprint, stage_footprint
-from phalanx.auto.kernels import Kernels
-from phalanx.auto.predict import StepSeconds, predict
-from phalanx.auto.run_file import described_in, read_run, read_runs
+from phalanx.auto.cost.collectives import Layout, Links
+from phalanx.auto.cost.constants import DEFAULT, constants_of
+from phalanx.auto.cost.kernels import Kernels
+from phalanx.auto.predict.memory_model import block_bytes, footprint, stage_footprint
+from phalanx.auto.predict.prediction import StepSeconds, predict
+from phalanx.auto.predict.run_file import described_in, read_run, read_runs
+from phalanx.auto.predict.run_spec import Run
 from phalanx.cli.group import phalanx
-from phalanx.cluster.devices import DEVICES, GIB, Device
-from phalanx.cluster.measured import Rates
+from phalanx.cluster.calibration.figures import Rates
+from phalanx.cluster.spec.devices import DEVICES, GIB, Device
 from phalanx.errors import ConfigError
 
 RUN: dict[str, Any] = {

@@ -13,12 +13,12 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.ps import SGD, Constant, SparseEmbedding
-from phalanx.ps.ahead import prefetch
-from phalanx.ps.attach import current
-from phalanx.ps.geo import Geo
-from phalanx.ps.local import LocalStore
-from phalanx.ps.modes import Async, HalfAsync, Mode
-from phalanx.ps.store import Change, Want
+from phalanx.ps.client.consistency import Async, HalfAsync, Mode
+from phalanx.ps.client.geo import Geo
+from phalanx.ps.client.prefetch import prefetch
+from phalanx.ps.client.table_client import current
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.local import LocalStore
 
 KEYS = np.array([4, 9], np.int64)
 OTHERS = np.array([1, 4], np.int64)

@@ -9,9 +9,9 @@ import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
 from phalanx.ps.server.clocks import Clocks, ServerMode, checked_worker
-from phalanx.ps.server.gate import Gate
-from phalanx.ps.server.leases import Leases
+from phalanx.ps.server.write_freeze import Gate
 from phalanx.ps.snapshot.save import LEFT
+from phalanx.ps.stores.leases import Leases
 
 
 class Waiter:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.ps.dedup import merge, unique, unique_numpy
+from phalanx.ps.stores.dedup import merge, unique, unique_numpy
 
 few_ids = st.lists(st.sampled_from([0, -1, 1, 7, 2**63 - 1, -(2**63), 2**32, -(2**32)]), max_size=20)
 any_ids = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20)

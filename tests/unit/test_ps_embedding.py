@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx import fleet, ps
 from phalanx.errors import ClosedError, ConfigError
-from phalanx.ps import attach
+from phalanx.ps.client import table_client as attach
 
 DIM, IDS = 3, 8
 

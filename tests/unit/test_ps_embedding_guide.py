@@ -9,7 +9,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import fleet, ps
-from phalanx.ps import attach
+from phalanx.ps.client import table_client as attach
 from phalanx.strategy.configs import ASyncConfigs
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parameter-server.md").read_text()

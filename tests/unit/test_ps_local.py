@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.ps.local import LocalStore
-from phalanx.ps.rules import SGD, Constant, CountFilter, TableSpec
-from phalanx.ps.store import Change, Want
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.table.rules import SGD, Constant, CountFilter, TableSpec
 
 SPEC = TableSpec(name="ids", dim=2, rule=SGD(lr=0.5), init=Constant(1.0))
 KEYS = np.array([7, -1], np.int64)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ps.rules import TableSpec
-from phalanx.ps.server.matching import BEGUN, Matching
+from phalanx.ps.server.snapshot_check import BEGUN, Matching
+from phalanx.ps.table.rules import TableSpec
 from ps_requests import SPEC
 
 pytestmark = pytest.mark.usefixtures("phalanx_propagates")

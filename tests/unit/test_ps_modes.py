@@ -12,11 +12,11 @@ import torch
 
 import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError
-from phalanx.ps.geo import Geo
-from phalanx.ps.local import LocalStore
-from phalanx.ps.modes import Async, HalfAsync, Mode, summed
-from phalanx.ps.rules import FTRL, Adagrad, CountFilter
-from phalanx.ps.store import Change, Want
+from phalanx.ps.client.consistency import Async, HalfAsync, Mode, summed
+from phalanx.ps.client.geo import Geo
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.table.rules import FTRL, Adagrad, CountFilter
 
 SCHEDULE = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1]
 

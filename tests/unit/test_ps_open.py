@@ -7,14 +7,14 @@ import logging
 import pytest
 import torch
 
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
-from phalanx.ps import open as opening
-from phalanx.ps.geo import Geo
-from phalanx.ps.local import LocalStore
-from phalanx.ps.modes import Async, HalfAsync, Mode
+from phalanx.ps.client import connect as opening
+from phalanx.ps.client.consistency import Async, HalfAsync, Mode
+from phalanx.ps.client.geo import Geo
+from phalanx.ps.stores.local import LocalStore
 
 PUSHES = {
     "sync": (Push(mode="sync"), Mode, "sync", 0),

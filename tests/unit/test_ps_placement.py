@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.mix import mix64, mix_one
+from phalanx.data.sampling.hash64 import mix64, mix_one
 from phalanx.errors import ConfigError
-from phalanx.ps.dedup import split_by_owner, split_by_owner_numpy
-from phalanx.ps.placement import SHARDS, owner_of, shard_of, shards_owned, table_salt
+from phalanx.ps.stores.dedup import split_by_owner, split_by_owner_numpy
+from phalanx.ps.table.placement import SHARDS, owner_of, shard_of, shards_owned, table_salt
 
 ids = st.lists(st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, -1, 2**63 - 1, -(2**63)])), max_size=50)
 

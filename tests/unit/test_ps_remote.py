@@ -11,10 +11,10 @@ import pytest
 
 import ps_simulator as sim
 from phalanx.errors import BackendError, ConfigError, PhalanxError
-from phalanx.ps.local import LocalStore
-from phalanx.ps.remote import RemoteStore
 from phalanx.ps.server.service import Service
-from phalanx.ps.store import Change, Want
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.stores.remote import RemoteStore
 from phalanx.ps.wire.message import Request
 
 
@@ -63,7 +63,7 @@ def remote(servers, worker=0, workers=1, mode="async"):
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch):
-    monkeypatch.setattr("phalanx.ps.remote.Connection", DirectConnection)
+    monkeypatch.setattr("phalanx.ps.stores.remote.Connection", DirectConnection)
 
 
 def made(servers=1, **about):
@@ -225,7 +225,7 @@ def test_connections_that_came_are_closed_when_another_does_not():
             opened.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.ps.remote.Connection", Refusing)
+        patch.setattr("phalanx.ps.stores.remote.Connection", Refusing)
         with pytest.raises(ConfigError, match="refused"):
             remote([Service(0, 2), Service(1, 2)])
     assert [c.asked for c in opened] == [[("close", {}, 0)]]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from phalanx.errors import BackendError, ConfigError, PeerLostError
-from phalanx.ps.rules import SGD, Adagrad, TableSpec
 from phalanx.ps.server.changes import pack
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.main import watch
 from phalanx.ps.server.service import Service
+from phalanx.ps.table.rules import SGD, Adagrad, TableSpec
 from phalanx.ps.wire.message import Reply
 from ps_requests import SPEC, FakeWorker, gradient, keys
 

@@ -13,18 +13,18 @@ import torch
 
 from open_files import no_descriptor_left
 from phalanx.errors import BackendError, ConfigError, DataError
-from phalanx.ps.local import LocalStore
-from phalanx.ps.placement import SHARDS, shards_owned
-from phalanx.ps.rules import SGD, Adagrad, Constant, CountFilter, Normal, ShowClick, TableSpec
 from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.saving import Saving
 from phalanx.ps.server.service import Service
 from phalanx.ps.snapshot.holder import Holder
-from phalanx.ps.snapshot.lookup import Lookup
 from phalanx.ps.snapshot.read import Source, read
 from phalanx.ps.snapshot.save import save_local
-from phalanx.ps.store import Change, Want
-from phalanx.ps.table import Table, make_table, read_rows
+from phalanx.ps.snapshot_lookup import Lookup
+from phalanx.ps.stores.base import Change, Want
+from phalanx.ps.stores.local import LocalStore
+from phalanx.ps.table.placement import SHARDS, shards_owned
+from phalanx.ps.table.rules import SGD, Adagrad, Constant, CountFilter, Normal, ShowClick, TableSpec
+from phalanx.ps.table.table import Table, make_table, read_rows
 from ps_requests import FakeWorker
 
 ADS = TableSpec(name="ads", dim=4, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.ps.placement import SHARDS, shard_of, table_salt
-from phalanx.ps.rules import (
+from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
+from phalanx.ps.table.rules import (
     FTRL,
     SGD,
     Adagrad,
@@ -23,7 +23,7 @@ from phalanx.ps.rules import (
     TableSpec,
     Uniform,
 )
-from phalanx.ps.table import Table
+from phalanx.ps.table.table import Table
 from ps_tables import TABLES, pulled
 
 Make = Callable[[TableSpec], Table]

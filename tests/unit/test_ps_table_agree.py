@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.ps.arrays import Columns
-from phalanx.ps.placement import SHARDS, shard_of, table_salt
-from phalanx.ps.reference import RENUMBER_AT, ReferenceTable
-from phalanx.ps.rules import (
+from phalanx.ps.table.arrays import Columns
+from phalanx.ps.table.placement import SHARDS, shard_of, table_salt
+from phalanx.ps.table.reference import RENUMBER_AT, ReferenceTable
+from phalanx.ps.table.rules import (
     FTRL,
     SGD,
     Adagrad,
@@ -29,7 +29,7 @@ from phalanx.ps.rules import (
     TableSpec,
     Uniform,
 )
-from phalanx.ps.table import Table
+from phalanx.ps.table.table import Table
 from phalanx.versions import HAS_NATIVE
 from ps_tables import native_table
 

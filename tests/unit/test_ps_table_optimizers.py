@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.ps.rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad, Rule, TableSpec, Uniform
-from phalanx.ps.table import Table
+from phalanx.ps.table.rules import FTRL, SGD, Adagrad, Adam, Momentum, RMSprop, RowWiseAdagrad, Rule, TableSpec, Uniform
+from phalanx.ps.table.table import Table
 from ps_tables import TABLES, pulled
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]

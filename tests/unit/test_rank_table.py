@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import description_file, hand_started, network, rank_table
-from phalanx.cluster.role import Role
+from phalanx.cluster import network
+from phalanx.cluster.rank_table import rank_table
+from phalanx.cluster.role import rank_table_role as hand_started
+from phalanx.cluster.role.role import Role
+from phalanx.cluster.spec import files as description_file
 from phalanx.errors import ConfigError, RoleError
 
 BOARD = "0x0020" if platform.machine() == "aarch64" else "0x0000"

@@ -16,14 +16,15 @@ from PIL import Image
 from scipy.io import savemat
 from torch.utils.data import Subset, TensorDataset
 
-from phalanx.data import photographs, vision
-from phalanx.data.cifar import RECORD_BYTES, Cifar10Dataset
-from phalanx.data.corrupt import Corrupt
-from phalanx.data.digits import TEST_IMAGES, DigitsDataset
-from phalanx.data.flowers import FlowersDataset
-from phalanx.data.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
-from phalanx.data.labels import check_labels
-from phalanx.data.loader import ShardedLoader
+from phalanx.data import vision
+from phalanx.data.loader.loader import ShardedLoader
+from phalanx.data.readers import image_decode as photographs
+from phalanx.data.readers.cifar import RECORD_BYTES, Cifar10Dataset
+from phalanx.data.readers.digits import TEST_IMAGES, DigitsDataset
+from phalanx.data.readers.flowers import FlowersDataset
+from phalanx.data.readers.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
+from phalanx.data.samples.bad_records import Corrupt
+from phalanx.data.samples.labels import check_labels
 from phalanx.errors import ConfigError, DataError
 
 
@@ -63,7 +64,7 @@ def test_digits_come_in_the_size_and_channels_a_model_wants() -> None:
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.data.digits.find_spec", lambda _: None)
+    monkeypatch.setattr("phalanx.data.readers.digits.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'scikit-learn, which is not installed. Run: pip install "phalanx\['):
         DigitsDataset()
 
@@ -402,7 +403,7 @@ def test_nothing_but_download_asks_the_network_for_files() -> None:
     asks = re.compile(r"urlopen|OpenerDirector|import requests|import httpx|torch\.hub|load_state_dict_from_url")
     found = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if asks.search(p.read_text())}
     # Jobs ask a server for jobs, and how large and new what a dataset names is; its files come by data/download too.
-    assert found == {"data/download.py", "jobs/client.py", "jobs/remote.py"}
+    assert found == {"data/readers/download.py", "jobs/client.py", "jobs/sources/remote.py"}
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------

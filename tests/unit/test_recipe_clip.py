@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.recipe.clip import clip_grad_norm_, clip_steps
-from phalanx.parallel.recipe.norms import whole_norms
+from phalanx.parallel.optim.clip import clip_grad_norm_, clip_steps
+from phalanx.parallel.step.norms import whole_norms
 
 
 def net_with_gradients() -> nn.Module:

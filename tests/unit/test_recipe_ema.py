@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError
-from phalanx.parallel.gradient_merge import merge_gradients
-from phalanx.parallel.recipe.ema import EMA, keep_average
+from phalanx.parallel.optim.ema import EMA, keep_average
+from phalanx.parallel.optim.gradient_accumulation import merge_gradients
 
 
 def net() -> nn.Module:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel.gradient_merge import merge_gradients
-from phalanx.parallel.learning_rate import LearningRateFactor, apply_factor
-from phalanx.parallel.recipe.lamb import use_lamb
-from phalanx.parallel.recipe.lars import use_lars
+from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.lamb import use_lamb
+from phalanx.parallel.optim.lars import use_lars
+from phalanx.parallel.step.learning_rate import LearningRateFactor, apply_factor
 
 STEPS = 5
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import PlanError
-from phalanx.parallel.recompute import apply_recompute
+from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 from phalanx.plan.value import ModuleRule
 
 

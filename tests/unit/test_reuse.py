@@ -7,8 +7,8 @@ import resource
 import torch
 
 from phalanx.data import vision
-from phalanx.data.draws import Draws
-from phalanx.data.reuse import Reuse
+from phalanx.data.samples.buffer_pool import Reuse
+from phalanx.data.sampling.row_rng import Draws
 
 SHAPE = (1024, 300)
 

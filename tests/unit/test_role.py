@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.environment import expand_hosts
-from phalanx.cluster.role import Role
-from phalanx.cluster.steps import PORT_BASE, PORT_SPAN, derived_port
+from phalanx.cluster.env.values import expand_hosts
+from phalanx.cluster.role.mpi_srun_role import PORT_BASE, PORT_SPAN, derived_port
+from phalanx.cluster.role.role import Role
 from phalanx.errors import RoleError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

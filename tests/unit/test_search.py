@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.auto.job import read_job
-from phalanx.auto.predict import predict
-from phalanx.auto.search import SIMULATED, cut_seconds, lower_bound, search
-from phalanx.auto.search_space import choices_of
-from phalanx.auto.simulate_run import simulate_run
+from phalanx.auto.predict.prediction import predict
+from phalanx.auto.search.request import read_job
+from phalanx.auto.search.search import SIMULATED, cut_seconds, lower_bound, search
+from phalanx.auto.search.space import choices_of
+from phalanx.auto.simulate.run import simulate_run
 from phalanx.cli.group import phalanx
 from phalanx.errors import ConfigError, PlanError
 
@@ -134,7 +134,7 @@ def test_layers_may_be_cut_across_nodes_of_few_devices() -> None:
 
 
 def test_what_takes_long_to_simulate_is_left_at_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.auto.search._PASSES", 1)
+    monkeypatch.setattr("phalanx.auto.search.search._PASSES", 1)
     found = search(GPT3, "h100x8,nodes=16")
     assert found.simulated == 1
     assert [choice.simulated_s is None for choice in found.top_k] == [False, True, True, True, True]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data import python_state
-from phalanx.data.seeding import seeded
+from phalanx.data.sampling import python_state
+from phalanx.data.sampling.seeding import seeded
 
 
 def draws() -> list[float]:

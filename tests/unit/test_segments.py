@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.alexnet_hybrid.model import AlexNet
 from examples.resnet.model import ResNet
-from phalanx.auto.capture import capture
-from phalanx.auto.graph import Captured
-from phalanx.auto.segments import Segment, segments
+from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.step import capture
 from tensor_models import Block, Transformer, whole_loss
 
 

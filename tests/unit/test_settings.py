@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import phalanx as px
-from phalanx.cluster.settings import TABLE, markdown, shown_value, warn_dead
+from phalanx.cluster.env.settings import TABLE, markdown, shown_value, warn_dead
 from phalanx.diagnose.commands import env
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.shards import EpochPlan, even_split
+from phalanx.data.sampling.shards import EpochPlan, even_split
 from phalanx.errors import ConfigError
 
 plans = st.builds(EpochPlan, rows=st.integers(0, 300), global_batch=st.integers(1, 60), drop_last=st.booleans())

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data import shuffle
-from phalanx.data.shuffle import MAX_ROWS, mixed_seed, shuffled, shuffled_numpy
+from phalanx.data.sampling import shuffle
+from phalanx.data.sampling.shuffle import MAX_ROWS, mixed_seed, shuffled, shuffled_numpy
 from phalanx.errors import ConfigError
 
 seeds = st.integers(-(2**63), 2**64 - 1)

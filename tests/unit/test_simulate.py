@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_predict import PUBLISHED
-from phalanx.auto import simulate as simulator
-from phalanx.auto.footprint import stage_footprint
-from phalanx.auto.predict import predict
-from phalanx.auto.run_file import read_run, read_runs
-from phalanx.auto.simulate import simulate
-from phalanx.auto.simulate_gradients import Reduction
-from phalanx.auto.simulate_run import simulate_run
-from phalanx.auto.simulate_values import Pipeline, Simulation, Slice, StageWork, Work
+from phalanx.auto.predict.memory_model import stage_footprint
+from phalanx.auto.predict.prediction import predict
+from phalanx.auto.predict.run_file import read_run, read_runs
+from phalanx.auto.simulate import events as simulator
+from phalanx.auto.simulate.events import simulate
+from phalanx.auto.simulate.gradients import Reduction
+from phalanx.auto.simulate.run import simulate_run
+from phalanx.auto.simulate.values import Pipeline, Simulation, Slice, StageWork, Work
 from phalanx.cli.group import phalanx
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import Schedule

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx as px
-from phalanx.auto.planned import Planned
-from phalanx.auto.simulate_picture import picture_of
-from phalanx.auto.simulate_trace import trace_of
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.simulate.picture import picture_of
+from phalanx.auto.simulate.trace import trace_of
 
 
 class Deep(nn.Sequential):

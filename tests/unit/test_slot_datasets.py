@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data import ShardedLoader
-from phalanx.data.criteo import criteo_schema
-from phalanx.data.file_sources import LeasedFiles, SplitFiles, merge_states
-from phalanx.data.hand_over import HandOver
-from phalanx.data.in_memory import InMemoryDataset
-from phalanx.data.queue import QueueDataset
-from phalanx.data.slot_files import SlotReader, list_files
-from phalanx.data.slot_rows import SlotRows, join
-from phalanx.data.slots import SlotSchema, parse_slots
+from phalanx.data.ctr.criteo import criteo_schema
+from phalanx.data.ctr.in_memory import InMemoryDataset
+from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.slot_files import SlotReader, list_files
+from phalanx.data.ctr.slot_rows import SlotRows, join
+from phalanx.data.ctr.slots import SlotSchema, parse_slots
+from phalanx.data.stream.file_sources import LeasedFiles, SplitFiles, merge_states
+from phalanx.data.stream.prefetch_queue import HandOver
 from phalanx.errors import ConfigError, DataError
-from phalanx.ps.local import LocalStore
+from phalanx.ps.stores.local import LocalStore
 
 SCHEMA = SlotSchema(dense=("row",), sparse=("user",))
 TOKENS = SlotSchema(dense=("row",), sparse=("user", "item"), format="tokens")
@@ -135,7 +135,7 @@ def test_broken_lines_are_counted_and_said(folder: Path, caplog: pytest.LogCaptu
 
 def test_blocks_end_where_lines_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = join(list(SlotReader(SCHEMA).blocks(folder / "part-2")))
-    monkeypatch.setattr("phalanx.data.slot_files.BLOCK_BYTES", 5)
+    monkeypatch.setattr("phalanx.data.ctr.slot_files.BLOCK_BYTES", 5)
     pieces = list(SlotReader(SCHEMA).blocks(folder / "part-2", first_row=3))
     assert len(pieces) > 4
     assert join(pieces).dense.tolist() == whole.dense[3:].tolist()
@@ -244,7 +244,7 @@ def test_a_loader_takes_ready_batches_and_says_what_they_count(folder: Path) -> 
 
 
 def test_worker_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.data.slot_dataset.get_worker_info", lambda: object())
+    monkeypatch.setattr("phalanx.data.ctr.slot_dataset.get_worker_info", lambda: object())
     with pytest.raises(ConfigError, match="leave num_workers at 0"):
         iter(queue(folder))
 
@@ -338,7 +338,7 @@ def test_a_worker_that_starts_again_reads_on_where_the_tables_store_says(folder:
 
 
 def test_progress_is_reported_once_a_batch_is_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.data.file_sources.REPORT_ROWS", 4)
+    monkeypatch.setattr("phalanx.data.stream.file_sources.REPORT_ROWS", 4)
     server = Server()
     batches = iter(leased(folder, server))
     next(batches)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.data.slots import Parsed, SlotSchema, describe_broken, hash_texts, parse_slots
-from phalanx.data.slots_python import hash_texts_python
+from phalanx.data.ctr.slots import Parsed, SlotSchema, describe_broken, hash_texts, parse_slots
+from phalanx.data.ctr.slots_python import hash_texts_python
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE
 

@@ -10,11 +10,11 @@ from statistics import median
 
 import pytest
 
-from phalanx.auto.choices import Link, Node, Option
-from phalanx.auto.simulate import simulate
-from phalanx.auto.simulate_values import Pipeline, StageWork, Work
-from phalanx.auto.solve_staged import solve_staged
-from phalanx.auto.staged import StagedChoices
+from phalanx.auto.simulate.events import simulate
+from phalanx.auto.simulate.values import Pipeline, StageWork, Work
+from phalanx.auto.solver.pipeline_problem import StagedChoices
+from phalanx.auto.solver.problem import Link, Node, Option
+from phalanx.auto.solver.solve_pipeline import solve_staged
 from phalanx.plan.pipeline_order import Pass, order_of
 from phalanx.plan.value import Schedule
 
@@ -163,7 +163,7 @@ def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkey
 def test_where_cuts_are_too_many_the_answer_is_close_and_its_bound_holds(monkeypatch):
     smallest = {"_ALL_CUTS": 0, "_MOST_CUTS": 1, "_BEAM": 1, "_CLOSE": 0.5, "Repeated.is_for": lambda *_: False}
     for name, value in smallest.items():
-        monkeypatch.setattr(f"phalanx.auto.cut_search.{name}", value)
+        monkeypatch.setattr(f"phalanx.auto.solver.stage_partition.{name}", value)
     random, close = Random(2), 0
     for _ in range(60):
         choices = repeated_choices(random)
@@ -342,7 +342,7 @@ def test_as_many_activations_are_kept_as_the_schedule_has_in_flight(ranks, virtu
         micro_batches=micro,
         zero_bubble=splits,
     )
-    # As `parallel/pipeline_schedule` chooses.
+    # As `parallel/pipeline/schedule` chooses.
     kind = "zero_bubble" if splits else "interleaved" if virtual > 1 else "1f1b" if micro >= ranks else "gpipe"
     schedule = Schedule(kind=kind, microbatches=micro, virtual=virtual)
     for rank, order in enumerate(order_of(schedule, ranks)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.cluster import network
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
 from phalanx.comm.store import open_store
 from phalanx.errors import ConfigError, RoleError

@@ -11,7 +11,7 @@ from hypothesis import settings as rules
 from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError, StrategyTypeError
-from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
+from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
 from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
 from phalanx.strategy.conflicts import TECHNIQUES, verdict

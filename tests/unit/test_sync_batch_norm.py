@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.sync_batch_norm import SyncBatchNorm, synchronise
+from phalanx.parallel.data.sync_batch_norm import SyncBatchNorm, synchronise
 
 
 class NormAndRelu(nn.BatchNorm1d):

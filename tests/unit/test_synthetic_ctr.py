@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.data import ShardedLoader
-from phalanx.data.synthetic_ctr import DRIFT, TOP_SHARE, SyntheticClicks
+from phalanx.data.ctr.synthetic import DRIFT, TOP_SHARE, SyntheticClicks
 from phalanx.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_a_hundredth_of_the_ids_takes_most_accesses() -> None:
 def test_the_best_auc_is_that_of_the_true_probabilities() -> None:
     from sklearn.metrics import roc_auc_score
 
-    from phalanx.data.synthetic_ctr import _probability
+    from phalanx.data.ctr.synthetic import _probability
 
     clicks = SyntheticClicks(10**6)
     _, ids, normal = clicks._draw(0, 40_000)

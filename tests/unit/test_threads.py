@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from phalanx.cluster.role import Launcher, Role
+from phalanx.cluster.role.role import Launcher, Role
 from phalanx.comm.threads import share_cores
 
 

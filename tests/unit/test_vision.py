@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from phalanx.data import vision
-from phalanx.data.draws import Draws
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision import pointwise
 from phalanx.errors import ConfigError
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from phalanx.comm.voice import speak
+from phalanx.comm.logging_setup import speak
 
 
 @pytest.fixture

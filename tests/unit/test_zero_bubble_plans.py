@@ -12,14 +12,14 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.profiler import ProfilerActivity, profile
 
 import phalanx as px
-from phalanx.auto.job import PLAN_KNOBS, read_limit
-from phalanx.auto.planned import Planned
-from phalanx.auto.planner import arrangements_of
-from phalanx.auto.ways import ways_of
-from phalanx.cluster.description import read_cluster
+from phalanx.auto.planner.planner import arrangements_of
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.strategies import ways_of
+from phalanx.auto.search.request import PLAN_KNOBS, read_limit
+from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.describe import shape_of
-from phalanx.parallel.fits import _first_beyond_this_version
+from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.validate import _first_beyond_this_version
 from phalanx.strategy import DistributedStrategy
 from unit.test_auto_parallel import every_plan
 

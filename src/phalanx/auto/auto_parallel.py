@@ -10,14 +10,18 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.auto.arrangement import Arrangement
-from phalanx.auto.capture import LossFunction, capture
-from phalanx.auto.figures import read_size, some
-from phalanx.auto.graph import Captured
-from phalanx.auto.job import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
-from phalanx.auto.layer_work import LayerWork
-from phalanx.auto.layers import EVERY_WAY, Layers, Region, Way
-from phalanx.auto.left_out import (
+from phalanx.auto.capture.graph import Captured
+from phalanx.auto.capture.layers import EVERY_WAY, Layers, Region, Way
+from phalanx.auto.capture.module_calls import Segment, segments
+from phalanx.auto.capture.shape_check import cannot_run_cut, may_be_cut
+from phalanx.auto.capture.step import LossFunction, capture
+from phalanx.auto.cost.machine_model import STATES, Speed, speed_of_devices, speed_of_machine
+from phalanx.auto.cost.parallel_config import Arrangement
+from phalanx.auto.cost.segment_work import LayerWork
+from phalanx.auto.planner.planner import Candidate, NothingFitsError, Searched, arrangements_of, search_plans
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.to_plan import check_base
+from phalanx.auto.planner.unsupported import (
     left_out_in_stages,
     left_out_of_limits,
     none_left,
@@ -25,15 +29,11 @@ from phalanx.auto.left_out import (
     why_unsharded,
     why_unsplit,
 )
-from phalanx.auto.planned import Planned
-from phalanx.auto.planner import Candidate, NothingFitsError, Searched, arrangements_of, search_plans
-from phalanx.auto.predict import USABLE
-from phalanx.auto.rates import STATES, Speed, speed_of_devices, speed_of_machine
-from phalanx.auto.segments import Segment, segments
-from phalanx.auto.trial import cannot_run_cut, may_be_cut
-from phalanx.auto.written_plan import check_base
-from phalanx.cluster.description import Cluster, read_cluster
-from phalanx.cluster.messages import meant, text
+from phalanx.auto.predict.prediction import USABLE
+from phalanx.auto.search.request import PLAN_KNOBS, Limit, check_asked, is_of_arrangement, read_layer_limit, read_limit
+from phalanx.auto.units import read_size, some
+from phalanx.cluster.messages.messages import meant, text
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy
@@ -59,7 +59,7 @@ def auto_parallel(
 
     Args:
         model: A plain module.
-        sample: One global batch, as `phalanx.auto.capture` takes it: with a loss, its last column is the target. Only
+        sample: One global batch, as `phalanx.auto.capture.step` takes it: with a loss, its last column is the target. Only
             shapes and dtypes count.
         loss_fn: Takes the model's output and the target.
         cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; when None, in a job the

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.auto.described_run import Run
-from phalanx.auto.figures import percent
-from phalanx.auto.job import read_limit
-from phalanx.auto.predict import Prediction, predict
-from phalanx.auto.run_file import described_in, read_run
-from phalanx.auto.search import Choice, Found, search
-from phalanx.auto.simulate_files import check_folders, draw, drawn_options
-from phalanx.cluster.messages import text
+from phalanx.auto.predict.prediction import Prediction, predict
+from phalanx.auto.predict.run_file import described_in, read_run
+from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.search.request import read_limit
+from phalanx.auto.search.search import Choice, Found, search
+from phalanx.auto.simulate.files import check_folders, draw, drawn_options
+from phalanx.auto.units import percent
+from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
 
 
@@ -166,7 +166,7 @@ def _print(found: Found, reasons: Sequence[str]) -> None:
 
 
 def _searched(name: str) -> str:
-    """Return what a dimension is; `micro` is a number elsewhere (`auto/job`)."""
+    """Return what a dimension is; `micro` is a number elsewhere (`auto/search/request`)."""
     return text("choices micro") if name == "micro" else name
 
 

@@ -9,16 +9,16 @@ from phalanx.lazy import lazy_names
 if TYPE_CHECKING:
     from phalanx.checkpoint.background import wait
     from phalanx.checkpoint.checkpointer import Checkpointer
-    from phalanx.checkpoint.export import export_onnx, export_program, export_state_dict
+    from phalanx.checkpoint.export.export import export_onnx, export_program, export_state_dict
     from phalanx.checkpoint.loading import Loaded, load
     from phalanx.checkpoint.saving import save
 
 _HOMES = {
     "Checkpointer": "checkpointer",
     "Loaded": "loading",
-    "export_onnx": "export",
-    "export_program": "export",
-    "export_state_dict": "export",
+    "export_onnx": "export.export",
+    "export_program": "export.export",
+    "export_state_dict": "export.export",
     "load": "loading",
     "save": "saving",
     "wait": "background",

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import background as background_saves
-from phalanx.checkpoint.capture import Training
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import save_training, whole_number
+from phalanx.checkpoint.state.capture import Training
 from phalanx.checkpoint.stopping import StopEdge
-from phalanx.parallel.recipe.ema import EMA
+from phalanx.parallel.optim.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
 

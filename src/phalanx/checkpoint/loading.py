@@ -11,18 +11,18 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint import background as background_saves
-from phalanx.checkpoint.capture import Training
-from phalanx.checkpoint.find import newest_good, none_there
-from phalanx.checkpoint.held import ModelView
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.names import inner
+from phalanx.checkpoint.export.weights import load_weights
+from phalanx.checkpoint.folder.find import newest_good, none_there
+from phalanx.checkpoint.folder.manifest import Manifest
+from phalanx.checkpoint.folder.read import Reader
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.read import Reader
-from phalanx.checkpoint.restoring import Restoring, agree_on_layout
-from phalanx.checkpoint.tables import has_tables, load_tables
-from phalanx.checkpoint.weights import load_weights
+from phalanx.checkpoint.state.capture import Training
+from phalanx.checkpoint.state.restore import Restoring, agree_on_layout
+from phalanx.checkpoint.state.tables import has_tables, load_tables
+from phalanx.checkpoint.tensors.local import ModelView
+from phalanx.checkpoint.tensors.names import inner
 from phalanx.errors import ConfigError
-from phalanx.parallel.recipe.ema import EMA, kept_average
+from phalanx.parallel.optim.ema import EMA, kept_average
 
 logger = logging.getLogger("phalanx.checkpoint")
 

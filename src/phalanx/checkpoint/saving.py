@@ -18,18 +18,18 @@ from torch import Tensor
 
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.background import staged
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.capture import Captured, Training, capture
-from phalanx.checkpoint.folder import clean, next_numbers, prune, step_folder, sweep
-from phalanx.checkpoint.manifest import write_manifest
-from phalanx.checkpoint.names import inner
-from phalanx.checkpoint.planning import Entry, Part, deal_out
+from phalanx.checkpoint.folder.folder import clean, next_numbers, prune, step_folder, sweep
+from phalanx.checkpoint.folder.manifest import write_manifest
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.tables import save_tables
-from phalanx.checkpoint.tensor_file import write_tensors
+from phalanx.checkpoint.state.capture import Captured, Training, capture
+from phalanx.checkpoint.state.tables import save_tables
+from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.tensors.file import write_tensors
+from phalanx.checkpoint.tensors.names import inner
+from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
 from phalanx.errors import ConfigError, PeerLostError
-from phalanx.parallel.consistency import make_consistent
-from phalanx.parallel.recipe.ema import EMA, kept_average
+from phalanx.parallel.checks.consistency import make_consistent
+from phalanx.parallel.optim.ema import EMA, kept_average
 from phalanx.ps.snapshot.durable import sync_directory
 
 logger = logging.getLogger("phalanx.checkpoint")

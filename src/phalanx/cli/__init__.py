@@ -12,7 +12,7 @@ def main() -> None:
     fork server.
     """
     if sys.argv[1:2] == ["run"]:
-        from phalanx.launch.command import main as run
+        from phalanx.launch.cli.command import main as run
 
         run(sys.argv[2:])
     from phalanx.cli.group import main as group

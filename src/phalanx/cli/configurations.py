@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.job_spec import code_of
-from phalanx.cli.shown import (
+from phalanx.cli.output import (
     EITHER_SPELLING,
     Verbs,
     jobs,
@@ -21,9 +21,9 @@ from phalanx.cli.shown import (
     workspace_flag,
     workspace_of,
 )
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
-from phalanx.jobs.records import Named
+from phalanx.jobs.models import Named
 from phalanx.jobs.spec import Code, Dataset
 from phalanx.jobs.spec_file import validated
 

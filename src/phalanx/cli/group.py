@@ -11,12 +11,12 @@ from phalanx.errors import PhalanxError, did_you_mean
 
 _COMMANDS = {
     "run": (
-        "phalanx.launch.flags",
+        "phalanx.launch.cli.flags",
         "command",
         "Start a script on every process of this host and watch over it.",
     ),
-    "ps": ("phalanx.launch.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
-    "rank-table": ("phalanx.launch.rank_table_commands", "command", "Make, check or convert a rank table."),
+    "ps": ("phalanx.launch.job.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
+    "rank-table": ("phalanx.launch.cli.rank_table_commands", "command", "Make, check or convert a rank table."),
     "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
     "plan": (
         "phalanx.cli.plan",

@@ -6,8 +6,8 @@ import time
 
 import click
 
-from phalanx.cli.shown import talk
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.cli.output import talk
+from phalanx.jobs.protocol import Jobs
 
 _LOOK_S = 0.5
 _PART = 1 << 18

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from phalanx.cli.shown import workspace_of
-from phalanx.cluster import messages
+from phalanx.cli.output import workspace_of
+from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import Code, TrainingJob
 from phalanx.jobs.spec_file import read, validated
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from phalanx.cli import job_logs, job_shown
+from phalanx.cli import job_logs
+from phalanx.cli import job_tables as job_shown
 from phalanx.cli.job_spec import placed, spec_of, spec_options
-from phalanx.cli.shown import EITHER_SPELLING, Verbs, jobs, json_flag, show_json, talk, words
+from phalanx.cli.output import EITHER_SPELLING, Verbs, jobs, json_flag, show_json, talk, words
 from phalanx.cli.workspaces import workspace
-from phalanx.jobs.records import Job
-from phalanx.jobs.service_protocol import Jobs
+from phalanx.jobs.models import Job
+from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.states import State
 
 _LATE = 124

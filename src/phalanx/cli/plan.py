@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import click
 from rich.console import Console
 
-from phalanx.auto.job import PLAN_KNOBS, is_of_arrangement, read_layer_limit, read_limit
-from phalanx.auto.simulate_files import check_folders, draw_simulated, drawn_options, write_file
-from phalanx.cluster.description import read_cluster
-from phalanx.cluster.messages import text
+from phalanx.auto.search.request import PLAN_KNOBS, is_of_arrangement, read_layer_limit, read_limit
+from phalanx.auto.simulate.files import check_folders, draw_simulated, drawn_options, write_file
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.spec.cluster import read_cluster
 
 if TYPE_CHECKING:  # a described transformer needs no torch
-    from phalanx.auto.planned import Planned
+    from phalanx.auto.planner.result import Planned
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -81,7 +81,7 @@ def _plan_script(
     timeline: Path | None,
 ) -> None:
     _check_words(cluster, (*limits, *alternatives))
-    from phalanx.train.plan_script import plan_script
+    from phalanx.train.model.plan_script import plan_script
 
     answer = plan_script(
         script,
@@ -98,7 +98,7 @@ def _plan_script(
     else:
         _print(answer, alternatives)
     if picture is not None:
-        from phalanx.auto.planned_picture import picture_of_plan
+        from phalanx.auto.planner.picture import picture_of_plan
 
         write_file(picture, picture_of_plan(answer))
         click.echo(text("plan picture", path=picture), err=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.shown import EITHER_SPELLING, talk
-from phalanx.jobs import layout
+from phalanx.cli.output import EITHER_SPELLING, talk
+from phalanx.jobs import paths as layout
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends import Engines
@@ -55,9 +55,9 @@ def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> 
     from phalanx.jobs.api.serve import PORT, Place, address_of, bind
     from phalanx.jobs.api.serve import serve as answer
     from phalanx.jobs.backends import Engines
-    from phalanx.jobs.opening import local_actor
-    from phalanx.jobs.service import JobService
-    from phalanx.jobs.service_protocol import Jobs
+    from phalanx.jobs.connect import local_actor
+    from phalanx.jobs.protocol import Jobs
+    from phalanx.jobs.service.service import JobService
     from phalanx.jobs.store import Store
     from phalanx.ui.console import add_console
 
@@ -91,7 +91,7 @@ def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> 
 def _keeping(store: Store, engines: Engines, home: Path) -> Iterator[None]:
     """Look after the jobs in a thread of this process; while another keeper does, this one waits its turn."""
     from phalanx.jobs.backends.local import this_machine
-    from phalanx.jobs.keeper import Keeper, keep
+    from phalanx.jobs.control.controller import Keeper, keep
 
     stopped = threading.Event()
     keeper = Keeper(store, engines, home, machine=this_machine())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.shown import (
+from phalanx.cli.output import (
     EITHER_SPELLING,
     Verbs,
     jobs,
@@ -17,9 +17,9 @@ from phalanx.cli.shown import (
     workspace_flag,
     workspace_of,
 )
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
+from phalanx.jobs.models import Role
 from phalanx.jobs.quantities import to_seconds
-from phalanx.jobs.records import Role
 
 
 @click.group(cls=Verbs, context_settings=EITHER_SPELLING)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.cluster.messages import text
+from phalanx.cluster.messages.messages import text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -7,7 +7,7 @@ import os
 import struct
 from pathlib import Path
 
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
 
 ROUTES = Path("/proc/net/route")
 ADDRESSES = Path("/proc/net/fib_trie")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from phalanx.cluster.messages import text
+from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError, PeerLostError
 
 SAY_EVERY_S = 3.0

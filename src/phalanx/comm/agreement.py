@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from phalanx.cluster.rendezvous import name_ranks
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
 from phalanx.comm.process_group import Meeting
 from phalanx.comm.store import open_store

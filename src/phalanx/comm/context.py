@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.role import Role
-from phalanx.cluster.settings import warn_dead
+from phalanx.cluster.env.settings import warn_dead
+from phalanx.cluster.role.role import Role
 from phalanx.comm import agreement, process_group, threads
 from phalanx.comm.batches import Batches
 from phalanx.comm.batches import BatchShare as BatchShare
+from phalanx.comm.logging_setup import speak
 from phalanx.comm.passes import Passes
-from phalanx.comm.voice import speak
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.comm")

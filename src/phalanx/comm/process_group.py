@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from phalanx import __version__
 from phalanx.cluster import network
 from phalanx.cluster.rendezvous import Announcement, Expected, meet
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm import shared_memory
 from phalanx.comm.store import JobStore, addresses_of, open_store, probe
 from phalanx.comm.timeouts import collective_timeout

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.cluster import network
-from phalanx.cluster.environment import split_endpoint
-from phalanx.cluster.messages import text
-from phalanx.cluster.role import Role
+from phalanx.cluster.env.values import split_endpoint
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError, PeerLostError, RoleError
 
 logger = logging.getLogger("phalanx.comm")

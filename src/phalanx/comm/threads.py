@@ -8,7 +8,7 @@ import socket
 
 import torch
 
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
 
 logger = logging.getLogger("phalanx.comm")

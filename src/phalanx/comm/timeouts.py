@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.cluster.environment import Environment
+from phalanx.cluster.env.values import Environment
 
 
 def collective_timeout() -> timedelta:

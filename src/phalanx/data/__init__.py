@@ -3,19 +3,19 @@
 from typing import Any
 
 from phalanx.data import vision
-from phalanx.data.cifar import Cifar10Dataset
-from phalanx.data.criteo import criteo_schema
-from phalanx.data.digits import DigitsDataset
-from phalanx.data.download import download
-from phalanx.data.flowers import FlowersDataset
-from phalanx.data.generator import GeneratorDataset
-from phalanx.data.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
-from phalanx.data.in_memory import InMemoryDataset
-from phalanx.data.labels import check_labels
-from phalanx.data.loader import ShardedLoader
-from phalanx.data.pipeline import Pipeline
-from phalanx.data.queue import QueueDataset
-from phalanx.data.slots import SlotSchema
+from phalanx.data.ctr.criteo import criteo_schema
+from phalanx.data.ctr.in_memory import InMemoryDataset
+from phalanx.data.ctr.queue import QueueDataset
+from phalanx.data.ctr.slots import SlotSchema
+from phalanx.data.loader.loader import ShardedLoader
+from phalanx.data.pipeline.pipeline import Pipeline
+from phalanx.data.readers.cifar import Cifar10Dataset
+from phalanx.data.readers.digits import DigitsDataset
+from phalanx.data.readers.download import download
+from phalanx.data.readers.flowers import FlowersDataset
+from phalanx.data.readers.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
+from phalanx.data.samples.labels import check_labels
+from phalanx.data.stream.generator import GeneratorDataset
 from phalanx.old_names import missing
 
 __all__ = [

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from phalanx.cluster.detect import memory_bytes, processor_name
-from phalanx.cluster.measured import BACKENDS, Measured, Precision, Rates, measured_file
-from phalanx.cluster.messages import text
+from phalanx.cluster.calibration.figures import BACKENDS, Measured, Precision, Rates, measured_file
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.spec.detect import memory_bytes, processor_name
 from phalanx.errors import BackendError
 
 POLL_S = 0.2

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from phalanx.cluster.measured import Sharding
+from phalanx.cluster.calibration.figures import Sharding
 from phalanx.comm.context import current
 from phalanx.diagnose import calibrate_links as links
 from phalanx.diagnose.calibrate_work import Clock, Points, points
-from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import shape_of
+from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.model_shape import shape_of
 from phalanx.plan.buckets import GradientBucket
 from phalanx.plan.mesh import Position
 from phalanx.plan.value import AllReduce, Axis

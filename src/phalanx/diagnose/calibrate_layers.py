@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.cluster.measured import LayerKind
+from phalanx.cluster.calibration.figures import LayerKind
 from phalanx.comm import collectives
 from phalanx.diagnose import calibrate_links as links
 from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
-from phalanx.parallel.operators import place_module
-from phalanx.parallel.recompute import apply_recompute
+from phalanx.parallel.memory.activation_checkpointing import apply_recompute
+from phalanx.parallel.operators.placement import place_module
 from phalanx.plan.sites import Site
 from phalanx.plan.value import ModuleRule
 

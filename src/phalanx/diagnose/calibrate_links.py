@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.measured import BACKENDS, Kind
+from phalanx.cluster.calibration.figures import BACKENDS, Kind
 from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
 
 _SAMPLES = 2

@@ -13,7 +13,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.measured import LAYER_KINDS, Kind, LayerKind, Precision, Rates
+from phalanx.cluster.calibration.figures import LAYER_KINDS, Kind, LayerKind, Precision, Rates
 from phalanx.comm.context import init
 from phalanx.diagnose import calibrate_gradients as gradients
 from phalanx.diagnose import calibrate_layers as layers

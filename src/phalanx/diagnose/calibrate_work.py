@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cluster.measured import Grid, Precision, never_falling
+from phalanx.cluster.calibration.figures import Grid, Precision, never_falling
 
 Run = Callable[[], object]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.cluster import network
-from phalanx.cluster.settings import TABLE
+from phalanx.cluster.env.settings import TABLE
 from phalanx.errors import ConfigError
 from phalanx.versions import require_torch
 

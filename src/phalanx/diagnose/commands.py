@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster import messages
-from phalanx.cluster.settings import TABLE, Setting, markdown, shown_value
+from phalanx.cluster.env.settings import TABLE, Setting, markdown, shown_value
+from phalanx.cluster.messages import messages
 
 _LETTERS = {"read": "r", "written": "w", "read, written": "rw", "ignored": "-"}
 

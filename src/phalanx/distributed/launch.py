@@ -1,6 +1,6 @@
 """`python -m phalanx.distributed.launch`."""
 
-from phalanx.launch.command import main
+from phalanx.launch.cli.command import main
 
 if __name__ == "__main__":
     main(name="python -m phalanx.distributed.launch")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.jobs.records import Failure
+from phalanx.jobs.models import Failure
 from phalanx.jobs.spec import TrainingJob
 
 
@@ -40,7 +40,7 @@ class Submission:
         job: The job's id; a backend marks what it starts with `job` and `attempt`, so that it finds it again.
         attempt: Number of the attempt, from 1.
         spec: The resolved spec: commits instead of refs, datasets in full.
-        folder: The attempt's own folder (`jobs/layout.py`), which on Slurm all nodes see.
+        folder: The attempt's own folder (`jobs/paths.py`), which on Slurm all nodes see.
         secrets: Values by name. They go into no file that outlives the attempt, no command line and no manifest.
     """
 

@@ -19,13 +19,13 @@ from pydantic import TypeAdapter
 
 from phalanx import errors
 from phalanx.errors import BackendError, ConfigError, PhalanxError
-from phalanx.jobs.metrics import Reports
-from phalanx.jobs.records import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
-from phalanx.jobs.service_protocol import LogPart, NewToken, SecretName, Token
+from phalanx.jobs.attempt.metrics import Reports
+from phalanx.jobs.attempt.usage import Usage
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
+from phalanx.jobs.sources.archive import pack
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import State
-from phalanx.jobs.trees import pack
-from phalanx.jobs.usage import Usage
 
 T = TypeVar("T")
 

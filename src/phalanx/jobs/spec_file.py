@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError, did_you_mean
 from phalanx.jobs import dlc
 from phalanx.jobs.spec import Code, Dataset, TrainingJob

@@ -7,9 +7,9 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 
-from phalanx.cluster.messages import TABLE, text
-from phalanx.launch.logs import shown
-from phalanx.launch.verdict import Ending
+from phalanx.cluster.messages.messages import TABLE, text
+from phalanx.launch.job.logs import shown
+from phalanx.launch.job.root_cause import Ending
 
 _WIDTH = 88
 _TABLE_WIDTH = 87

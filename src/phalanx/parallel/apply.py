@@ -25,13 +25,13 @@ from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import is_handle, is_module_held, shape_of
-from phalanx.parallel.drift import VARIABLE, Drift, compare_every, watch
-from phalanx.parallel.fits import check_fits, sharded_update
-from phalanx.parallel.flat import stored
-from phalanx.parallel.forward_passes import follow_forward_passes
+from phalanx.parallel.checks.replicas import VARIABLE, Drift, compare_every, watch
+from phalanx.parallel.checks.wrappers import check_unwrapped
+from phalanx.parallel.data.bucket_buffers import stored
+from phalanx.parallel.data.forward_passes import follow_forward_passes
+from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
 from phalanx.parallel.techniques import (
     attach_tables,
     check_operators,
@@ -42,17 +42,17 @@ from phalanx.parallel.techniques import (
     reduce_gradients,
     updaters_of,
 )
-from phalanx.parallel.tensor.swap import cut_layers
-from phalanx.parallel.wrappers import check_unwrapped
+from phalanx.parallel.tensor.apply_styles import cut_layers
+from phalanx.parallel.validate import check_fits, sharded_update
 from phalanx.plan.files import leave
-from phalanx.plan.mesh_rules import STAGE_AXIS
+from phalanx.plan.rules.mesh import STAGE_AXIS
+from phalanx.plan.rules.unmatched import check_rules
 from phalanx.plan.shape import ModelShape, ParamShape
-from phalanx.plan.unmatched import check_rules
 from phalanx.plan.value import Plan, Push
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
-    from phalanx.parallel.pipeline import Pipeline
-    from phalanx.parallel.updates import Updater
+    from phalanx.parallel.pipeline.engine import Pipeline
+    from phalanx.parallel.update.updates import Updater
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -101,7 +101,7 @@ def distributed_models() -> list[nn.Module]:
 
 def is_cared_for(param: Tensor) -> bool:
     """Return whether a distributed model, or an optimizer's table, takes care of this parameter's gradient."""
-    tables = sys.modules.get("phalanx.ps.attach")
+    tables = sys.modules.get("phalanx.ps.client.table_client")
     if tables is not None and tables.holds(param):
         return True
     return _cared_for[param][1] if param in _cared_for else is_module_held(param)

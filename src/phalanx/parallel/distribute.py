@@ -16,21 +16,21 @@ from torch.utils.data import IterableDataset
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
-from phalanx.data.loader import ShardedLoader
+from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
 from phalanx.parallel.apply import applied, applied_to, apply, check_model, distributed_models
-from phalanx.parallel.describe import shape_of
-from phalanx.parallel.learning_rate import apply_factor, factor_for
-from phalanx.parallel.pairing import pair
-from phalanx.parallel.rows_watch import RowsWatch
-from phalanx.parallel.shared_loss import share_losses
-from phalanx.parallel.step_gate import follow_torch_scaler
-from phalanx.parallel.step_hooks import hook_steps
-from phalanx.parallel.step_watch import StepWatch, every_optimizer
-from phalanx.parallel.tensor.mark import is_marked, told, with_marks
-from phalanx.parallel.watch import ForwardWatch, assembly, reach_at_call, refuse_outer_wrapper
-from phalanx.plan.rules import plan_from_strategy
+from phalanx.parallel.checks.optimizer_step import StepWatch, every_optimizer
+from phalanx.parallel.checks.same_data import RowsWatch
+from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.session import ForwardWatch, assembly, reach_at_call, refuse_outer_wrapper
+from phalanx.parallel.step.gate import follow_torch_scaler
+from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.step.learning_rate import apply_factor, factor_for
+from phalanx.parallel.step.shared_loss import share_losses
+from phalanx.parallel.tensor.shard_api import is_marked, told, with_marks
+from phalanx.parallel.update.optimizer_setup import pair
+from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 
@@ -170,7 +170,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(applied.reducer.no_sync())
         if applied.is_sharded:
-            from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+            from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
 
             stack.enter_context(sharded.no_sync(model))
         yield

@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import phalanx.comm.context as context_of
-from phalanx.data.binding import bind_argument
+from phalanx.data.loader.binding import bind_argument
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import Applied, applied_to
-from phalanx.parallel.kept_memory import activation_bytes, as_trained, is_averaged, state_of
-from phalanx.parallel.measure import layer_kinds
-from phalanx.plan.explain import Explanation
-from phalanx.plan.explain import explain as explain_plan
+from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
+from phalanx.parallel.model_profile import layer_kinds
+from phalanx.plan.report.explain import Explanation
+from phalanx.plan.report.explain import explain as explain_plan
 
 
 def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) -> Explanation:
@@ -37,7 +37,7 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
     if made is None:
         raise ConfigError(
             f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
-            "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
+            "distributed_model first; for a Plan that is not applied there is phalanx.plan.report.explain(plan, shape)."
         )
     shape = as_trained(made.shape, model)
     given = bind_argument(model, inputs[0]) if len(inputs) == 1 else inputs

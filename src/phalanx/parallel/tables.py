@@ -16,19 +16,19 @@ import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.transfers import check_not_alone
-from phalanx.data.stream import digest
+from phalanx.data.stream.stream import digest
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to, distributed_models
-from phalanx.parallel.describe import is_handle, is_module_held
-from phalanx.plan.server_rules import dense_on_servers, push_from_strategy
+from phalanx.parallel.model_shape import is_handle, is_module_held
+from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
-from phalanx.ps import attach
-from phalanx.ps.attach import Attachment
-from phalanx.ps.local import LocalStore
-from phalanx.ps.open import secret_of
+from phalanx.ps.client import table_client as attach
+from phalanx.ps.client.connect import secret_of
+from phalanx.ps.client.table_client import Attachment
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
 from phalanx.ps.snapshot.read import read
-from phalanx.ps.store import Store
+from phalanx.ps.stores.base import Store
+from phalanx.ps.stores.local import LocalStore
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.ps")

@@ -12,28 +12,28 @@ from phalanx.comm.agreement import share
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
 from phalanx.parallel.captured import check_of
-from phalanx.parallel.data_parallel import Reducer
-from phalanx.parallel.describe import is_handle, owner_of, shape_of
+from phalanx.parallel.data.grad_reduction import wire_for
+from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.tensor.rows import average
-from phalanx.parallel.wires import wire_for
+from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
+from phalanx.parallel.tensor.gathered_linear import average
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import reduced_along
-from phalanx.plan.mesh_rules import STAGE_AXIS
-from phalanx.plan.server_rules import DENSE
+from phalanx.plan.rules.mesh import STAGE_AXIS
+from phalanx.plan.rules.servers import DENSE
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
-    from phalanx.parallel.pipeline import Pipeline
-    from phalanx.parallel.updates import Updater
+    from phalanx.parallel.pipeline.engine import Pipeline
+    from phalanx.parallel.update.updates import Updater
 
 logger = logging.getLogger("phalanx.parallel")
 
 
 def attach_tables(plan: Plan, model: nn.Module) -> None:
     """Name the tables of a model, and say which of its dense parameters live on servers."""
-    from phalanx.ps import attach  # a job without tables does not wait for this
+    from phalanx.ps.client import table_client as attach  # a job without tables does not wait for this
 
     rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
     push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
@@ -46,7 +46,7 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
             assert isinstance(place, Server)
             attachment.claims.name(param, place.table)
         elif isinstance(place, Server) and place.table != DENSE:
-            from phalanx.ps.placed import place_embedding  # imports torch's compiler
+            from phalanx.ps.placed_embedding import place_embedding  # imports torch's compiler
 
             embedding = owner_of(name, model)
             assert isinstance(embedding, nn.Embedding)
@@ -98,7 +98,7 @@ def _average_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 def check_operators(plan: Plan, model: nn.Module) -> None:
     """Raise unless a Plan's rules for operators are of the step that this model runs. Collective if there are any.
 
-    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.capture`, `px.auto_parallel`, or who
+    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.step.capture`, `px.auto_parallel`, or who
     has its data: `px.distribute` and `px.Model`).
 
     Raises:
@@ -113,7 +113,7 @@ def check_operators(plan: Plan, model: nn.Module) -> None:
         why = (
             f"they are of the step captured as {plan.capture_digest}, and no step of this model was captured. Give the "
             "data beside the Plan, px.distribute(model, optimizer, data, plan=plan), or call "
-            "phalanx.auto.capture.capture(model, sample) with a global batch before, on rank 0 at least"
+            "phalanx.auto.capture.step.capture(model, sample) with a global batch before, on rank 0 at least"
         )
     why = share("operators", why)
     if why is not None:
@@ -123,7 +123,7 @@ def check_operators(plan: Plan, model: nn.Module) -> None:
 def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     """Let single operators compute as a Plan says, if it says so of any. Collective then."""
     if plan.ops:
-        from phalanx.parallel import operators  # imports DTensor
+        from phalanx.parallel.operators import placement as operators  # imports DTensor
 
         operators.place_operators(plan, model, mesh)
 
@@ -131,7 +131,7 @@ def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     """Change how modules compute, in place; what is not asked for is not imported."""
     if plan.step.sync_bn and context.readers.count > 1:
-        from phalanx.parallel.sync_batch_norm import keep_out_of_graph, synchronise
+        from phalanx.parallel.data.sync_batch_norm import keep_out_of_graph, synchronise
 
         # A pipeline weighs the loss.
         if not synchronise(model, is_weighed=_has_stages(plan), is_sum=is_sum_of_ranks(plan)):
@@ -139,12 +139,12 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
         if plan.step.compiled:
             keep_out_of_graph()
     if any(rule.recompute != "none" or rule.offload for rule in plan.modules):
-        from phalanx.parallel.recompute import apply_recompute
+        from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 
         apply_recompute(plan.modules, model)
     whole = next((rule for rule in plan.modules if rule.match == "" and rule.dtype is not None), None)
     if whole is not None and whole.dtype is not None:
-        from phalanx.parallel.precision import apply_precision
+        from phalanx.parallel.precision.autocast import apply_precision
 
         keep = [rule.match for rule in plan.modules if rule.match and rule.dtype == "float32"]
         apply_precision(model, whole.dtype, pure=whole.pure, keep=keep)
@@ -168,14 +168,14 @@ def updaters_of(
     """Return what acts around the steps of a model's optimizers. Collective."""
     if not any(isinstance(rule.update, (Average, TopK)) for rule in plan.params):
         return ()
-    from phalanx.parallel.updates import make_updaters
+    from phalanx.parallel.update.updates import make_updaters
 
     return make_updaters(plan, model, mesh, context, reducer)
 
 
 def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context) -> Pipeline:
     """Keep this rank's stages of a model, and average their gradients over the ranks with the same. Collective."""
-    from phalanx.parallel import pipeline  # a job without stages does not wait for this
+    from phalanx.parallel.pipeline import engine as pipeline  # a job without stages does not wait for this
 
     made = pipeline.cut(plan, model, mesh, context)
     buckets = all_reduce_buckets(plan, shape_of(model))
@@ -185,7 +185,7 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter |
     held = {name for name, param in model.named_parameters() if not param.is_meta}
     mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
     if update is not None and mesh.size(mesh.batch_axes) > 1:
-        from phalanx.parallel.sharded import ShardedStages  # a job that shards nothing does not wait for this
+        from phalanx.parallel.zero.sharded import ShardedStages  # a job that shards nothing does not wait for this
 
         made.sharded = ShardedStages(plan, model, mesh, update)
     if buckets or mesh.size(mesh.batch_axes) > 1:
@@ -195,7 +195,7 @@ def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter |
 
 
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:
-    from phalanx.parallel import sharded  # a job that shards nothing does not wait for this
+    from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
 
     sharded.shard(plan, model, mesh, update)
     reducer = Reducer(model, (), mesh, context, sync_buffers=plan.step.sync_buffers)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.plan.diff import Change, diff
-from phalanx.plan.explain import Explanation, explain
 from phalanx.plan.files import load_plan, save_plan
-from phalanx.plan.rules import plan_from_strategy
+from phalanx.plan.report.diff import Change, diff
+from phalanx.plan.report.explain import Explanation, explain
+from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Plan
 

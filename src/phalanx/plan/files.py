@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.cluster.messages import meant, text
-from phalanx.cluster.wrong_values import why_wrong
+from phalanx.cluster.messages.messages import meant, text
+from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.errors import PlanError
 from phalanx.plan import value as values
 from phalanx.plan.shape import ModelShape

@@ -9,7 +9,7 @@ from rich.table import Table as Grid
 
 from phalanx.plan.buckets import MARK_BITS, all_reduce_buckets
 from phalanx.plan.mesh import Position, reduced_along, slice_shape
-from phalanx.plan.mesh_rules import STAGE_AXIS
+from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.stages import shares_of
 from phalanx.plan.value import OnRanks, ParamRule, Plan, ReduceScatter, TopK

@@ -1,6 +1,6 @@
 """In which order each rank of a pipeline runs its micro-batches: the same order as torch's schedules (pure).
 
-`parallel/pipeline_schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
+`parallel/pipeline/schedule` has torch run a schedule; what asks beforehand how long it takes, or how much it holds,
 asks here. A test holds the two together.
 
 Sources: GPipe, Y. Huang et al., NeurIPS 2019; 1F1B and interleaved, D. Narayanan et al., SC 2021; zero bubble, P. Qi et

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.errors import PlanError, did_you_mean
-from phalanx.plan.mesh_rules import STAGE_AXIS
+from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Plan
 

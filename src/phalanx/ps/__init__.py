@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:  # names resolved by __getattr__ below, so that values cost no torch and embeddings no server
-    from phalanx.ps.ahead import prefetch
+    from phalanx.ps.client.prefetch import prefetch
     from phalanx.ps.embedding import SparseEmbedding, lookup
-    from phalanx.ps.rules import (
+    from phalanx.ps.table.rules import (
         FTRL,
         SGD,
         Adagrad,
@@ -44,6 +44,10 @@ __all__ = [
     "prefetch",
 ]
 
-_HOMES = dict.fromkeys(__all__, "rules") | {"SparseEmbedding": "embedding", "lookup": "embedding", "prefetch": "ahead"}
+_HOMES = dict.fromkeys(__all__, "table.rules") | {
+    "SparseEmbedding": "embedding",
+    "lookup": "embedding",
+    "prefetch": "client.prefetch",
+}
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.ps.client.parameter import Handle, TableSettings, shared_handle
 from phalanx.ps.features import Feature, Found, read
-from phalanx.ps.handle import Handle, TableSettings, shared_handle
-from phalanx.ps.rules import SGD, Entry, Init, Rule, Uniform
+from phalanx.ps.table.rules import SGD, Entry, Init, Rule, Uniform
 
 Combiner = Literal["sum", "mean"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ps.attach import Attachment, current
-from phalanx.ps.dedup import unique
-from phalanx.ps.handle import Handle, Occurrences
-from phalanx.ps.store import Keys, Rows
+from phalanx.ps.client.parameter import Handle, Occurrences
+from phalanx.ps.client.table_client import Attachment, current
+from phalanx.ps.stores.base import Keys, Rows
+from phalanx.ps.stores.dedup import unique
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`DistributedStrategy`: what the user asks for, with Fleet's names; rules turn it into a Plan (`plan/rules`)."""
+"""`DistributedStrategy`: what the user asks for, with Fleet's names; rules turn it into a Plan (`plan/rules/rules`)."""
 
 from phalanx.strategy.settings import DistributedStrategy, check_strategy
 

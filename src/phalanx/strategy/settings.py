@@ -15,7 +15,7 @@ from phalanx.strategy.conflicts import TECHNIQUES
 from phalanx.strategy.files import read_settings, write_settings
 from phalanx.strategy.idle import idle_settings
 from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
-from phalanx.strategy.shown import printed, strategy_table
+from phalanx.strategy.table import printed, strategy_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

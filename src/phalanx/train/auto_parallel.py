@@ -8,9 +8,9 @@ from functools import wraps
 from typing import ParamSpec
 
 from phalanx.auto.auto_parallel import auto_parallel as search
-from phalanx.auto.planned import Planned
+from phalanx.auto.planner.result import Planned
 from phalanx.train.job_cluster import job_cluster
-from phalanx.train.no_tables import check_no_tables
+from phalanx.train.model.no_tables import check_no_tables
 
 Asked = ParamSpec("Asked")
 

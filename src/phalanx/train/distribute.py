@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.data.loader import ShardedLoader
+from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, join, use_strategy
-from phalanx.parallel.watch import ACTS_AT_UPDATES, Training, assembly, check_trains
+from phalanx.parallel.session import ACTS_AT_UPDATES, Training, assembly, check_trains
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
-from phalanx.train.lone_rows import check_batch_norms
+from phalanx.train.loss.lone_rows import check_batch_norms
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -63,7 +63,7 @@ def distribute(
     if assembly.planner is not None and loader is not None:
         assembly.planner(Training(model=model, optimizer=optimizer, strategy=assembly.strategy))
     if isinstance(plan, Plan) and loader is not None:
-        from phalanx.train.plan_ahead import look_ahead  # a job without a Plan of its own does not wait for this
+        from phalanx.train.model.planning import look_ahead  # a job without a Plan of its own does not wait for this
 
         look_ahead(model, loader, plan)
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)

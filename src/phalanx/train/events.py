@@ -89,7 +89,7 @@ _stream: EventStream | None = None
 
 def tell_loss(loss: torch.Tensor) -> None:
     """Let updates that follow the loss know this step's, before the optimizer's step."""
-    updates = sys.modules.get("phalanx.parallel.updates")  # there if a model needs it
+    updates = sys.modules.get("phalanx.parallel.update.updates")  # there if a model needs it
     if updates is not None:
         updates.observe_loss(loss)
 
@@ -143,7 +143,7 @@ def _own() -> EventStream:
 
 
 def _rows_read() -> tuple[int, int] | None:
-    watch = sys.modules.get("phalanx.parallel.watch")  # there if something is distributed
+    watch = sys.modules.get("phalanx.parallel.session")  # there if something is distributed
     loader = None if watch is None else watch.assembly.loader
     if loader is None or loader.has_batch_sampler:
         return None  # its batches are counted, not their rows

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 import phalanx.comm.context as context_of
-from phalanx.cluster.description import Cluster
-from phalanx.cluster.detect import measured_node
-from phalanx.cluster.role import Role
+from phalanx.cluster.role.role import Role
+from phalanx.cluster.spec.cluster import Cluster
+from phalanx.cluster.spec.detect import measured_node
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.train")

@@ -14,11 +14,11 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from phalanx.errors import AccessError, NotFoundError, PhalanxError
-from phalanx.jobs.api.answers import status_of
-from phalanx.jobs.api.caller import TokenError, enter
+from phalanx.jobs.api.auth import TokenError, enter
+from phalanx.jobs.api.error_handlers import status_of
 from phalanx.ui import pages, submit_page
-from phalanx.ui.visitor import COOKIE, ROOT, check_origin, keep_language, language, plain_page, visitor
-from phalanx.ui.words import LANGUAGES, speaker
+from phalanx.ui.i18n import LANGUAGES, speaker
+from phalanx.ui.session import COOKIE, ROOT, check_origin, keep_language, language, plain_page, visitor
 
 routes = APIRouter(include_in_schema=False)
 

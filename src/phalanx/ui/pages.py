@@ -12,11 +12,11 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from phalanx.errors import NotFoundError
 from phalanx.jobs.api.jobs import LOG_START, streamed
-from phalanx.jobs.records import Attempt, Job
+from phalanx.jobs.models import Attempt, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
-from phalanx.ui import show
-from phalanx.ui.visitor import ROOT, Visitor, visitor
+from phalanx.ui import format as show
+from phalanx.ui.session import ROOT, Visitor, visitor
 
 routes = APIRouter(include_in_schema=False)
 

@@ -16,7 +16,7 @@ from phalanx.jobs.spec_file import what_is_wrong
 from phalanx.ui import form
 from phalanx.ui.field_words import CHINESE
 from phalanx.ui.pages import Visiting
-from phalanx.ui.visitor import ROOT, Visitor, language
+from phalanx.ui.session import ROOT, Visitor, language
 
 routes = APIRouter(include_in_schema=False)
 

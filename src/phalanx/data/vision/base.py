@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.draws import Draws
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.errors import ConfigError
 
 CHANNELS = (1, 3, 4)

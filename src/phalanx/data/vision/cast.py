@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.draws import Draws
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import Transform
 from phalanx.errors import ConfigError, did_you_mean
 

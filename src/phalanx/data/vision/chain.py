@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.draws import Draws
-from phalanx.data.seeding import seed_all, seeded
+from phalanx.data.sampling.row_rng import Draws
+from phalanx.data.sampling.seeding import seed_all, seeded
 from phalanx.data.vision.base import Transform, as_tensor
 from phalanx.data.vision.pointwise import fused
 from phalanx.errors import ConfigError

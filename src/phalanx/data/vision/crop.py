@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.draws import Draws
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.resize import Interpolation, check_interpolation, resized
 from phalanx.data.vision.sizes import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.data.draws import Draws
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.sizes import channels_as_before, channels_first, height_and_width, read_share
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.draws import Draws
-from phalanx.data.reuse import batches
+from phalanx.data.samples.buffer_pool import batches
+from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import CHANNELS, Transform, layout_of
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE

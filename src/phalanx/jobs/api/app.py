@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from phalanx.jobs.api import configurations, health, jobs, people
-from phalanx.jobs.api.answers import add_errors
-from phalanx.jobs.api.caller import Enter
+from phalanx.jobs.api import configurations, health, jobs
+from phalanx.jobs.api import members as people
+from phalanx.jobs.api.auth import Enter
+from phalanx.jobs.api.error_handlers import add_errors
 from phalanx.jobs.api.heads import Heads
-from phalanx.jobs.api.rates import Rates
+from phalanx.jobs.api.rate_limit import Rates
 
 _BODY_LIMIT = 1 << 20
 """Most bytes of a request's body; trees of code have a limit of their own."""

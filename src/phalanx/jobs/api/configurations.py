@@ -12,10 +12,10 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from phalanx.jobs.api.answers import RESPONSES
-from phalanx.jobs.api.caller import Caller
-from phalanx.jobs.records import Named
-from phalanx.jobs.service_protocol import SecretName
+from phalanx.jobs.api.auth import Caller
+from phalanx.jobs.api.error_handlers import RESPONSES
+from phalanx.jobs.models import Named
+from phalanx.jobs.protocol import SecretName
 from phalanx.jobs.spec import Code, Dataset
 
 routes = APIRouter(responses=RESPONSES, prefix="/workspaces/{workspace}", tags=["configurations"])

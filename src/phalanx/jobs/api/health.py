@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from phalanx.jobs.api.answers import RESPONSES
-from phalanx.jobs.api.caller import Caller
-from phalanx.jobs.records import Counts
+from phalanx.jobs.api.auth import Caller
+from phalanx.jobs.api.error_handlers import RESPONSES
+from phalanx.jobs.models import Counts
 from phalanx.jobs.states import State
 
 routes = APIRouter(tags=["health"])

@@ -12,14 +12,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from phalanx.jobs.api.answers import RESPONSES
-from phalanx.jobs.api.caller import Caller
-from phalanx.jobs.metrics import Reports
-from phalanx.jobs.records import Attempt, Event, Job
-from phalanx.jobs.service_protocol import Jobs, LogPart
+from phalanx.jobs.api.auth import Caller
+from phalanx.jobs.api.error_handlers import RESPONSES
+from phalanx.jobs.attempt.metrics import Reports
+from phalanx.jobs.attempt.usage import Usage
+from phalanx.jobs.models import Attempt, Event, Job
+from phalanx.jobs.protocol import Jobs, LogPart
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
-from phalanx.jobs.usage import Usage
 
 routes = APIRouter(responses=RESPONSES, tags=["jobs"])
 

@@ -19,17 +19,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cluster.detect import memory_bytes
+from phalanx.cluster.spec.detect import memory_bytes
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import attempt, launching, layout
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs.attempt.failures import killed_for_memory, lost_node
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.failures import killed_for_memory, lost_node
-from phalanx.jobs.held import held
-from phalanx.jobs.queue import Amount, need_of
-from phalanx.jobs.records import Failure
+from phalanx.jobs.models import Failure
+from phalanx.jobs.scheduling.queue import Amount, need_of
+from phalanx.jobs.sources.file_lock import held
 from phalanx.jobs.spec import TrainingJob
-from phalanx.launch.machine import Machine
-from phalanx.launch.processes import start_ticks
+from phalanx.launch.process.linux import start_ticks
+from phalanx.launch.request.machine import Machine
 
 MARK = "PHALANX_JOB_FOLDER"
 """Every process of an attempt has this in its environment, and is found by it when its parents are gone."""

@@ -14,14 +14,14 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError
-from phalanx.jobs.records import Attempt, Counts, Event, Failure, Job
+from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job
+from phalanx.jobs.redact import struck
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, State, may_follow
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.secrets import SecretRows
-from phalanx.jobs.striking import struck
 
 _LETTERS = "23456789abcdefghjkmnpqrstuvwxyz"
 """Of ids: none is read as another."""

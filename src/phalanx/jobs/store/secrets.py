@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, and_, delete, insert, select
 
 from phalanx.errors import ConfigError, NotFoundError
-from phalanx.jobs.records import Job
-from phalanx.jobs.service_protocol import SecretName
+from phalanx.jobs.models import Job
+from phalanx.jobs.protocol import SecretName
 from phalanx.jobs.spec import secrets_of
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.workspaces import WorkspaceRows
@@ -120,7 +120,7 @@ class SecretRows(WorkspaceRows):
 
 
 class WorkspaceConfigs:
-    """The configurations and secrets of one workspace, as `jobs/resolve` asks for them."""
+    """The configurations and secrets of one workspace, as `jobs/service/resolve` asks for them."""
 
     def __init__(self, store: SecretRows, workspace: str) -> None:
         self._store = store

@@ -12,8 +12,8 @@ from sqlalchemy import and_, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from phalanx.errors import AccessError, NotFoundError, StateError
-from phalanx.jobs.records import Actor
-from phalanx.jobs.service_protocol import NewToken, Token
+from phalanx.jobs.models import Actor
+from phalanx.jobs.protocol import NewToken, Token
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 

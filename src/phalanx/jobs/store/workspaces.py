@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from phalanx.cluster import messages
+from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError, did_you_mean
-from phalanx.jobs.records import Named, Role, Workspace
+from phalanx.jobs.models import Named, Role, Workspace
 from phalanx.jobs.states import State
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database

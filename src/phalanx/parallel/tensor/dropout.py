@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import transfers
-from phalanx.parallel.tensor.cut import Cut
+from phalanx.parallel.tensor.shard_spec import Cut
 
 
 class CutDropout(nn.Dropout):

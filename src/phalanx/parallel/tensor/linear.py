@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from phalanx.comm import collectives
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.mappings import copy_to, gather_from, reduce_from, scatter_to
+from phalanx.parallel.tensor.shard_spec import Cut
 
 
 class ColumnLinear(nn.Linear):

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.comm import transfers
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
-from phalanx.parallel.tensor.cut import Cut
+from phalanx.parallel.tensor.shard_spec import Cut
 
 
 class _CopyTo(torch.autograd.Function):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from phalanx.errors import PlanError
-from phalanx.parallel.describe import is_module_held
+from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.context import check_context
-from phalanx.parallel.tensor.cut import even_sizes
 from phalanx.parallel.tensor.dropout import CutDropout
+from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear, RowwiseLinear
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
-from phalanx.parallel.tensor.rows import ModelParallelLinear, RowwiseLinear
+from phalanx.parallel.tensor.shard_spec import even_sizes
 from phalanx.parallel.tensor.vocab import VocabEmbedding
-from phalanx.plan.tensor_rules import CUT_DIM, ON_TOKENS
+from phalanx.plan.rules.tensor import CUT_DIM, ON_TOKENS
 from phalanx.plan.value import ModuleRule, OnRanks, Plan, Shard, matches
 
 _SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {

@@ -12,8 +12,8 @@ from phalanx.comm import transfers
 from phalanx.comm.collectives import apply_function, ranks_of
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.cut import Cut
 from phalanx.parallel.tensor.linear import left
+from phalanx.parallel.tensor.shard_spec import Cut
 
 
 class VocabEmbedding(nn.Embedding):

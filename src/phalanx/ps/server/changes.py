@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.ps.arrays import check_push, check_rows
-from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.records import Array
-from phalanx.ps.store import Change, Keys, named
+from phalanx.ps.stores.base import Change, Keys, named
+from phalanx.ps.table.arrays import check_push, check_rows
+from phalanx.ps.table.rules import TableSpec
 
 KINDS = ("gradient", "delta", "assign")
 _COLUMNS = ("counts", "shows", "clicks")

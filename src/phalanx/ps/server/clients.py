@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.ps.store import Keys
+from phalanx.ps.stores.base import Keys
 
 KEPT_PULLS = 16
 """Pulls per client whose keys are remembered; an older one's push must bring its keys."""

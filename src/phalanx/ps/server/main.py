@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from phalanx.cluster.environment import Environment
-from phalanx.cluster.role import Role
+from phalanx.cluster.env.values import Environment
+from phalanx.cluster.role.role import Role
 from phalanx.errors import RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
-from phalanx.ps.server.matching import Matching
 from phalanx.ps.server.recovery import Recovery
 from phalanx.ps.server.saving import Saving
 from phalanx.ps.server.service import Service
+from phalanx.ps.server.snapshot_check import Matching
 from phalanx.ps.wire.address import listening_sockets
 from phalanx.ps.wire.listener import Listener
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import BackendError, PhalanxError
-from phalanx.ps.rules import TableSpec
 from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.entry import Entry
 from phalanx.ps.server.log import Durability, Log, replay
@@ -27,6 +26,7 @@ from phalanx.ps.snapshot.durable import sync_directory
 from phalanx.ps.snapshot.manifest import File, Manifest, write_manifest
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.write import Job
+from phalanx.ps.table.rules import TableSpec
 
 logger = logging.getLogger("phalanx.ps")
 

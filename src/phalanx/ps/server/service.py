@@ -22,11 +22,11 @@ from phalanx.ps.server import changes
 from phalanx.ps.server.clients import Client
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.entry import Entry
-from phalanx.ps.server.gate import Gate
 from phalanx.ps.server.log import Log
 from phalanx.ps.server.state import State
+from phalanx.ps.server.write_freeze import Gate
 from phalanx.ps.snapshot.save import LEFT
-from phalanx.ps.store import Keys, Rows, named
+from phalanx.ps.stores.base import Keys, Rows, named
 from phalanx.ps.wire.message import Reply, Request
 
 logger = logging.getLogger("phalanx.ps")

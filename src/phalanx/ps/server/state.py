@@ -13,19 +13,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.errors import ConfigError
-from phalanx.ps.local import check_same
-from phalanx.ps.placement import shards_owned
-from phalanx.ps.rules import TableSpec, table_spec
 from phalanx.ps.server import changes
 from phalanx.ps.server.clients import Clients
 from phalanx.ps.server.clocks import Clocks, checked_worker
 from phalanx.ps.server.entry import Entry
-from phalanx.ps.server.leases import Leases
-from phalanx.ps.server.steps import Steps
-from phalanx.ps.server.tables import Tables
+from phalanx.ps.server.sync_step import Steps
 from phalanx.ps.snapshot.read import Source
-from phalanx.ps.store import named
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.stores.base import named
+from phalanx.ps.stores.leases import Leases
+from phalanx.ps.stores.local import check_same
+from phalanx.ps.stores.tables import Tables
+from phalanx.ps.table.placement import shards_owned
+from phalanx.ps.table.rules import TableSpec, table_spec
+from phalanx.ps.table.table import Table, make_table
 
 logger = logging.getLogger("phalanx.ps")
 

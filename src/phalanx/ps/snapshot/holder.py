@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.ps.snapshot.manifest import check_mode
 from phalanx.ps.snapshot.write import Job
-from phalanx.ps.table import Table
+from phalanx.ps.table.table import Table
 
 _REMEMBERED = 4
 

@@ -10,9 +10,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from phalanx.errors import ConfigError, DataError, did_you_mean
-from phalanx.ps.placement import SHARDS
-from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.durable import sync_directory, sync_file
+from phalanx.ps.table.placement import SHARDS
+from phalanx.ps.table.rules import TableSpec
 
 MANIFEST = "manifest.json"
 Mode = Literal["full", "delta", "serving", "serving_bf16", "serving_int8", "text"]

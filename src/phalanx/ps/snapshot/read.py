@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigError, DataError, did_you_mean
-from phalanx.ps.arrays import Columns
-from phalanx.ps.layout import layout_of
-from phalanx.ps.rules import TableSpec
 from phalanx.ps.snapshot.dense import read_extra
 from phalanx.ps.snapshot.manifest import Manifest, read_manifest
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, read_records
-from phalanx.ps.table import Table, make_table
+from phalanx.ps.table.arrays import Columns
+from phalanx.ps.table.row_layout import layout_of
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.table import Table, make_table
 
 _log = logging.getLogger("phalanx.ps")
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import BackendError, ConfigError, PhalanxError
-from phalanx.ps.rules import TableSpec, table_spec
 from phalanx.ps.snapshot.dense import write_extra
 from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.manifest import MANIFEST, Base, File, Manifest, check_mode, read_manifest, write_manifest
 from phalanx.ps.snapshot.write import write
+from phalanx.ps.table.rules import TableSpec, table_spec
 from phalanx.ps.wire.message import Reply
 
 FREEZE_S = 10.0

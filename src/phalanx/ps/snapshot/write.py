@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.arrays import Columns
-from phalanx.ps.initial import nearest_bfloat16
 from phalanx.ps.snapshot.durable import sync_file
 from phalanx.ps.snapshot.manifest import Mode
 from phalanx.ps.snapshot.records import Array, pack
-from phalanx.ps.table import Table
+from phalanx.ps.table.arrays import Columns
+from phalanx.ps.table.initializers import nearest_bfloat16
+from phalanx.ps.table.table import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.recipe.ema import EMA, kept_average
+from phalanx.parallel.optim.ema import EMA, kept_average
 from phalanx.train.callbacks.base import Callback
 
 if TYPE_CHECKING:  # a run has callbacks

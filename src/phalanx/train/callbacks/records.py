@@ -16,7 +16,7 @@ from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.measure import Speed
 from phalanx.train.callbacks.pace import Pace
 from phalanx.train.callbacks.values import values_of
-from phalanx.train.metrics_classes import Confusion
+from phalanx.train.metrics.classification import Confusion
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run

@@ -29,18 +29,18 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.checkpoint.capture import Training
 from phalanx.checkpoint.loading import Loaded, load_newest
+from phalanx.checkpoint.state.capture import Training
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
-from phalanx.parallel.recipe.ema import EMA
-from phalanx.parallel.step_gate import has_updated
+from phalanx.parallel.optim.ema import EMA
+from phalanx.parallel.step.gate import has_updated
 from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
-from phalanx.train.callbacks.edges import SIGNALLED, Edges
+from phalanx.train.callbacks.dispatch import SIGNALLED, Edges
 from phalanx.train.callbacks.measure import Clock, Speed, memory
-from phalanx.train.metrics import mean_over_ranks
+from phalanx.train.metrics.accuracy import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
 

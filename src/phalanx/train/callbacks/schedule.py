@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.checkpoint.capture import load_scheduler
+from phalanx.checkpoint.state.capture import load_scheduler
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.early_stopping import check_followed, metric_of

@@ -1,0 +1,103 @@
+"""Seconds of single kernels on one device: matrix products by tiles, fused attention, streams of memory (pure)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.auto.cost.constants import Constants
+from phalanx.cluster.spec.devices import Device
+
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.70))
+"""Rows, columns and relative rate of the tiles that libraries choose from."""
+
+ROWS = 128
+"""Rows of queries that one block of fused attention works on."""
+
+Generation = Literal["first", "common", "native"]
+"""Kernels of fused attention: the first in Triton; those common since 2023, for A100; a device's own."""
+
+_ATTENTION = (8, 1024, 64)
+"""Heads, length and width at which a measured machine's attention is read."""
+
+_FEW_WAVES = 6
+_SHORTEST_SPLIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels of one device in one precision."""
+
+    device: Device
+    constants: Constants
+    precision: str
+    fuses_casts: bool = False
+    """Whether the kernels before a product write its operands in 8 bit."""
+
+    def in_half(self) -> Kernels:
+        """Return the kernels of what stays in 16 bit when the layers compute in 8."""
+        return Kernels(self.device, self.constants, "bf16") if self.precision == "fp8" else self
+
+    def matmul(self, m: float, n: float, k: float, *, batch: float = 1, backward: bool = False) -> float:
+        """Return the seconds of `batch` products of (m, k) by (k, n).
+
+        The product is cut into tiles, dealt to the multiprocessors in waves: a last wave that is not full costs as
+        much as a full one. Few tiles are cut along k too. No product is faster than its memory traffic.
+        """
+        if self.device.measured is not None:
+            least = 2 * batch * m * n * k / self.device.rate(self.precision)
+            return max(
+                least, self.device.measured.matmul_s(batch * m, n, k, "fp32" if self.precision == "fp32" else "bf16")
+            )
+        known, width = self.constants, 1 if self.precision == "fp8" else 2
+        rate = self.device.rate(self.precision) * (known.backward_rate if backward and width == 2 else 1.0)
+        best = min(self._tiled(m, n, k, batch, tile) for tile in TILES) / rate * self.device.multiprocessors
+        moved = batch * (width * (m * k + k * n) + 2 * m * n)
+        seconds = max(best, self.streamed(moved)) + known.kernel_gap_s
+        if self.precision != "fp8":
+            return seconds
+        # The activations of a product are cast each time, both ways round; weights once a step.
+        cast = known.fused_cast_bytes if self.fuses_casts else known.cast_bytes
+        return seconds + self.streamed(cast * batch * m * k) + known.kernel_gap_s
+
+    def _tiled(self, m: float, n: float, k: float, batch: float, tile: tuple[int, int, float]) -> float:
+        rows, columns, relative = tile
+        processors = self.device.multiprocessors
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * max(1, round(batch))
+        split = 1.0
+        if tiles < processors and k >= 2 * _SHORTEST_SPLIT:
+            split = min(processors // tiles, k // _SHORTEST_SPLIT)
+        waves = tiles * split / processors
+        # Over many waves tiles end at different times, and on average half a wave is lost.
+        waves = math.ceil(waves) if waves <= _FEW_WAVES else waves + 0.5
+        return waves * 2 * rows * columns * (k / split + self.constants.tile_start) / relative
+
+    def attention(
+        self, flops: float, *, backward: bool = False, longest: float = 0.0, generation: Generation = "common"
+    ) -> float:
+        """Return the seconds of fused attention.
+
+        Args:
+            flops: FLOP of its forward pass, masked scores left out.
+            backward: The backward pass, which computes the scores again: 2.5 times the work.
+            longest: FLOP of the block of rows that sees most keys: one multiprocessor works on it, in the end alone.
+            generation: Which kernels.
+        """
+        known, device = self.constants, self.device
+        if device.measured is not None:
+            measured = device.measured.attention_s(*_ATTENTION, backward=backward)
+            return flops / (2 * _ATTENTION[0] * _ATTENTION[1] ** 2 * _ATTENTION[2]) * measured
+        share = known.attention_backward if backward else known.attention
+        share *= {"first": known.first_attention, "common": 1.0, "native": 1.0}[generation]
+        if generation != "native":
+            share *= device.older_instructions
+        work = flops + known.attention_tail * longest * device.multiprocessors
+        return (
+            work * (2.5 if backward else 1.0) / (device.flops[self.precision] * device.clock * share)
+            + known.kernel_gap_s
+        )
+
+    def streamed(self, moved: float) -> float:
+        """Return the seconds to move bytes between memory and the multiprocessors."""
+        return moved / (self.device.bandwidth * self.constants.stream)

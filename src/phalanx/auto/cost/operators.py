@@ -1,0 +1,121 @@
+"""Seconds of captured operators, forward and backward, whole or a part of them (pure).
+
+The backward pass is told from the forward operators: a product has two, of the gradient with each operand, and what is
+bound by memory reads one tensor more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phalanx.auto.capture.graph import Operator
+from phalanx.auto.cost.machine_model import Operators
+
+_BOUND_BY_MEMORY = {
+    "gelu": "gelu",
+    "dropout": "dropout",
+    "bernoulli": "dropout",
+    "layer_norm": "layer_norm",
+    "batch_norm": "batch_norm",
+    "softmax": "softmax",
+    "max_pool2d": "max_pool2d",
+    "nll_loss": "cross_entropy",
+}
+"""Parts of operators' names, and what they are measured as; others are measured as element-wise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What part of an operator a rank computes, along each of its extents."""
+
+    rows: float = 1.0
+    """Of the rows of the batch."""
+
+    outer: float = 1.0
+    """Of the output features of products with parameters; of heads in attention; of the last dim elsewhere."""
+
+    inner: float = 1.0
+    """Of the input features of products with parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of both passes."""
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+    """Of the backward pass, gradients of parameters that are computed apart: others come with those of inputs."""
+
+
+def times_of(
+    operators: Iterable[Operator], speed: Operators, share: Share, *, is_first: bool, trains: bool = True
+) -> Times:
+    """Return the seconds of forward operators and of their backward passes.
+
+    Args:
+        operators: What runs one after another; views are free.
+        speed: Of the rank.
+        share: The part it computes.
+        is_first: Whether nobody needs the gradient of their inputs.
+        trains: Whether their parameters get gradients.
+    """
+    found = [_times(op, speed, share, is_first, trains) for op in operators if op.written_bytes]
+    return Times(*(sum(getattr(one, name) for one in found) for name in ("forward", "backward", "weights")))
+
+
+def _times(op: Operator, speed: Operators, share: Share, is_first: bool, trains: bool) -> Times:
+    shapes = [read.value.shape for read in op.reads()]
+    if "attention" in op.name and shapes and len(shapes[0]) == 4:
+        rows, heads, seq, dim = shapes[0]
+        extent = (rows * heads * share.rows * share.outer, seq, dim)
+        return Times(speed.attention_s(*extent), 0.0 if is_first else speed.attention_s(*extent, backward=True))
+    if op.name.startswith("aten.convolution"):
+        return _convolution(op, shapes, speed, share, not is_first, trains)
+    product = _product(op, shapes, share)
+    if product is not None:
+        batch, m, n, k = product
+        forward = batch * speed.matmul_s(m, n, k)
+        to_weight, to_input = batch * speed.matmul_s(n, k, m), batch * speed.matmul_s(m, k, n)
+        has_right = trains if op.parameters else not is_first
+        backward = (to_weight if has_right else 0.0) + (0.0 if is_first else to_input)
+        return Times(forward, backward, to_weight if has_right and op.parameters else 0.0)
+    name = next((kind for part, kind in _BOUND_BY_MEMORY.items() if part in op.name), "elementwise")
+    size = (op.read_bytes if name != "elementwise" else op.written_bytes) * share.rows * share.outer
+    return Times(speed.operator_s(name, size), 0.0 if is_first else speed.operator_s(name, size, backward=True))
+
+
+def _convolution(
+    op: Operator,
+    shapes: list[tuple[int, ...]],
+    speed: Operators,
+    share: Share,
+    to_input: bool,
+    to_weight: bool,
+) -> Times:
+    image, weight, out = shapes[0], shapes[1], op.outputs[0].shape
+    groups: int = max(1, image[1] // weight[1])
+    m, k = out[0] * math.prod(out[2:]) * share.rows, math.prod(weight[1:])
+    extent = m, weight[0] // groups, k, groups
+    pointwise = math.prod(weight[2:]) == 1
+    backward = speed.conv_s(*extent, backward=True, pointwise=pointwise)
+    weights = backward / 2 if to_weight else 0.0  # both are timed together
+    return Times(speed.conv_s(*extent, pointwise=pointwise), weights + (backward / 2 if to_input else 0.0), weights)
+
+
+def _product(op: Operator, shapes: list[tuple[int, ...]], share: Share) -> tuple[float, float, float, float] | None:
+    """Return (products, m, n, k) of a matrix product, of the rank's part; None if the operator is none."""
+    if op.name.startswith(("aten.addmm", "aten.mm")):
+        left, right = shapes[-2:]
+        if op.parameters:
+            return 1, left[0] * share.rows, right[1] * share.outer, left[1] * share.inner
+        return 1, left[0] * share.rows, right[1], left[1]
+    if op.name.startswith(("aten.bmm", "aten.baddbmm")):
+        left, right = shapes[-2:]
+        return left[0] * share.rows * share.outer, left[1], right[2], left[2]
+    if op.flops:
+        edge = (op.flops * share.rows * share.outer * share.inner / 2) ** (1 / 3)
+        return 1, edge, edge, edge
+    return None

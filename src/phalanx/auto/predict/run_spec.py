@@ -1,0 +1,326 @@
+"""A training run in words and numbers: what `phalanx predict` and `phalanx plan` read."""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
+
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.cluster.spec.devices import Device, device_named
+
+logger = logging.getLogger("phalanx.auto")
+
+Axis = Literal["tp", "cp", "dp", "pp"]
+Order = Literal["tp-dp-pp", "tp-pp-dp", "dp-tp-pp"]
+ORDERS: tuple[Order, ...] = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp")
+"""Orders of the ranks: those of the first axis are neighbours, those of the last are furthest apart."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelOf(_Part):
+    """A transformer: attention and feed-forward blocks between an embedding and a projection to the vocabulary."""
+
+    kind: Literal["gpt"] = "gpt"
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int | None = Field(default=None, gt=0)
+    ffn: int | None = Field(default=None, gt=0)
+    gated: bool = False
+    seq: int = Field(gt=0)
+    vocab: int = Field(gt=0)
+    tied: bool = True
+    experts: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    moe_ffn: int | None = Field(default=None, gt=0)
+    flash: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelOf:
+        if self.hidden < self.heads:
+            raise ValueError(text("run hidden", hidden=self.hidden, heads=self.heads))
+        if self.heads % self.keys_heads:
+            raise ValueError(text("run heads", heads=self.heads, groups=self.keys_heads))
+        if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
+            raise ValueError(text("run experts", experts=self.experts, chosen=self.top_k))
+        return self
+
+    @property
+    def keys_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward layer, or of one expert."""
+        return (self.moe_ffn if self.experts else None) or self.ffn or 4 * self.hidden
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values side by side."""
+        return self.hidden + 2 * self.hidden * self.keys_heads // self.heads
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one block's attention."""
+        return self.hidden * self.qkv + self.hidden * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one feed-forward layer, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model; biases and norms, below a thousandth, are left out."""
+        block = self.attention_parameters + max(1, self.experts) * self.expert_parameters + self.experts * self.hidden
+        return self.layers * block + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def flops_per_token(self) -> float:
+        """Return the FLOP of forward and backward that the model needs a token.
+
+        As usual in reports, attention counts as if no score were masked, and recomputation does not count.
+        """
+        block = self.attention_parameters + max(1, self.top_k) * self.expert_parameters
+        return 6 * (self.layers * (block + 2 * self.seq * self.hidden) + self.vocab * self.hidden)
+
+
+class ClusterOf(_Part):
+    """Nodes of equal devices; words, files and clusters of other nodes come to these."""
+
+    device: str
+    per_node: int = Field(gt=0)
+    nodes: int = Field(gt=0)
+    node_gbps: float = Field(gt=0)
+    strided: float = Field(default=1.0, gt=0, le=1)
+    figures: InstanceOf[Device] | None = Field(default=None, exclude=True)
+    """The device, where it is none of the presets."""
+    usd_per_device_hour: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _worded(cls, said: Any) -> Any:
+        if not isinstance(said, str | Cluster):
+            return said
+        cluster = read_cluster(said)
+        if cluster.assumed:
+            logger.warning("%s", text("cluster assumed", what="; ".join(cluster.assumed)))
+        equal = cluster.weakest()
+        node = equal.nodes[0]
+        if not cluster.is_uniform:
+            reckoned = f"{len(equal.nodes)} x ({node.devices} {node.device.name})"
+            logger.warning("%s", text("cluster differs", cluster=cluster, reckoned=reckoned))
+        return {
+            "device": node.device.name,
+            "per_node": node.devices,
+            "nodes": len(cluster.nodes),
+            "node_gbps": node.gbps,
+            "strided": node.strided,
+            "figures": node.device,
+            "usd_per_device_hour": equal.usd_per_device_hour,
+        }
+
+
+class ParallelOf(_Part):
+    """How many ways each thing is cut."""
+
+    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0)
+    dp: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
+    vpp: int = Field(default=1, gt=0)
+    zero: Literal[0, 1, 2, 3] = 0
+    hsdp: int = Field(default=1, gt=0)
+    sequence_parallel: bool = False
+    order: Order = "tp-dp-pp"
+
+    @property
+    def ranks(self) -> int:
+        """Devices the run needs; experts are dealt to ranks of the other axes."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    def stride(self, axis: Axis) -> int:
+        """Return how many ranks apart two neighbours along an axis are: `cp` lies between `tp` and what follows it."""
+        axes = self.order.replace("tp", "tp-cp").split("-")
+        return prod(getattr(self, inner) for inner in axes[: axes.index(axis)])
+
+
+def why_uncut(model: ModelOf, par: ParallelOf) -> str | None:
+    """Return why a model cannot be cut in these ways; None if it can be."""
+    if model.layers < par.pp * par.vpp:
+        return text("run stages", layers=model.layers, stages=par.pp, virtual=par.vpp)
+    if model.heads % par.tp:
+        return text("run cut heads", heads=model.heads, ranks=par.tp)
+    if model.keys_heads % par.tp and par.tp % model.keys_heads:
+        return text("run cut groups", groups=model.keys_heads, ranks=par.tp)
+    if model.inner % par.tp:
+        return text("run cut inner", columns=model.inner, ranks=par.tp)
+    if model.seq % (par.cp * (par.tp if par.sequence_parallel else 1)):
+        return text("run cut sequence", tokens=model.seq, ranks=par.cp)
+    if par.ep > 1 and (not model.experts or model.experts % par.ep):
+        return text("run cut experts", experts=model.experts, ranks=par.ep)
+    if (par.tp * par.cp * par.dp) % par.ep:
+        return text("run cut ranks of experts", experts=par.ep, ranks=par.tp * par.cp * par.dp)
+    return None
+
+
+class BatchOf(_Part):
+    """Sequences of a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    whole: int = Field(gt=0, alias="global")
+    micro: int = Field(gt=0)
+
+
+class OverlapOf(_Part):
+    """Which communication runs beside computation."""
+
+    dp: bool = True
+    tp: bool = False
+    pp: bool = True
+
+
+class Run(_Part):
+    """One described run; the format is that of docs/predict.md."""
+
+    name: str
+    model: ModelOf
+    cluster: ClusterOf
+    parallel: ParallelOf
+    batch: BatchOf
+    precision: Literal["bf16", "fp16", "fp8", "fp32"]
+    recompute: Literal["none", "selective", "full"]
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    overlap: OverlapOf = OverlapOf()
+    compile: bool = False
+    software: str = ""
+    source: str = ""
+    measured: dict[str, Any] = Field(default_factory=dict)
+    derived: list[str] = Field(default_factory=list)
+    assumed: list[str] = Field(default_factory=list)
+    group: str | None = None
+    grid: str | None = None
+    scaling: str | None = None
+    doubt: bool | str = False
+    memory_kind: str | None = None
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Run:
+        par = self.parallel
+        devices = self.cluster.per_node * self.cluster.nodes
+        if par.ranks > devices:
+            raise ValueError(text("run ranks", ranks=par.ranks, devices=devices))
+        if self.batch.whole < par.dp:
+            raise ValueError(text("run batch", rows=self.batch.whole, copies=par.dp))
+        if par.dp % par.hsdp:
+            raise ValueError(text("run hsdp", copies=par.hsdp, data=par.dp))
+        return self
+
+    @model_validator(mode="after")
+    def _is_cut(self) -> Run:
+        if (why := why_uncut(self.model, self.parallel)) is not None:
+            raise ValueError(why)
+        return self
+
+    @property
+    def device(self) -> Device:
+        """The accelerator it runs on."""
+        return self.cluster.figures or device_named(self.cluster.device)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step of one replica; of the fullest where the batch does not divide over them."""
+        return -(-self.batch.whole // self.parallel.dp)
+
+    @property
+    def micro(self) -> float:
+        """Sequences of a micro-batch of one replica."""
+        return min(self.batch.micro, self.rows)
+
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a replica in one step; not whole if the last one is smaller."""
+        return self.rows / self.micro
+
+    @property
+    def model_as_cut(self) -> ModelOf:
+        """The model with a head of keys and values for every tensor parallel rank: of fewer they hold copies."""
+        ranks = self.parallel.tp
+        return self.model if self.model.keys_heads >= ranks else self.model.model_copy(update={"kv_heads": ranks})
+
+    @property
+    def block_parameters(self) -> float:
+        """Parameters of one block on one rank."""
+        model, par = self.model_as_cut, self.parallel
+        experts = max(1, model.experts) / (par.ep if model.experts else 1)
+        return (model.attention_parameters + experts * model.expert_parameters) / par.tp
+
+    @property
+    def attention_kernels(self) -> Literal["first", "common", "native"]:
+        """Which kernels of fused attention its software has; those common since 2023 if it does not say."""
+        said = self.software.lower()
+        if any(name in said for name in ("transformer engine", "megatron-core", "megatron core", "nemo", "cudnn")):
+            return "native"
+        return "first" if any(name in said for name in ("mosaicml", "llm-foundry", "triton")) else "common"
+
+    @property
+    def fuses(self) -> bool:
+        """Whether norms, rotary embeddings, gates and the loss have a kernel each; PyTorch alone has one operator each.
+
+        Compiled code has them, and so have Megatron and its kin, which are those that do not shard gradients here.
+        """
+        return self.compile or self.parallel.zero < 2 or self.attention_kernels == "native"
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss keeps no float32 copy of the logits, and no gradient of them but one in half precision.
+
+        Megatron-Core has a kernel for it, and so have MosaicML's runs (llm-foundry's `fused_crossentropy`).
+        """
+        said = self.software.lower()
+        return self.attention_kernels == "native" or "mosaicml" in said or "llm-foundry" in said
+
+    @property
+    def later_megatron(self) -> bool:
+        """Whether it is Megatron since the end of 2021.
+
+        The collectives of a cut layer's gradients run beside the gradients of its weights, and these are added to those
+        of earlier micro-batches by the products that compute them.
+        """
+        said = self.software.lower()
+        return self.attention_kernels == "native" or ("megatron-lm" in said and "2021" not in said)
+
+    @property
+    def splits_softmax(self) -> bool:
+        """Whether the softmax of Megatron and its kin is five operators, for their one kernel does not take the scores.
+
+        It takes those of four heads at once, of 17 to 4,096 keys.
+        """
+        own = self.micro * self.model.heads / self.parallel.tp
+        fits = own % 4 == 0 and self.model.seq % 4 == 0 and 16 < self.model.seq <= 4096
+        return self.parallel.zero < 2 and not self.compile and self.precision != "fp32" and not fits
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients that are scattered to shards: float32 unless the run says otherwise."""
+        return 2 if "low-precision" in self.software.lower() else 4
+
+    @property
+    def measured_step_time_s(self) -> float | None:
+        """Seconds of a step as measured, if something is stated that gives them."""
+        if "step_time_s" in self.measured:
+            return float(self.measured["step_time_s"])
+        if "tokens_per_s_per_device" in self.measured:
+            tokens = self.batch.whole * self.model.seq / self.parallel.ranks
+            return tokens / float(self.measured["tokens_per_s_per_device"])
+        return None

@@ -1,0 +1,196 @@
+"""The work of a transformer on one rank for one micro-batch: kernels, host launches and bytes (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.auto.cost.kernels import ROWS, Kernels
+from phalanx.auto.predict.run_spec import Run
+
+HALF = 2
+"""Bytes of an activation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds of the device, and kernels that the host has to issue, for a forward and a backward pass."""
+
+    forward: float
+    backward: float
+    forward_launches: float = 0.0
+    backward_launches: float = 0.0
+    attention: float = 0.0
+    """The attention's part of `forward`."""
+
+    attention_launches: float = 0.0
+    weights: float = 0.0
+    """The gradients of weights' part of `backward`."""
+
+    plain: float = 0.0
+    """The element-wise kernels' part of `forward`."""
+
+    last: float = 0.0
+    """The last product's part of `forward`: nothing that is kept comes after it."""
+
+
+def keeps_every_second_product(run: Run) -> bool:
+    """Return whether selective recomputation is PyTorch's policy for sharded models: half of a block again.
+
+    Elsewhere it is Megatron's: the scores of attention again, of which fused attention keeps none anyway.
+    """
+    return run.recompute == "selective" and run.parallel.zero >= 2
+
+
+def tokens(run: Run) -> float:
+    """Return the tokens of a micro-batch on one rank."""
+    return run.micro * run.model.seq / run.parallel.cp
+
+
+def boundary_bytes(run: Run) -> float:
+    """Return the bytes of the activations between two blocks, before they are cut over ranks."""
+    return HALF * tokens(run) * run.model.hidden
+
+
+def block(run: Run, kernels: Kernels) -> Work:
+    """Return the work of one block: attention, feed-forward, and what stands between them."""
+    products_f, products_b, last = _products(run, kernels)
+    attention = _attention(run, kernels.in_half())
+    plain = _element_wise(run, kernels)
+    return Work(
+        forward=products_f + attention.forward + plain.forward,
+        backward=products_b + attention.backward + plain.backward + kernels.streamed(_added_up(run)),
+        forward_launches=attention.forward_launches + plain.forward_launches + 4,
+        backward_launches=attention.backward_launches + plain.backward_launches + 8,
+        attention=attention.forward,
+        attention_launches=attention.forward_launches,
+        weights=products_b / 2,  # as many FLOP as the gradients of inputs
+        plain=plain.forward,
+        last=last,
+    )
+
+
+def _added_up(run: Run) -> float:
+    """Return the bytes that one micro-batch moves to join a block's gradients, or to add them to those before.
+
+    Shards cost two copies in half precision: PyTorch's first FSDP lays gradients side by side and divides them, its
+    second copies the parameters out of each of two gathers. Stages do so once a step. Without shards each gradient is
+    read, and read and written. Later Megatron adds within products.
+    """
+    if run.parallel.zero >= 2:
+        return 4 * HALF * run.block_parameters / (1 if run.parallel.pp == 1 else run.micro_batches)
+    if run.later_megatron:
+        return 0.0
+    return 3 * HALF * run.block_parameters * (1 - 1 / max(1.0, run.micro_batches))
+
+
+def _products(run: Run, kernels: Kernels) -> tuple[float, float, float]:
+    """Return the seconds of the matrix products of one block's layers, forward and backward, and of the last alone."""
+    model, cut, rows = run.model_as_cut, run.parallel.tp, tokens(run)
+    h = model.hidden
+    layers = [(rows, model.qkv / cut, h, 1.0), (rows, h, h / cut, 1.0)]
+    wide = (2 if model.gated else 1) * model.inner
+    if model.experts:
+        here = model.experts / run.parallel.ep
+        each = rows * model.top_k / here
+        layers += [(each, wide / cut, h, here), (each, h, model.inner / cut, here), (rows, model.experts, h, 1.0)]
+    else:
+        layers += [(rows, wide / cut, h, 1.0), (rows, h, model.inner / cut, 1.0)]
+    forward = [kernels.matmul(m, n, k, batch=count) for m, n, k, count in layers]
+    backward = sum(
+        kernels.matmul(m, k, n, batch=count, backward=True) + kernels.matmul(k, n, m, batch=count, backward=True)
+        for m, n, k, count in layers
+    )
+    return sum(forward), backward, 0.0 if model.experts else forward[-1]
+
+
+def _attention(run: Run, kernels: Kernels) -> Work:
+    """Return scores, softmax and their product with the values: fused, or kernel by kernel."""
+    model, cut, seq = run.model, run.parallel.tp, run.model.seq
+    if model.flash:
+        # The upper half of the scores is masked and not computed.
+        flops = 4 * run.micro * seq * seq * model.hidden / cut / run.parallel.cp / 2
+        longest = 4 * ROWS * seq * model.hidden / model.heads
+        forward, backward = (
+            kernels.attention(flops, backward=back, longest=longest, generation=run.attention_kernels)
+            for back in (False, True)
+        )
+        return Work(
+            forward=forward,
+            backward=backward,
+            forward_launches=1,
+            backward_launches=2,
+        )
+    heads, width, own = run.micro * model.heads / cut, model.hidden / model.heads, seq / run.parallel.cp
+    products = [(own, seq, width), (own, width, seq)]
+    forward = sum(kernels.matmul(m, n, k, batch=heads) for m, n, k in products)
+    backward = sum(
+        kernels.matmul(m, k, n, batch=heads, backward=True) + kernels.matmul(k, n, m, batch=heads, backward=True)
+        for m, n, k in products
+    )
+    # Softmax reads and writes the scores, dropout too, with a mask of one byte; backward reads them once more.
+    scores = HALF * heads * own * seq * kernels.constants.score_passes
+    passes, passes_back, launches = 4.5, 5.5, 0
+    if run.splits_softmax:  # casts to float32, scales, masks, softmax and a cast back, an operator each
+        passes, passes_back, launches = 20.5, 22.5, 4
+    gap = kernels.constants.kernel_gap_s
+    return Work(
+        forward=forward + kernels.streamed(passes * scores) + (3 + launches) * gap,
+        backward=backward + kernels.streamed(passes_back * scores) + (3 + launches) * gap,
+        forward_launches=5 + launches,
+        backward_launches=8 + launches,
+    )
+
+
+def _element_wise(run: Run, kernels: Kernels) -> Work:
+    """Return norms, residual sums, dropouts, rotary embeddings and the activation function."""
+    model, cut = run.model_as_cut, run.parallel.tp
+    rest = boundary_bytes(run) / (cut if run.parallel.sequence_parallel else 1)
+    inner = HALF * tokens(run) * (max(1, model.top_k) * model.inner) / cut
+    qkv = HALF * tokens(run) * model.qkv / cut
+    # Reads and writes: two norms (2 and 3 each way), two residual sums with dropout (3 or 3.5), the activation.
+    sums = 8.5 if run.compile else 10.5
+    forward, backward, launches = sums * rest + qkv / 2, 15 * rest + qkv / 2, 8 if run.compile else 16
+    if not model.gated:
+        forward, backward = forward + 2 * inner, backward + 3 * inner
+    elif run.fuses:  # a gate, a rotation of queries and keys
+        forward, backward = forward + 3 * inner + 2 * qkv, backward + 5 * inner + 2 * qkv
+    else:  # norms and rotations in float32, an operator each: 13 and 10 reads and writes
+        forward, backward = forward + 22 * rest + 5 * inner + 10 * qkv, backward + 44 * rest + 9 * inner + 10 * qkv
+        launches = 40
+    gap = kernels.constants.kernel_gap_s
+    return Work(
+        forward=kernels.streamed(forward) + launches / 2 * gap,
+        backward=kernels.streamed(backward) + launches * gap,
+        forward_launches=launches,
+        backward_launches=2 * launches,
+    )
+
+
+def head(run: Run, kernels: Kernels) -> Work:
+    """Return the embedding, the projection to the vocabulary, the loss in float32, and their backward pass."""
+    model, rows, columns = run.model, tokens(run), run.model.vocab / run.parallel.tp
+    kernels = kernels.in_half()
+    forward = kernels.matmul(rows, columns, model.hidden)
+    backward = kernels.matmul(rows, model.hidden, columns, backward=True)
+    backward += kernels.matmul(model.hidden, columns, rows, backward=True)
+    read, write = _loss_bytes(run)
+    # The embedding's gradient is a whole table: made of zeros, filled, and added to what is there.
+    table = 5 * HALF * columns * model.hidden
+    return Work(
+        forward=forward + kernels.streamed(read * rows * columns),
+        backward=backward + kernels.streamed(write * rows * columns + table),
+        weights=backward / 2,
+    )
+
+
+def _loss_bytes(run: Run) -> tuple[float, float]:
+    """Return the bytes moved for each logit by the loss and by its backward pass.
+
+    Fused, logits in half precision are read twice, and their gradient is written. PyTorch's operators copy them to
+    float32, and write the logarithms of shares and two gradients. Megatron's cut loss takes the maximum, subtracts it,
+    raises, adds up and divides, each over float32 in place; the gradient is scaled and cast. MosaicML's loss is fused,
+    and two training metrics go over the logits again: its times say that they take what PyTorch's operators do.
+    """
+    if run.compile or run.attention_kernels == "native":
+        return 6, 6
+    return (14, 20) if run.parallel.zero >= 2 else (38, 14)

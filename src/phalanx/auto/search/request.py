@@ -1,0 +1,172 @@
+"""What is to be trained, where, and within which limits: the question a search answers."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.auto.cost.parallel_config import RECOMPUTE, SCHEDULES
+from phalanx.auto.predict.run_file import read_run
+from phalanx.auto.predict.run_spec import ORDERS, Run
+from phalanx.cluster.messages.messages import meant, text
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.errors import ConfigError
+
+_SHARED = ("tp", "pp", "dp", "vpp", "zero", "micro", "recompute")
+
+KNOBS = (*_SHARED, "order")
+"""What a search chooses for a described run, and what limits may name; `micro` is the sequences of a micro-batch."""
+
+PLAN_KNOBS = (*_SHARED, "schedule")
+"""The same of a search for a module; `micro` is how many micro-batches stages pass on. The schedule of a described run
+is part of its description."""
+
+_FIXED = {
+    "cp": "fixed",
+    "ep": "fixed",
+    "hsdp": "fixed",
+    "schedule": "fixed schedule",
+    "sequence_parallel": "fixed sequence_parallel",
+}
+"""What a described run has besides, which is not searched, and the message that says why."""
+
+_WORDS: dict[str, tuple[str, ...]] = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "order": ORDERS}
+
+STYLES = ("whole", "column", "row", "vocab", "sequence", "parts")
+"""How a limit may have layers computed."""
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing the user fixed, such as `tp<=8` or `recompute=full`."""
+
+    knob: str
+    compare: str
+    value: int | str
+
+    def allows(self, values: Mapping[str, int | str]) -> bool:
+        """Return whether a choice keeps to it."""
+        return _COMPARE[self.compare](values[self.knob], self.value)
+
+    def __str__(self) -> str:
+        return f"{self.knob}{self.compare}{self.value}"
+
+
+def is_of_arrangement(said: str) -> bool:
+    """Return whether a limit begins with a knob, and so is not one of layers."""
+    return re.split(r"[<>=\s]", said.strip())[0] in PLAN_KNOBS
+
+
+def read_limit(said: str, knobs: tuple[str, ...] = KNOBS) -> Limit:
+    """Return a limit from words.
+
+    Args:
+        said: Such as `tp<=8`.
+        knobs: What it may name.
+
+    Raises:
+        ConfigError: If it names no knob, or compares with something that cannot be.
+    """
+    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*(\w[\w-]*)\s*", said)
+    if found is None:
+        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=""))
+    knob, compare, value = found.groups()
+    if knob not in knobs and knobs == KNOBS and knob in _FIXED:
+        why = text(_FIXED[knob], knob=knob)
+        raise ConfigError(text("limit not searched", said=said, knob=knob, why=why, knobs=", ".join(knobs)))
+    if knob not in knobs:
+        raise ConfigError(text("limit", said=said, knobs=", ".join(knobs), nearest=meant(knob, knobs)))
+    if knob in _WORDS:
+        if compare != "=" or value not in _WORDS[knob]:
+            raise ConfigError(text("limit one of", said=said, knob=knob, known=", ".join(_WORDS[knob])))
+        return Limit(knob, compare, value)
+    if not value.isdigit():
+        raise ConfigError(text("limit number", said=said, knob=knob))
+    if knob == "zero" and int(value) > 3:
+        raise ConfigError(text("limit one of", said=said, knob=knob, known="0, 1, 2, 3"))
+    return Limit(knob, compare, int(value))
+
+
+def read_layer_limit(said: str) -> tuple[str, str]:
+    """Return which layers a limit is on, and how they are to be computed, such as `classifier.*` and `whole`.
+
+    Raises:
+        ConfigError: If it says neither; whether there are such layers is for who has the model.
+    """
+    name, _, style = (word.strip() for word in said.partition("="))
+    if style not in STYLES:
+        hint = meant(style, STYLES) or meant(re.split(r"[<>]", name)[0], PLAN_KNOBS)
+        known = {"knobs": ", ".join(PLAN_KNOBS), "styles": ", ".join(STYLES)}
+        raise ConfigError(text("limit of a layer", said=said, **known, nearest=hint))
+    return name, style
+
+
+def check_asked(model: Any, limits: Any, memory: float | None, top_k: int) -> None:
+    """Raise if what a planner is asked for could never be.
+
+    Raises:
+        ConfigError: Says what was found, and what to hand in.
+    """
+    if not callable(getattr(model, "named_modules", None)):
+        raise ConfigError(text("not a module", found=type(model).__name__))
+    if isinstance(limits, str):
+        raise ConfigError(text("limit many", said=limits))
+    for name, value in (("memory", memory), ("top_k", top_k)):
+        if value is not None and not value > 0:
+            raise ConfigError(text("not above zero", name=name, value=value))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A model to train on a cluster of equal nodes, within limits."""
+
+    base: Run
+    """The run that every choice changes: all devices, one way of cutting."""
+
+    limits: tuple[Limit, ...]
+
+    @property
+    def devices(self) -> int:
+        """Devices of the cluster."""
+        return self.base.cluster.per_node * self.base.cluster.nodes
+
+
+def read_job(described: Mapping[str, Any], cluster: str | Cluster | None, limits: Iterable[str | Limit] = ()) -> Job:
+    """Return a job, checked.
+
+    Args:
+        described: A run as `phalanx predict` takes it; what the search chooses (`parallel`, `batch.micro`,
+            `recompute`) may be left out and does not count.
+        cluster: Words or a cluster; that of `described` when None. Without a price it costs what that one does.
+        limits: What is fixed, such as `tp<=8`.
+
+    Raises:
+        ConfigError: If something is missing or cannot be.
+    """
+    run = dict(described)
+    if cluster is not None:
+        run["cluster"] = _priced(read_cluster(cluster), run.get("cluster"))
+    if "cluster" not in run:
+        raise ConfigError(text("no cluster"))
+    batch = dict(run["batch"]) if isinstance(run.get("batch"), Mapping) else {}
+    run |= {"name": run.get("name", "job"), "parallel": {}, "batch": {**batch, "micro": 1}, "recompute": "none"}
+    run.setdefault("precision", "bf16")
+    read = [one if isinstance(one, Limit) else read_limit(one) for one in limits]
+    return Job(base=read_run(run, str(run["name"])), limits=tuple(read))
+
+
+def _priced(cluster: Cluster, described: Any) -> Cluster:
+    """Return a cluster with its price, or that of the one which a run describes."""
+    if cluster.usd_per_device_hour is not None:
+        return cluster
+    own = described.get("usd_per_device_hour") if isinstance(described, Mapping) else None
+    if isinstance(described, str | Cluster):
+        with suppress(ConfigError):  # it is not asked for
+            own = read_cluster(described).usd_per_device_hour
+    return cluster if own is None else replace(cluster, usd_per_device_hour=own)

@@ -1,0 +1,93 @@
+"""`--trace` and `--timeline`: write a simulated step to files, and say what it came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.auto.predict.prediction import predict
+from phalanx.auto.predict.run_spec import Run
+from phalanx.auto.simulate.picture import picture_of, rate_in_words
+from phalanx.auto.simulate.run import simulate_run
+from phalanx.auto.simulate.trace import trace_of
+from phalanx.auto.simulate.values import Simulated
+from phalanx.auto.units import in_words, size_in_words
+from phalanx.cluster.messages.messages import text
+from phalanx.errors import ConfigError
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def drawn_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options `--trace` and `--timeline`, which `draw` acts on."""
+    timeline = "Simulate the step, and draw stages and micro-batches over time to this SVG file."
+    trace = "Simulate the step, and write its events and memory to this file, for ui.perfetto.dev."
+    command = click.option("--timeline", type=_FILE, metavar="FILE.svg", help=timeline)(command)
+    return click.option("--trace", type=_FILE, metavar="FILE.json", help=trace)(command)
+
+
+def draw(run: Run, trace: Path | None, timeline: Path | None) -> None:
+    """Simulate a run if a trace or a picture is wanted, write them, and say so on standard error.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+        PlanError: If the run's schedule does not take so many stages or micro-batches.
+    """
+    if trace is not None or timeline is not None:
+        draw_simulated(simulate_run(run), predict(run).step_time_s, trace, timeline)
+
+
+def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None, timeline: Path | None) -> None:
+    """Write the trace and the picture of a step, those that are wanted, and say so on standard error.
+
+    Args:
+        simulated: The step.
+        predicted_s: Its seconds by the formula that searches go by.
+        trace: Where its events and memory go.
+        timeline: Where its picture goes.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
+    price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
+    said = {
+        "step": in_words(simulated.simulation.step_time_s),
+        "idle": f"{simulated.simulation.idle_share:.1%}",
+        "memory": size_in_words(max(simulated.simulation.peaks)),
+        "rate": rate_in_words(simulated),
+        "price": price,
+        "predicted": in_words(predicted_s),
+    }
+    if trace is not None:
+        write_file(trace, json.dumps(trace_of(simulated)))
+        click.echo(text("timeline written", path=trace, **said), err=True)
+    if timeline is not None:
+        write_file(timeline, picture_of(simulated))
+        click.echo(text("timeline written", path=timeline, **said), err=True)
+
+
+def check_folders(*files: Path | None) -> None:
+    """Raise before work rather than after it where its answer could not be written.
+
+    Raises:
+        ConfigError: If one of the files that the user named is to be in a folder that is not there.
+    """
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(text("no folder", path=file, folder=file.parent))
+
+
+def write_file(path: Path, content: str) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(text("cannot write", path=path, why=error.strerror)) from None

@@ -1,0 +1,78 @@
+"""A simulated step in the form that chrome://tracing and ui.perfetto.dev read: one process a rank, one line a stream.
+
+The form is Google's "Trace Event Format": complete events (X), counters (C) and names (M), in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.auto.simulate.values import Simulated, Slice
+from phalanx.cluster.spec.devices import GIB
+
+STREAMS = ("compute", "collectives", "send", "gradients")
+NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+
+
+def trace_of(simulated: Simulated) -> dict[str, Any]:
+    """Return the trace of a step; written as JSON it is a file that Perfetto opens.
+
+    Its processes are the simulated ranks, one for each place along the stage axis. Where all ranks do the same it is
+    one, and events have the names of layers. `otherData` says how many ranks do the same, and how many micro-batches of
+    the steady state the trace does not show.
+    """
+    simulation = simulated.simulation
+    return {
+        "traceEvents": [
+            *_named(simulated),
+            *(_event(one, simulated.layers) for one in simulation.slices),
+            *_memory(simulated),
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "run": simulated.name,
+            "step_time_s": simulation.step_time_s,
+            f"{simulated.unit}_per_s": simulated.per_s,
+            "usd_per_step": simulated.usd_per_step,
+            "ranks_that_do_the_same": simulation.pipeline.copies,
+            "microbatches_left_out": simulation.left_out,
+        },
+    }
+
+
+def _named(simulated: Simulated) -> Iterator[dict[str, Any]]:
+    pipeline = simulated.simulation.pipeline
+    for rank in range(pipeline.ranks):
+        stages = ", ".join(
+            str(s) for s in range(len(pipeline.stages)) if pipeline.schedule.holder(s, pipeline.ranks) == rank
+        )
+        name = "each rank" if simulated.layers else f"stage {stages}"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for line, stream in enumerate(STREAMS):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": stream}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": line, "args": {"sort_index": line}}
+
+
+def _event(one: Slice, layers: tuple[str, ...]) -> dict[str, Any]:
+    number = f" {one.microbatch}" if one.microbatch >= 0 else ""
+    if layers and one.stage >= 0:
+        number = f" {layers[one.stage]}"
+    told = {"stage": one.stage, "microbatch": one.microbatch} if one.stage >= 0 else {}
+    return {
+        "ph": "X",
+        "name": NAMES.get(one.kind, one.kind) + number,
+        "cat": one.stream,
+        "pid": one.rank,
+        "tid": STREAMS.index(one.stream),
+        "ts": one.start * 1e6,
+        "dur": (one.end - one.start) * 1e6,
+        "args": told,
+    }
+
+
+def _memory(simulated: Simulated) -> Iterator[dict[str, Any]]:
+    for rank, timeline in enumerate(simulated.simulation.memory):
+        for time, held in timeline:
+            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time * 1e6, "args": {"GiB": round(held / GIB, 4)}}

@@ -1,0 +1,268 @@
+"""The best of all picks and cuts of a step in stages, by trying them: sooner done than a program where they are few.
+
+Picks are taken in the order of what they take at least. Of one pick, the cuts are tried in which no rank works more
+than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes
+at least. Where there are few cuts all are tried, and where many equal pieces follow each other `auto/solver/uniform_chain` finds
+the best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.auto.solver.pipeline_problem import StagedChoices
+from phalanx.auto.solver.problem import ROUNDING, Option
+from phalanx.auto.solver.solve import Solved
+from phalanx.auto.solver.uniform_chain import Costs, Repeated, equal_pieces
+
+_MOST_PICKS = 100_000
+_MOST_CUTS = 50_000
+"""Cuts of one pick that are tried at once."""
+
+_ALL_CUTS = 4_000
+"""Cuts that are all tried, without looking for the best of them."""
+
+_OVER = (1.001, *(1.005**step for step in range(1, 70)), 2.0, 4.0, math.inf)
+"""Work of the rank that works the most, over what one has to at least."""
+
+_BEAM = 20_000
+"""Cuts that go on where there are too many, of all kinds."""
+
+_CLOSE = 0.005
+"""How far from its bound the best of these may be."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class TooManyError(Exception):
+    """There are more picks or cuts than are sooner tried than solved."""
+
+
+def best_cut(choices: StagedChoices, below: float, time_limit: float | None = None) -> Solved | None:
+    """Return the fastest choice that fits; None if none is faster than `below`.
+
+    Where there are too many cuts to try, the one that is returned is within 0.5 % of the fastest; its bound says so,
+    and it may be slower than `below` where the bound is not.
+
+    Args:
+        choices: What can be chosen.
+        below: Seconds that others have reached.
+        time_limit: Seconds after which the best so far is returned with a bound.
+
+    Raises:
+        TooManyError: If it is better left to a program.
+        TimeoutError: If none is known to be faster than `below` when time is over, and one may be.
+    """
+    if math.prod(choices.decisions.values()) > _MOST_PICKS:
+        raise TooManyError
+    stop = math.inf if time_limit is None else time.monotonic() + time_limit
+    tried, names = _Tried(choices), list(choices.decisions)
+    picks = np.indices(tuple(choices.decisions.values())).reshape(len(names), -1)
+    least = tried.least_s(picks)
+    best, found = below, None
+    bound = math.inf
+    for number in np.argsort(least, kind="stable"):
+        if least[number] >= best:
+            break
+        if time.monotonic() > stop:
+            if found is None:
+                raise TimeoutError("no choice was found in time")
+            bound = min(bound, float(least[number]))
+            break
+        pick = dict(zip(names, map(int, picks[:, number]), strict=True))
+        seconds, stages, low = tried.best_of(pick, float(least[number]), best)
+        bound = min(bound, low)
+        # One whose bound is below the mark is told though it is not: others of its cuts may be.
+        if seconds < best or (found is None and low < best < math.inf):
+            found = Solved(pick=pick, seconds=seconds, bound=seconds, stages=stages)
+            best = min(best, seconds)
+    return None if found is None else replace(found, bound=min(bound, found.seconds))
+
+
+class _Tried:
+    def __init__(self, choices: StagedChoices) -> None:
+        self._choices = choices
+        self._count = count = choices.pieces[-1] + 1
+        self._all: Ints | None = None
+        self._costs: dict[tuple[str, int], Costs] = {}
+        self._fills = {name: np.zeros((3, size)) for name, size in choices.decisions.items()}
+        for node, piece in zip(choices.nodes, choices.pieces, strict=True):
+            for o, option in enumerate(node.options):
+                new = Costs(np.zeros((5, count)), np.zeros(count))
+                sums, working = self._costs.setdefault((node.decision, o), new)
+                sums[:, piece] += _sums(option)
+                self._fills[node.decision][:, o] += option.fills_s
+                working[piece] = max(working[piece], option.working)
+        self._sends = np.array(choices.sends, dtype=np.float64)
+        self._passes = choices.micro_batches - 1 / choices.virtual
+        equal = equal_pieces(list(self._costs.values()), choices.sends)
+        self._repeated = Repeated(choices, equal) if Repeated.is_for(choices, equal) else None
+        if self._repeated is None and math.comb(count - 1, choices.stages - 1) <= _ALL_CUTS:
+            cuts = list(itertools.combinations(range(1, count), choices.stages - 1))
+            self._all = np.array([(0, *cut, count) for cut in cuts], dtype=np.int64)
+
+    def least_s(self, picks: Ints) -> Floats:
+        """Return seconds that each pick takes at least; infinity for those forbidden.
+
+        Some rank works as long as an even share, and as the longest piece, at least; so with what comes after it.
+
+        Args:
+            picks: Place of the option by decision and pick.
+        """
+        choices, rows = self._choices, {name: row for row, name in enumerate(self._choices.decisions)}
+        least: Floats = np.zeros(picks.shape[1])
+        work: Floats = np.zeros((picks.shape[1], self._count))
+        after = work.copy()
+        for name, size in choices.decisions.items():
+            found = np.array([self._costs[name, o].sums for o in range(size)])
+            work += found[picks[rows[name]], 0]
+            after += found[picks[rows[name]], 1]
+        most = self._least_most(work)
+        idle = (work.sum(axis=1) - most) / choices.virtual
+        if choices.zero_bubble:
+            fills = sum(self._fills[name][:, picks[row]] for name, row in rows.items())
+            idle -= (1 - 1 / choices.ranks) * np.min(fills, axis=0)
+        least += self._least_most(after) + choices.micro_batches * most + np.maximum(idle, 0.0)
+        for link in choices.links:
+            table = np.zeros((choices.decisions[link.first], choices.decisions[link.second]))
+            for pair, seconds in link.seconds.items():
+                table[pair] = seconds
+            least += table[picks[rows[link.first]], picks[rows[link.second]]]
+        for one in choices.forbidden:
+            least[np.all([picks[rows[name]] == o for name, o in one], axis=0)] = math.inf
+        if choices.needed:
+            least[~np.any([picks[rows[name]] == o for name, o in choices.needed], axis=0)] = math.inf
+        return least * (1 - 1e-12)  # what rounding may add
+
+    def best_of(self, pick: Mapping[str, int], least: float, below: float) -> tuple[float, tuple[int, ...], float]:
+        """Return the least seconds of a pick, the stage of every piece, and seconds that none of its cuts is below.
+
+        Args:
+            pick: Place of the option by decision.
+            least: Seconds that it takes at least.
+            below: What others take: slower cuts need not be found.
+
+        Raises:
+            TooManyError: If the best that was found may be far from the best.
+        """
+        sums = np.asarray(sum(self._costs[one].sums for one in pick.items()))
+        working = np.maximum.reduce([self._costs[one].working for one in pick.items()])
+        if self._repeated is not None:
+            links = self._choices.links
+            linked = sum(link.seconds.get((pick[link.first], pick[link.second]), 0.0) for link in links)
+            saved = self._choices.saved(pick)
+            stages = self._repeated.best_of(Costs(sums, working), saved, below - linked)
+            seconds = self._checked(pick, stages)
+            return seconds, stages, min(seconds, below)
+        if self._all is not None:
+            seconds, stages = self._best_among(self._all, pick, sums)
+            return seconds, stages, seconds
+        best: tuple[float, tuple[int, ...]] = math.inf, ()
+        most, left_out, is_all = float(self._least_most(sums[:1])[0]), least, True
+        for over in _OVER:
+            bounds, has_all = self._bounds(sums[0], most * over)
+            if len(bounds):
+                best = min(best, self._best_among(bounds, pick, sums))
+            is_all = is_all and has_all
+            # A cut that is left out has a rank with more work than that.
+            longer = least + self._passes * most * (over - 1) if over < math.inf else math.inf
+            if is_all:
+                left_out = longer
+            if not is_all and best[0] <= left_out * (1 + _CLOSE):
+                return *best, min(best[0], left_out)
+            if not is_all and longer > left_out * (1 + _CLOSE):
+                raise TooManyError
+            if left_out >= min(best[0], below):
+                break
+        return *best, min(best[0], below)
+
+    def _least_most(self, work: Floats) -> Floats:
+        """Return the work of the rank that works the most, at least, from that of pieces in rows."""
+        return np.asarray(np.maximum(work.sum(axis=1) / self._choices.ranks, work.max(axis=1)))
+
+    def _bounds(self, work: Floats, most: float) -> tuple[Ints, bool]:
+        """Return where stages begin, and the last ends, in cuts in which no rank works more than `most`; if in all."""
+        choices, count = self._choices, self._count
+        until = np.concatenate([[0.0], np.cumsum(work)])
+        bounds: Ints = np.zeros((1, 1), dtype=np.int64)
+        load: Floats = np.zeros((1, choices.ranks))
+        is_all = True
+        for stage in range(choices.stages):
+            left, rank = choices.stages - 1 - stage, stage % choices.ranks
+            ends = np.arange(1, count - left + 1) if left else np.array([count])
+            starts = bounds[:, -1:]
+            own = load[:, rank : rank + 1] + until[ends] - until[starts]
+            # What is left must go to ranks with stages to come; those of this turn and before have theirs.
+            room = most - load
+            room[:, rank] = 0.0
+            later = sorted({one % choices.ranks for one in range(stage + 1, choices.stages)})
+            free = room[:, [one for one in later if one != rank]].sum(axis=1, keepdims=True)
+            free = free + (most - own if rank in later else 0.0)
+            slack = most * 1e-9 if most < math.inf else 0.0
+            good = (ends > starts) & (own <= most + slack) & (until[count] - until[ends] <= free + slack)
+            state, place = np.nonzero(good)
+            if len(state) > _MOST_CUTS:
+                chosen = np.linspace(0, len(state) - 1, _BEAM).astype(np.int64)
+                state, place, is_all = state[chosen], place[chosen], False
+            load = load[state]
+            load[:, rank] = own[state, place]
+            bounds = np.concatenate([bounds[state], ends[place][:, None]], axis=1)
+        return bounds, is_all
+
+    def _best_among(self, bounds: Ints, pick: Mapping[str, int], sums: Floats) -> tuple[float, tuple[int, ...]]:
+        """Return the least seconds over cuts, and the stage of every piece in the best; infinity if none fits."""
+        choices = self._choices
+        self._starts, self._ends = bounds[:, :-1], bounds[:, 1:]
+        work, after, held, kept, owed = (self._by_stage(values) for values in sums)
+        if choices.stages > 1:
+            sent = self._sends[self._starts[:, 1:] - 1]
+            work[:, :-1] += sent
+            work[:, 1:] += sent
+        work, after = self._by_rank(work), self._by_rank(after)
+        most = work.max(axis=1)
+        idle = (work.sum(axis=1) - most) / choices.virtual - choices.saved(pick)
+        seconds = choices.micro_batches * most + np.maximum(idle, 0.0) + after.max(axis=1)
+        if choices.room < math.inf:
+            flying = np.array([choices.in_flight(stage) for stage in range(choices.stages)])
+            owing = np.array([choices.in_debt(stage) for stage in range(choices.stages)])
+            working = self._most_by_rank(np.maximum.reduce([self._costs[one].working for one in pick.items()]))
+            peaks = (self._by_rank(held + flying * kept + owing * owed) + working).max(axis=1)
+            seconds[peaks > choices.room * (1 + ROUNDING)] = math.inf
+        chosen = int(seconds.argmin())
+        if seconds[chosen] == math.inf:
+            return math.inf, ()
+        starts = self._starts[chosen]
+        stages = tuple(int((starts <= piece).sum()) - 1 for piece in range(self._count))
+        return self._checked(pick, stages), stages
+
+    def _checked(self, pick: Mapping[str, int], stages: tuple[int, ...]) -> float:
+        """Return seconds as the choices say them: sums in another order are not the same to the last digit."""
+        return self._choices.seconds(pick, stages) if stages and self._choices.fits(pick, stages) else math.inf
+
+    def _by_stage(self, values: Floats) -> Floats:
+        until = np.concatenate([[0.0], np.cumsum(values)])
+        return np.asarray(until[self._ends] - until[self._starts])
+
+    def _by_rank(self, values: Floats) -> Floats:
+        return np.asarray(values.reshape(len(values), self._choices.virtual, self._choices.ranks).sum(axis=1))
+
+    def _most_by_rank(self, values: Floats) -> Floats:
+        """Return the largest value of any piece of each rank."""
+        most = np.zeros((self._count + 1, self._count + 1))
+        for start in range(self._count):
+            most[start, start + 1 :] = np.maximum.accumulate(values[start:])
+        found = most[self._starts, self._ends]
+        return np.asarray(found.reshape(len(found), self._choices.virtual, self._choices.ranks).max(axis=1))
+
+
+def _sums(option: Option) -> tuple[float, ...]:
+    work, after = option.forward_s + option.backward_s, option.exchange_s + option.update_s
+    return work, after, option.held, option.kept, option.owed

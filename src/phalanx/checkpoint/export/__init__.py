@@ -1,0 +1,4 @@
+"""Models for use elsewhere: weights, programs, ONNX; and weights loaded from anywhere.
+
+Start with `export`.
+"""

@@ -1,0 +1,4 @@
+"""Folders of checkpoints: manifests, the newest complete one, reading.
+
+Start with `folder`.
+"""

@@ -1,0 +1,237 @@
+"""What a checkpoint holds, as JSON: the manifest, and the small marker that is written last.
+
+    <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
+    <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, checksums of files
+    <folder>/step-200/complete.json               names the manifest and its digest
+
+A folder without a marker is not a checkpoint. Files carry the name of their save, so saving the same step again touches
+none of the files there until the marker is replaced, in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx import __version__
+from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.tensors.file import Slot, Written, dtype_of
+from phalanx.cluster.disk import named_errors
+from phalanx.errors import DataError
+from phalanx.ps.snapshot.durable import sync_directory, sync_file
+
+COMPLETE = "complete.json"
+VERSION = 1
+
+BLOCK_BYTES_LIMIT = 1 << 30
+"""Largest block of a file with a checksum of its own that is read."""
+
+_PLAIN = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
+_WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+"""What JSON of another shape raises where it is taken apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The complete-marker of a checkpoint."""
+
+    save: str
+    """Name of the save, part of its files' names."""
+
+    sequence: int
+    """One more than that of the save before it in this folder: the newest is not always that of the highest step."""
+
+    step: int
+    manifest: str
+    sha256: str
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A part of a tensor, and where it is."""
+
+    box: Box
+    rank: int
+    begin: int
+    """Offset in the file of that rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A whole tensor, in pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+
+    def slot(self, piece: SavedPiece) -> Slot:
+        """Return where in its file a piece is."""
+        return Slot(self.dtype, piece.box.size, piece.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint but the numbers in its tensors."""
+
+    folder: Path
+    save: str
+    """Name of the save that wrote it, which no other has."""
+
+    step: int
+    world_size: int
+    files: tuple[Written, ...]
+    """By rank."""
+
+    tensors: dict[str, SavedTensor]
+    values: list[Any]
+    """What every rank said of itself, by rank; equal ones are one object."""
+
+    tables: str | None
+    """Folder of the snapshot of its tables, beside the files."""
+
+
+def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, Any]) -> Marker:
+    """Write the manifest of a checkpoint, and its marker last; both durable.
+
+    Args:
+        folder: The folder of the checkpoint.
+        marker_terms: `save`, `sequence` and `step` of the marker.
+        body: The manifest, JSON.
+    """
+    text = json.dumps({"version": VERSION, "phalanx": __version__, "torch": torch.__version__, **body}).encode()
+    name = f"manifest-{marker_terms['save']}.json"
+    write_durable(folder / name, text)
+    marker = Marker(**marker_terms, manifest=name, sha256=hashlib.sha256(text).hexdigest())
+    part = folder / f"{COMPLETE}.{marker.save}"
+    write_durable(part, json.dumps(asdict(marker), indent=1).encode())
+    # Files must have their names on disk before the marker has its own.
+    sync_directory(folder)
+    part.rename(folder / COMPLETE)
+    sync_directory(folder)
+    sync_directory(folder.parent)
+    return marker
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file, and wait until it is on disk."""
+    with named_errors(path, len(data)), path.open("xb") as file:
+        file.write(data)
+        sync_file(file)
+
+
+def read_marker(folder: Path) -> Marker:
+    """Return the marker of a checkpoint.
+
+    Raises:
+        DataError: If the folder holds no whole checkpoint, or one of another version.
+    """
+    path = folder / COMPLETE
+    try:
+        value = json.loads(path.read_bytes())
+        if value.get("version") != VERSION:
+            raise DataError(
+                f"{path} has version {value.get('version')}; this version of phalanx reads {VERSION}. Load it with the "
+                "version that saved it."
+            )
+        marker = Marker(**value)
+        for field in fields(marker):
+            found = type(getattr(marker, field.name)).__name__
+            if found != field.type:
+                raise ValueError(f"{field.name} is of type {found}, not {field.type}")
+        _require_plain(marker.manifest)
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
+    except _WRONG as error:
+        raise DataError(f"{path} is broken: {error}. Take another copy.") from None
+    return marker
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint, whose files are there in full length.
+
+    Raises:
+        DataError: If the folder holds no whole checkpoint, the manifest's digest is another, or a file is missing or
+            cut; names it.
+    """
+    marker = read_marker(folder)
+    path = folder / marker.manifest
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Take another copy.") from None
+    if hashlib.sha256(text).hexdigest() != marker.sha256:
+        raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
+    try:
+        manifest = _manifest(folder, marker, json.loads(text))
+    except _WRONG as error:
+        raise DataError(f"{path} does not describe a checkpoint: {error!r}. Take another copy.") from None
+    for file in manifest.files:
+        _require_length(folder / file.name, file.bytes)
+    return manifest
+
+
+def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Manifest:
+    """Return a manifest of which every part is there, and every place inside the files of its folder."""
+    files = tuple(_file(said) for said in value["files"])
+    unique, of_rank = value["values"]["unique"], value["values"]["of_rank"]
+    if not len(files) == len(of_rank) == value["world_size"]:
+        raise ValueError(f"{value['world_size']} ranks have {len(files)} files and {len(of_rank)} values")
+    if value["tables"] is not None:
+        _require_plain(value["tables"])
+    return Manifest(
+        folder=folder,
+        save=marker.save,
+        step=marker.step,
+        world_size=value["world_size"],
+        files=files,
+        tensors={name: _tensor(name, said, files) for name, said in value["tensors"].items()},
+        values=[unique[index] for index in of_rank],
+        tables=value["tables"],
+    )
+
+
+def _file(said: dict[str, Any]) -> Written:
+    file = Written(said["name"], said["bytes"], said["block_bytes"], tuple(said["crc32"]))
+    _require_plain(file.name)
+    if not 0 < file.block_bytes <= BLOCK_BYTES_LIMIT or len(file.crc32) != -(-file.bytes // file.block_bytes):
+        raise ValueError(f"{file.name} of {file.bytes} bytes has {len(file.crc32)} blocks of {file.block_bytes}")
+    return file
+
+
+def _require_plain(name: str) -> None:
+    """Raise unless a name is that of a file beside the one that names it: none may lead out of the folder."""
+    if not _PLAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+
+
+def _require_length(path: Path, length: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing, which the manifest names. Copy the whole folder.") from None
+    if found != length:
+        raise DataError(f"{path} ends at byte {found}, it was written with {length}. Take another copy.")
+
+
+def _tensor(name: str, said: list[Any], files: tuple[Written, ...]) -> SavedTensor:
+    dtype, shape, pieces = dtype_of(said[0]), tuple(said[1]), said[2]
+    found = tuple(SavedPiece(Box(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in pieces)
+    for piece in found:
+        places = zip(piece.box.offset, piece.box.size, shape, strict=True)
+        is_inside = all(at >= 0 and n >= 0 and at + n <= extent for at, n, extent in places)
+        end = piece.begin + piece.box.count * dtype.itemsize
+        if not is_inside or piece.rank < 0 or piece.begin < 0 or end > files[piece.rank].bytes:
+            raise ValueError(f"a piece of {name!r} lies outside of it, or of its file")
+    if sum(piece.box.count for piece in found) < math.prod(shape):
+        raise ValueError(f"parts of {name!r} are in no file")
+    return SavedTensor(dtype, shape, found)

@@ -1,0 +1,262 @@
+"""Everything a checkpoint holds of this rank: tensors with their names, and values as JSON."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.checkpoint.tensors.local import Held, ModelView, of_tensor, own
+from phalanx.errors import ConfigError
+from phalanx.parallel.optim.ema import EMA
+from phalanx.parallel.stateful import kept_state
+from phalanx.parallel.step.norms import local_part
+from phalanx.ps.snapshot.dense import packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The objects whose state a checkpoint holds."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    loader: Any = None
+    scheduler: Any = None
+    ema: EMA | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(
+                f"a checkpoint takes a folder and a torch.nn.Module, found {type(self.model).__name__} as the model. "
+                "Hold several in one: nn.ModuleDict."
+            )
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(
+                f"a checkpoint takes one torch optimizer after the model, found {type(self.optimizer).__name__}. Other "
+                'objects have names: loader=, scheduler=; a second optimizer goes into extra={"second": '
+                "second.state_dict()}."
+            )
+        for name in ("loader", "scheduler"):
+            given = getattr(self, name)
+            if given is not None and not hasattr(given, "load_state_dict"):
+                raise ConfigError(
+                    f"{name} is a {type(given).__name__}, which has no state_dict and load_state_dict. Give "
+                    f"{'the ShardedLoader that px.distribute returns' if name == 'loader' else 'a torch scheduler'}."
+                )
+
+    @property
+    def words(self) -> list[str]:
+        """Which of the objects there are."""
+        names = ("model", "optimizer", "loader", "scheduler", "ema")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """State of one moment, by reference: tensors are those of the training, not copies."""
+
+    held: dict[str, Held]
+    values: dict[str, Any]
+    """JSON."""
+
+
+def capture(training: Training, extra: Mapping[str, Any] | None = None) -> Captured:
+    """Return what this rank holds. Not collective.
+
+    Raises:
+        ConfigError: If something cannot be saved; names it.
+    """
+    view = ModelView(training.model)
+    held = dict(view.held())
+    values: dict[str, Any] = {
+        "aliases": view.aliases,
+        "averages": view.averages_parameters,
+        "model": view.values,
+        "random": random_state(),
+        "kept": {f"{name}/{key}": state for name, key, state in _kept(training)},
+    }
+    if training.optimizer is not None:
+        state, groups = optimizer_state(training.optimizer, view)
+        held |= view.optimizer_held(state)
+        numbers = {name: {k: v for k, v in found.items() if not isinstance(v, Tensor)} for name, found in state.items()}
+        values["optimizer"] = {"groups": groups, "state": {name: found for name, found in numbers.items() if found}}
+    for word in ("loader", "scheduler"):
+        if getattr(training, word) is not None:
+            values[word] = getattr(training, word).state_dict()
+    if training.ema is not None:
+        average = training.ema.state_dict()
+        held |= view.average_held(average.pop("shadow"))
+        values["ema"] = average
+    if extra is not None:
+        values["extra"] = dict(extra)
+    tensors: dict[str, Tensor] = {}
+    tree = packed(values, "values", tensors)
+    held |= {own(view.rank, name): of_tensor(name, local_part(tensor)) for name, tensor in tensors.items()}
+    return Captured(held, tree)
+
+
+def _kept(training: Training) -> list[tuple[str, str, dict[str, Any]]]:
+    owners = {"model": training.model, "optimizer": training.optimizer}
+    return [
+        (name, key, {"elsewhere": kept.elsewhere, "state": dict(kept.keeper.state_dict())})
+        for name, owner in owners.items()
+        for key, kept in kept_state(owner).items()
+    ]
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_state(optimizer: Optimizer, view: ModelView) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return an optimizer's state by parameter name, and its groups with names for parameters.
+
+    Raises:
+        ConfigError: If it holds a parameter that the model does not.
+    """
+    names = param_names(optimizer, view)
+    whole = optimizer.state_dict()
+    state = {names[index]: dict(found) for index, found in whole["state"].items()}
+    groups = [
+        {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [names[index] for index in group["params"]]}
+        for group in whole["param_groups"]
+    ]
+    return state, groups
+
+
+def param_names(optimizer: Optimizer, view: ModelView) -> list[str]:
+    """Return the plain names of an optimizer's parameters, in the order in which it numbers them."""
+    params = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
+    unknown = [param for param in params if id(param) not in view.names]
+    if unknown:
+        raise ConfigError(
+            f"the optimizer holds {len(unknown)} parameters that the model does not, the first of shape "
+            f"{list(unknown[0].shape)}. Give save and load the one module that holds all that the optimizer trains."
+        )
+    return [view.names[id(param)] for param in params]
+
+
+def _number(value: Any) -> Any:
+    """Return a learning rate that is held as a tensor as the number it is."""
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def load_optimizer(
+    optimizer: Optimizer, view: ModelView, state: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    """Give an optimizer the state that `optimizer_state` returned, of any number of ranks.
+
+    Args:
+        optimizer: Takes it over.
+        view: The model.
+        state: By parameter name, by key; tensors as this rank holds them.
+        groups: Options and parameter names of the saved groups.
+
+    Raises:
+        ConfigError: If parameters are grouped in another way.
+    """
+    names = param_names(optimizer, view)
+    index_of = {name: index for index, name in enumerate(names)}
+    live = []
+    for number, group in enumerate(optimizer.param_groups):
+        mine = [view.names[id(param)] for param in group["params"]]
+        options = _options_of(number, mine, groups)
+        options |= {
+            key: torch.full_like(value, options[key])
+            for key, value in group.items()
+            if isinstance(value, Tensor) and isinstance(options.get(key), float)  # a rate that is held as a tensor
+        }
+        live.append(options | {"params": [index_of[name] for name in mine]})
+        if "param_names" in group:
+            live[-1]["param_names"] = group["param_names"]
+    by_index = {index_of[name]: dict(found) for name, found in state.items() if name in index_of}
+    optimizer.load_state_dict({"state": by_index, "param_groups": live})
+    params = {view.names[id(param)]: param for group in optimizer.param_groups for param in group["params"]}
+    for name, found in state.items():
+        for key, value in found.items():
+            # torch gives all floating-point state the dtype of its parameter: a float32 moment would lose its bits.
+            if name in params and isinstance(value, Tensor):
+                loaded = optimizer.state.get(params[name], {}).get(key)
+                if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    optimizer.state[params[name]][key] = value.to(loaded.device)
+
+
+def _options_of(number: int, names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    found = [group for group in groups if set(names) & set(group["params"])] or groups[number : number + 1]
+    if len(found) != 1:
+        raise ConfigError(
+            f"parameter group {number} of the optimizer holds parameters of {len(found)} groups of the checkpoint. "
+            "Group the parameters as they were when it was saved."
+        )
+    return {key: value for key, value in found[0].items() if key != "params"}
+
+
+def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Give a scheduler its saved state; JSON has no counters, so those are made again, also in schedulers of it."""
+    _make_counters(scheduler, state)
+    scheduler.load_state_dict(state)
+
+
+def _make_counters(scheduler: Any, state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(getattr(scheduler, key, None), Counter):
+            state[key] = Counter(value)
+    for part, saved in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        _make_counters(part, saved)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the random generators of this process: Python's, NumPy's, torch's and the card's."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the random generators of this process where they were."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].clone())
+
+
+def combine(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:
+    """Return one rank's share of what all ranks had kept, for another number of ranks.
+
+    Args:
+        states: Trees of the saved ranks.
+        elsewhere: `first`, `mean` or `share`, see `Elsewhere`.
+        world_size: The number of ranks now.
+    """
+    first = states[0]
+    if isinstance(first, Tensor):
+        if elsewhere == "first" or not first.is_floating_point():
+            return first.clone()
+        total = sum((state.double() for state in states[1:]), start=first.double())
+        return (total / (len(states) if elsewhere == "mean" else world_size)).to(first.dtype)
+    if isinstance(first, dict):
+        return {key: combine([state[key] for state in states], elsewhere, world_size) for key in first}
+    if isinstance(first, list | tuple):
+        parts: Callable[[Any], Any] = type(first)
+        return parts(combine(list(group), elsewhere, world_size) for group in zip(*states, strict=True))
+    return first

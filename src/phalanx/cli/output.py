@@ -1,0 +1,139 @@
+"""What the commands of jobs print: tables on a terminal, JSON for scripts; data on stdout, talk on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from functools import cache
+from typing import Any, TypeVar
+
+import click
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.cluster.messages import messages
+from phalanx.errors import SpecError, did_you_mean
+from phalanx.jobs.connect import opened
+from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.spec import DEFAULT_WORKSPACE
+from phalanx.ui.i18n import Say, speaker
+
+ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "ls": "list"}
+"""What other tools call a command."""
+
+
+class Verbs(click.Group):
+    """The commands of one thing; takes other tools' names for them, and names the nearest for one that is not there."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command named first in `args`."""
+        known = ALIASES.get(args[0], "") if args[0] not in self.commands else ""
+        args = [known, *args[1:]] if known in self.commands else args
+        if args[0] not in self.commands:
+            ctx.fail(f"There is no command '{ctx.command_path} {args[0]}'.{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EITHER_SPELLING = {
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "help_option_names": ["-h", "--help"],
+}
+"""Settings of a command: flags may be written with _ or -."""
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
+workspace_flag = click.option(
+    "-w", "--workspace", help="Where it is kept. Default: default, or the only workspace you are in."
+)
+
+
+@contextmanager
+def jobs() -> Iterator[Jobs]:
+    """Open the jobs for a command; what is logged meanwhile goes to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("phalanx.jobs")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with opened() as found:
+            yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def workspace_of(service: Jobs, name: str | None) -> str:
+    """Return the workspace that a command is about: the one that was said, `default`, or else one's only one.
+
+    Raises:
+        SpecError: If it is none of these, and one is in several.
+    """
+    if name is not None:
+        return name
+    names = [workspace.name for workspace in service.workspaces()]
+    if DEFAULT_WORKSPACE in names or not names:
+        return DEFAULT_WORKSPACE
+    if len(names) > 1:
+        raise SpecError(messages.text("which workspace", names=", ".join(names)))
+    talk("workspace taken", name=names[0])
+    return names[0]
+
+
+@cache
+def words() -> Say:
+    """Return the function that says a word of the console in the user's language."""
+    return speaker(messages.language())
+
+
+def talk(key: str, **values: object) -> None:
+    """Say something to the person, beside what is printed for programs."""
+    click.echo(messages.text(key, **values), err=True)
+
+
+def show_json(value: Any) -> None:
+    """Print dataclasses, or what holds them, as JSON."""
+    click.echo(json.dumps(value, default=_plain, ensure_ascii=False, indent=1))
+
+
+def show_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows as a table; the first column is never cut, because names are copied from it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, heading in enumerate(headings):
+        table.add_column(heading[:1].upper() + heading[1:], no_wrap=position == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    console().print(table)
+
+
+def show_named(headings: Sequence[str], rows: Sequence[Sequence[object]], values: Any, as_json: bool) -> None:
+    """Print what a list command found."""
+    if as_json:
+        show_json(values)
+    elif rows:
+        show_table(headings, rows)
+    else:
+        click.echo(words()("none yet"), err=True)
+
+
+def console() -> Console:
+    """Return the console that tables go to."""
+    return Console(highlight=False)
+
+
+def moment(time: datetime | None) -> str:
+    """Return a moment in the user's time zone, to the second."""
+    return "" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _plain(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else asdict(value)

@@ -1,0 +1,73 @@
+"""A machine's figures for a number of ranks that was not measured, from those of the nearest that was (pure).
+
+Time grows as ranks get less of the cores: all of it where ranks share cores, and where each has cores of its own only
+what its threads divide, which is what comes on top of the smallest operator of a kind. What a rank exchanges with the
+others of a group of n grows with 1 - 1/n.
+"""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.cluster.calibration.figures import Grid, Measured, Rates
+
+_EXCHANGES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sharded"}
+"""Words of tables of what grows with the group."""
+
+
+def with_ranks(found: Measured, ranks: int) -> tuple[Measured, int]:
+    """Return a machine with figures for this number of ranks too, and the number of ranks they are reckoned from.
+
+    That is the nearest by quotient, the larger of two. What several ranks exchange is only known from several.
+
+    Raises:
+        ConfigError: If several ranks are asked for, and only one was measured.
+    """
+    fitting = [one for one in found.ranks if one > 1 or ranks == 1]
+    if not fitting:
+        found.at(ranks)  # says which were measured
+    near = min(fitting, key=lambda one: (abs(math.log(one / ranks)), -one))
+    return found.model_copy(update={"rates": {**found.rates, ranks: _scaled(found, near, ranks)}}), near
+
+
+def _scaled(found: Measured, near: int, ranks: int) -> Rates:
+    rates, before, after = found.at(near), cores_each(found.cores, near), cores_each(found.cores, ranks)
+    single, threaded = min(1.0, before) / min(1.0, after), before / after
+    grids = {name: _slower(grid, single, threaded) for name, grid in rates.grids.items() if _group(name) is None}
+    for group in (one for one in range(2, ranks + 1) if ranks % one == 0):
+        for name, grid in _of_group(rates, group).items():
+            grids[name] = _slower(grid, single, single)
+    host = ("launch_s", "backward_launch_s", "checkpoint_s", "selective_op_s")
+    slower = {name: getattr(rates, name) * single for name in host}
+    return rates.model_copy(update={**slower, "threads": max(1, int(after)), "grids": grids})
+
+
+def cores_each(cores: int, ranks: int) -> float:
+    """Return the cores that each of some ranks gets: whole ones, or its share of one."""
+    return cores // ranks if ranks <= cores else cores / ranks
+
+
+def _of_group(rates: Rates, group: int) -> dict[str, Grid]:
+    """Return tables of exchanges in groups of this size, from those of the nearest size."""
+    sizes = {size for name in rates.grids if (size := _group(name)) is not None}
+    near = min(sizes, key=lambda size: (abs(math.log(size / group)), -size))
+    more = (1 - 1 / group) / (1 - 1 / near)
+    found = {}
+    for name, grid in rates.grids.items():
+        if _group(name) == near:
+            grown = more if _EXCHANGES & set(name.split()) else 1.0
+            found[f"{name.rpartition(' ')[0]} {group}"] = _slower(grid, grown, grown)
+    return found
+
+
+def _group(name: str) -> int | None:
+    """Return the ranks of a group whose exchanges a table is of; None for tables of what a rank does alone."""
+    last = name.rpartition(" ")[2]
+    return int(last) if last.isdecimal() else None
+
+
+def _slower(grid: Grid, single: float, threaded: float) -> Grid:
+    """Return a table whose least seconds grow by one factor, and what comes on top of them by the other."""
+    least = grid.seconds[0]
+    seconds = tuple(least * single + (one - least) * threaded for one in grid.seconds)
+    return Grid(axes=grid.axes, seconds=seconds, powers=grid.powers)

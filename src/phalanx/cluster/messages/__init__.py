@@ -1,0 +1,1 @@
+"""Messages in English and in Chinese."""

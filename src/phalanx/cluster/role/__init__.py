@@ -1,0 +1,4 @@
+"""Who this process is, from whatever launched it.
+
+Start with `role`.
+"""

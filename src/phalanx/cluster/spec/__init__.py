@@ -1,0 +1,4 @@
+"""What a cluster is made of: nodes, devices, links.
+
+Start with `cluster`.
+"""

@@ -1,0 +1,194 @@
+"""What this host is made of, found without opening a device: cards by their driver's names, else processors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+
+from phalanx.cluster.calibration.figures import Measured, read_measured
+from phalanx.cluster.calibration.interpolation import cores_each, with_ranks
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.role.role import Role
+from phalanx.cluster.spec.cluster import Cluster, Node, usual_gbps
+from phalanx.cluster.spec.devices import DEVICES, GIB, Device
+from phalanx.errors import ConfigError
+
+CARDS = Path("/proc/driver/nvidia/gpus")
+PROCESSORS = Path("/proc/cpuinfo")
+HIGHEST_KHZ = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
+MEMORY = Path("/proc/meminfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+FLOPS_A_CYCLE = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
+"""Flags of a core and its float32 operations a cycle: two fused multiply-adds of a whole register."""
+
+USUAL_FLOPS_A_CYCLE = 8
+USUAL_HZ = 2.5e9
+SUSTAINED = 0.7
+"""Share of the peak that products reach on a core; 0.6 to 0.8 of 512-bit peaks were seen."""
+
+BYTES_A_CORE = 10e9
+"""Bytes/s of memory that one busy core draws."""
+
+CPU_GBPS = 10.0
+"""Gb/s of a network port where nothing says what there is."""
+
+
+def detect(role: Role) -> Cluster:
+    """Return the cluster that this process's job runs on, all its nodes taken to be as this one."""
+    cards = _cards()
+    if not cards:
+        node, assumed = cpu_node(role.local_world_size, is_bound=_is_bound(role))
+    else:
+        node, assumed = _card_node(cards)
+    if role.node_count > 1:
+        assumed += (text("assumed nodes", count=role.node_count), text("assumed between", rate=f"{node.gbps:g}"))
+    return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
+
+
+def _is_bound(role: Role) -> bool:
+    """Return whether the launcher gave this rank cores of its own: `srun` and `mpirun` may bind each to some."""
+    return role.launcher in ("slurm", "mpi") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, ...]]:
+    """Return this host as a node of so many devices, and what was assumed.
+
+    Each device is an equal number of its cores; where there are more devices than cores, its share of one.
+
+    Args:
+        devices: How many.
+        is_bound: Whether the cores that this process may use are those of one device, not of all.
+    """
+    cores = cores_each(len(os.sched_getaffinity(0)), 1 if is_bound else devices)
+    info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
+    flags = set(_field(info, "flags", "Features").split())
+    cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
+    hertz = _hertz(info)
+    peak = cores * cycle * hertz
+    made = Device(
+        name=f"cpu-{cores:.3g}-core",
+        flops={"fp32": peak, "bf16": peak * (2 if "avx512_bf16" in flags else 1)},
+        sustained=SUSTAINED,
+        memory=memory_bytes() / devices,
+        bandwidth=cores * BYTES_A_CORE,
+        multiprocessors=max(1, int(cores)),
+        link=cores * BYTES_A_CORE / 2,
+    )
+    assumed = (
+        text("assumed cores", count=cycle, hertz=f"{hertz / 1e9:.2g}"),
+        text("assumed memory", rate=f"{BYTES_A_CORE / 1e9:g}"),
+    )
+    return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
+
+
+def _hertz(info: str) -> float:
+    """Return the highest frequency of a core where the system says it: every rank that asks is told the same."""
+    try:
+        return float(HIGHEST_KHZ.read_text()) * 1e3
+    except (OSError, ValueError):
+        now = re.findall(r"^cpu MHz\s*:\s*(\d+(?:\.\d+)?)\s*$", info, re.MULTILINE)
+        return max(map(float, now)) * 1e6 if now else USUAL_HZ
+
+
+def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, Measured, tuple[str, ...]]:
+    """Return this host as it was measured, with so many devices, or as many as were measured at most.
+
+    Args:
+        devices: How many.
+        exactly: Whether so many must have been measured; else figures of the nearest number will do.
+
+    Returns:
+        The node, the figures, and in words what changed since, or what they were reckoned from.
+
+    Raises:
+        ConfigError: If it was not measured, or not with so many ranks.
+    """
+    found = read_measured()
+    count = devices or found.ranks[-1]
+    said = _changed(found)
+    if not exactly and count not in found.ranks:
+        found, near = with_ranks(found, count)
+        said = (text("measured near", ranks=count, near=near), *said)
+    rates, size, stream = found.at(count), 1024, 2**23
+    link = stream / rates.collective_s("send", stream, count) if count > 1 else BYTES_A_CORE
+    flops = {kind: 2 * size**3 / rates.matmul_s(size, size, size, kind) for kind in ("fp32", "bf16")}
+    made = Device(
+        name=f"cpu-{rates.threads}-core-measured",
+        flops=flops,
+        sustained=1.0,
+        memory=found.memory / count,
+        bandwidth=2 * stream / rates.operator_s("elementwise", stream),
+        multiprocessors=rates.threads,
+        link=link,
+        measured=rates,
+    )
+    return Node(device=made, devices=count, gbps=CPU_GBPS), found, said
+
+
+def _changed(found: Measured) -> tuple[str, ...]:
+    pairs = (
+        ("torch", found.torch, importlib.metadata.version("torch")),
+        ("cores", str(found.cores), str(len(os.sched_getaffinity(0)))),
+    )
+    return tuple(text("measured before", name=name, then=then, now=now) for name, then, now in pairs if then != now)
+
+
+def processor_name() -> str:
+    """Return what the system calls this host's processor."""
+    info = PROCESSORS.read_text() if PROCESSORS.exists() else ""
+    return _field(info, "model name") or platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory this process may use: the machine's, or what its container is given."""
+    total = int(_field(MEMORY.read_text(), "MemTotal").split()[0]) * 1024
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _field(text: str, *names: str) -> str:
+    found = re.search(rf"^(?:{'|'.join(map(re.escape, names))})\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _cards() -> list[str]:
+    """Return the names of the cards this process may use."""
+    if not CARDS.is_dir():
+        return []
+    files = sorted(CARDS.glob("*/information"))
+    names = [_field(file.read_text(), "Model") for file in files]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    asked = [one.strip() for one in visible.split(",") if one.strip()]
+    if all(one.isdecimal() and int(one) < len(names) for one in asked):
+        return [names[int(one)] for one in asked]
+    return names[: len(asked)]  # Named by their UUID: cards of one host are alike.
+
+
+def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
+    preset = preset_of(names[0])
+    if len(set(names)) > 1:
+        raise ConfigError(text("cards differ", names=", ".join(names)))
+    gbps = usual_gbps(preset) * len(names)
+    assumed = text("assumed card", card=names[0], device=preset.name)
+    return Node(device=preset, devices=len(names), gbps=gbps), (assumed,)
+
+
+def preset_of(card: str) -> Device:
+    """Return the preset of a card by its driver's name, such as `NVIDIA A100-SXM4-40GB` or `NVIDIA H100 80GB HBM3`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    words = set(re.findall(r"[A-Z]+\d+|\d+GB|PCIE", card.upper()))
+    kin = [one for name, one in DEVICES.items() if name.split("-")[0] in words]
+    stated = [one for one in kin if f"{round(one.memory / GIB)}GB" in words] or kin
+    shaped = [one for one in stated if ("PCIE" in one.name.upper()) == ("PCIE" in words)]
+    if not shaped:
+        raise ConfigError(text("card unknown", card=card, known=", ".join(DEVICES)))
+    return shaped[0]

@@ -1,0 +1,148 @@
+"""Clusters from files: nodes, devices and links with figures of their own, or the servers of a rank table (pure)."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.messages.wrong_values import why_wrong
+from phalanx.cluster.rank_table import rank_table
+from phalanx.cluster.spec.cluster import Cluster, Node, device_meant, usual_gbps
+from phalanx.cluster.spec.devices import DEVICES, GIB, TERA, Device
+from phalanx.errors import ConfigError
+
+_OF_A_RANK_TABLE = {"server_list", "server_count", "group_list", "group_count", "board_id"}
+
+
+class _DeviceFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    like: str
+    """The preset whose figures hold where none are given."""
+    tflops: dict[Literal["fp32", "fp16", "bf16", "fp8"], PositiveFloat] = Field(default_factory=dict)
+    sustained: float | None = Field(default=None, gt=0, le=1)
+    memory_gib: float | None = Field(default=None, gt=0)
+    bandwidth_gb_s: float | None = Field(default=None, gt=0)
+    multiprocessors: int | None = Field(default=None, gt=0)
+    link_gb_s: float | None = Field(default=None, gt=0)
+
+
+class _NodeFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    device: str
+    devices: int = Field(gt=0)
+    count: int = Field(default=1, gt=0, le=100_000)
+    link_gb_s: float | None = Field(default=None, gt=0)
+    """Inside the node, in place of the device's own."""
+    gbps: float | None = Field(default=None, gt=0)
+    """Between nodes, groups of neighbouring ranks."""
+    strided_gbps: float | None = Field(default=None, gt=0)
+    """Between nodes, groups with one rank a node, all of a node's together."""
+
+
+class _ClusterFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: list[_NodeFile] = Field(min_length=1)
+    devices: list[_DeviceFile] = Field(default_factory=list)
+    usd_per_device_hour: float | None = Field(default=None, gt=0)
+
+
+def read(path: Path, device: str) -> Cluster:
+    """Return the cluster of a file.
+
+    Args:
+        path: A description, `.toml` or `.json`, or a rank table.
+        device: What the devices of a rank table are; empty for this host's own.
+
+    Raises:
+        ConfigError: If it cannot be read or is wrong; names the file and the place.
+    """
+    try:
+        written = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else text("no text")
+        raise ConfigError(text("cluster unreadable", path=path, why=why)) from None
+    if path.suffix == ".json" and any(f'"{key}"' in written for key in _OF_A_RANK_TABLE):
+        return of_rank_table(rank_table.parse(written, str(path)), device)
+    try:
+        content = tomllib.loads(written) if path.suffix == ".toml" else json.loads(written)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(text("cluster broken", path=path, why=error)) from None
+    if device:
+        raise ConfigError(text("cluster says", device=device, path=path))
+    return described(content, str(path))
+
+
+def described(content: Any, where: str) -> Cluster:
+    """Return the cluster that a file's content describes; raises ConfigError if it is wrong."""
+    try:
+        file = _ClusterFile.model_validate(content)
+    except ValidationError as error:
+        found = error.errors()[0]
+        path = ".".join(str(part) for part in found["loc"]) or text("the whole")
+        raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(found))) from None
+    own = {device.name: _device(device) for device in file.devices}
+    nodes = tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count)
+    return Cluster(nodes=nodes, usd_per_device_hour=file.usd_per_device_hour)
+
+
+def _node(said: _NodeFile, own: dict[str, Device], where: str) -> Node:
+    device = own.get(said.device) or device_meant(said.device)
+    gbps = said.gbps if said.gbps is not None else usual_gbps(device) * said.devices
+    if said.link_gb_s is not None:
+        device = replace(device, link=said.link_gb_s * 1e9)
+    strided = said.strided_gbps if said.strided_gbps is not None else gbps
+    if strided > gbps:
+        raise ConfigError(text("cluster strided", place=where, strided=f"{strided:g}", gbps=f"{gbps:g}"))
+    return Node(device=device, devices=said.devices, gbps=gbps, strided=strided / gbps)
+
+
+def _device(said: _DeviceFile) -> Device:
+    like = device_meant(said.like)
+    if said.name in DEVICES:
+        raise ConfigError(text("cluster preset", name=said.name))
+
+    def first(own: float | None, scale: float, otherwise: float) -> float:
+        return otherwise if own is None else own * scale
+
+    return Device(
+        name=said.name,
+        flops={**like.flops, **{kind: rate * TERA for kind, rate in said.tflops.items()}},
+        sustained=first(said.sustained, 1, like.sustained),
+        memory=first(said.memory_gib, GIB, like.memory),
+        bandwidth=first(said.bandwidth_gb_s, 1e9, like.bandwidth),
+        multiprocessors=said.multiprocessors or like.multiprocessors,
+        link=first(said.link_gb_s, 1e9, like.link),
+    )
+
+
+def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
+    """Return the cluster of a rank table: its servers as nodes, in the order of their lowest ranks.
+
+    Args:
+        table: The table, which names addresses but no kind of device.
+        device: What they are, such as `h100`; this host's own, as it is or by its cores, when empty.
+    """
+    counts = [len(ranks) for ranks in table.ranks_by_server]
+    if device:
+        kind, gbps = device_meant(device), usual_gbps(device_meant(device))
+        assumed: tuple[str, ...] = (text("assumed named", device=device, path=table.source),)
+    else:
+        # Cores are shared out among as many ranks as the fullest server has.
+        from phalanx.cluster.role.role import Role
+        from phalanx.cluster.spec.detect import detect
+
+        found = detect(Role(local_world_size=max(counts)))
+        kind, gbps = found.nodes[0].device, found.nodes[0].gbps / found.nodes[0].devices
+        assumed = (text("assumed here", device=kind.name, path=table.source), *found.assumed)
+    nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
+    return Cluster(nodes=nodes, assumed=(*assumed, *table.notices))

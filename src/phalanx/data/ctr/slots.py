@@ -1,0 +1,146 @@
+"""Click logs as text: what a line holds, and lines into arrays.
+
+Columns, as in the Criteo logs (tabs between fields; an empty dense field reads 0, an empty sparse one is an id too):
+
+    1	1	2	...	68fd1e64	80e26c9b	...
+
+Tokens (a label, then name:value in any order; a slot any number of times or not at all):
+
+    1 age:0.3 user:a81 item:77 item:78
+
+An id is a 64-bit hash of the slot's name and the field's text, so no vocabulary is made and every worker finds the
+same one. The native core parses; `slots_python` gives the same bits, is what it is tested against and takes over where
+the package was installed without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.ctr.slot_rows import SlotRows
+from phalanx.data.ctr.slots_python import BROKEN, Broken, SlotParser, hash_texts_python
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.versions import HAS_NATIVE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSchema:
+    """What a line holds, in the order of its columns.
+
+    Raises:
+        ConfigError: If a name comes twice or cannot be written in a line, or the hash space is out of range.
+    """
+
+    label: str | None = "label"
+    """Name of the first field; None for lines without a label."""
+
+    dense: tuple[str, ...] = ()
+    """Names of the numbers."""
+
+    sparse: tuple[str, ...] = ()
+    """Names of the slots, whose text becomes ids."""
+
+    hash_space: int | None = None
+    """Ids are 0 to `hash_space` - 1; any 64-bit value when None, where two texts practically never meet."""
+
+    format: Literal["columns", "tokens"] = "columns"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense", tuple(self.dense))
+        object.__setattr__(self, "sparse", tuple(self.sparse))
+        if self.format not in ("columns", "tokens"):
+            raise ConfigError(f"Asked for slot lines of format {self.format!r}. Give 'columns' or 'tokens'.")
+        names = self.names
+        for name in names:
+            if not name or any(c in name for c in ": \t\r\n") or names.count(name) > 1:
+                raise ConfigError(
+                    f"Asked for a field named {name!r} in {list(names)}. "
+                    "Give every field one name of its own, without spaces and colons."
+                )
+        if self.hash_space is not None and not 1 <= self.hash_space < 2**63:
+            raise ConfigError(f"Asked for hash_space={self.hash_space}. Give 1 to 2**63 - 1, or None for 64-bit ids.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All fields in the order of the columns."""
+        return (*([self.label] if self.label else []), *self.dense, *self.sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a piece of text gave."""
+
+    rows: SlotRows
+    broken: int
+    """Lines left out."""
+
+    first_broken: Broken | None
+
+
+def parse_slots(text: bytes, schema: SlotSchema, *, native: bool = HAS_NATIVE) -> Parsed:
+    """Return the rows in whole lines of text.
+
+    Args:
+        text: Lines that end in a newline; the last one may lack it.
+        schema: What they hold.
+        native: Whether the native core parses, or the Python twin.
+    """
+    count, label, dense, ids, offsets, broken, first = _parser(schema, native).parse(text)
+    is_columns = schema.format == "columns"
+    rows = SlotRows(
+        label,
+        dense.reshape(count, len(schema.dense)),
+        ids.reshape(count, len(schema.sparse)) if is_columns else ids,
+        None if is_columns else offsets,
+    )
+    return Parsed(rows, broken, None if first is None else Broken(*first))
+
+
+def hash_texts(slot: str, texts: Sequence[str], hash_space: int | None = None) -> NDArray[np.int64]:
+    """Return the ids that `texts` have in a slot, shape (n,): those that parsing a file with them gives."""
+    if not HAS_NATIVE:
+        return hash_texts_python(slot, texts, hash_space or 0)
+    from phalanx import _core
+
+    return _core.hash_texts(slot, list(texts), hash_space or 0)
+
+
+@lru_cache(maxsize=8)
+def _parser(schema: SlotSchema, native: bool) -> Any:
+    wanted = (
+        schema.label is not None,
+        list(schema.dense),
+        list(schema.sparse),
+        schema.hash_space or 0,
+        schema.format == "columns",
+    )
+    if not native:
+        return SlotParser(*wanted)
+    from phalanx import _core
+
+    return _core.SlotParser(*wanted)
+
+
+def describe_broken(broken: Broken, schema: SlotSchema) -> str:
+    """Return what is wrong with a line, by the names of its fields."""
+    found = broken.found.decode(errors="replace")
+    names = schema.names
+    kind = BROKEN[broken.kind]
+    if kind == "fields":
+        return f"found {broken.field} fields, expected {len(names)} ({', '.join(names[:3])}, ...)"
+    where = f"field {broken.field + 1}"
+    if kind == "number":
+        named = f" ({names[broken.field]})" if schema.format == "columns" else ""
+        return f"{where}{named}: found {found!r}, expected a finite decimal number"
+    if kind == "token":
+        return f"{where}: found {found!r}, expected name:value"
+    name = found.partition(":")[0]
+    if kind == "name":
+        return f"{where}: found {found!r}, but the schema has no {name!r}.{did_you_mean(name, names)}"
+    return f"{where}: found {found!r}, but {name!r} came before; a dense field comes once"

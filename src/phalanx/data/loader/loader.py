@@ -1,0 +1,319 @@
+"""The loader users iterate over: each rank gets its part of every global batch.
+
+loader = ShardedLoader(dataset, batch_size=32)       # 32 rows per rank
+loader = ShardedLoader(dataset, global_batch=128)    # 128 rows over all ranks, exact for any number of them
+for epoch in range(10):
+    for x, y in loader: ...                          # a new order each epoch, nothing to call
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from phalanx.comm import context
+from phalanx.comm.batches import Iteration
+from phalanx.comm.context import BatchShare
+from phalanx.data.loader.options import Loading
+from phalanx.data.samples.device import to_device
+from phalanx.data.stream.generator import GeneratorDataset
+from phalanx.errors import ConfigError
+
+logger = logging.getLogger("phalanx.data")
+
+_LOOP = "for x, y in loader: ... (each loop is the next epoch; no EOFException, no reset)"
+_GENERATOR = "px.data.GeneratorDataset(function, columns) in place of the data; then for x, y in loader: ..."
+_OLD_WORDS = {
+    "start": _LOOP,
+    "reset": _LOOP,
+    "next": _LOOP,
+    "set_sample_generator": _GENERATOR,
+    "set_sample_list_generator": _GENERATOR,
+    "set_batch_generator": _GENERATOR,
+}
+"""What loops around loaders of older scripts call, and what to write."""
+
+
+class ShardedLoader:
+    """Loads this rank's part of every global batch, in an order that changes from epoch to epoch.
+
+    Which rank this is is asked when an iteration starts, so a loader may be made before `phalanx.init()`. Every
+    iteration is the next epoch; the ranks take the same number of steps, and the rows of N ranks side by side are
+    the batches of one process. A last batch that is not full is shared out as evenly as it goes; a rank for which
+    no row is left gets one that does not count (`share.rows` is 0).
+
+    Iterating is collective for streams (at every batch) and for custom samplers (at the first batch), else local.
+
+    Args:
+        data: A torch Dataset or IterableDataset, a torch DataLoader (its settings are taken over), a tuple of
+            tensors or arrays, a function that returns a new iterator of samples at each call, or a `Pipeline`.
+        batch_size: Rows per rank; the global batch is this times the number of ranks. A DataLoader's or pipeline's
+            own otherwise.
+        global_batch: Rows over all ranks, instead of `batch_size`; need not divide by their number.
+        shuffle: Whether each epoch has an order of its own. As the DataLoader or the pipeline says; otherwise True
+            when training on data with a length.
+        seed: Start of every order and of the random numbers data code draws; the same on every rank. When omitted, that
+            of the DataLoader's or sampler's generator, or what `torch.manual_seed` was given, on rank 0; 0 for data
+            that is not trained on. Looked at once, when the first batch is asked for; a loaded state brings its own.
+        drop_last: Whether to leave out a last batch that is not full; default False.
+        collate_fn: Makes a batch of a list of samples; torch's default when omitted.
+        num_workers: Worker processes; as the DataLoader says, otherwise 0.
+        training: Whether the batches are trained on. Others leave no trace in `Context.batch` once iterated.
+        stream: For an IterableDataset or function: `shared` if it yields the same rows on every rank, which are
+            then split here; `own` if it splits itself over the ranks and their workers.
+        shard: (index, count) to load as, instead of this process's rank and world size.
+        loading: Further arguments of torch's DataLoader: pin_memory, timeout, worker_init_fn,
+            multiprocessing_context, prefetch_factor, persistent_workers.
+
+    Raises:
+        ConfigError: If the data cannot be shared out over ranks, or arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        drop_last: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        training: bool = True,
+        stream: Literal["shared", "own"] = "shared",
+        shard: tuple[int, int] | None = None,
+        **loading: Any,
+    ) -> None:
+        self._loading = Loading(
+            data,
+            batch_size=batch_size,
+            global_batch=global_batch,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            training=training,
+            stream=stream,
+            shard=shard,
+            passed_on=loading,
+        )
+        self.training = training
+        self.share: BatchShare | None = None
+        """Share of the batch handed out last; None before the first and after the last of an epoch."""
+        self._next_epoch, self._next_position = 0, 0
+        self._epoch, self._position = 0, 0
+
+    if not TYPE_CHECKING:  # a type checker would believe every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if instead := _OLD_WORDS.get(name):
+                raise AttributeError(
+                    f"{message}. It belongs to an older framework. Write instead: {instead}", name=name
+                )
+            raise AttributeError(message, name=name, obj=self)  # to which Python adds the nearest name
+
+    # -- what it will do ---------------------------------------------------------------------------------------
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that is loaded from."""
+        return self._loading.source.dataset
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The names of the columns of a batch, in order, where a pipeline or a generator's feeds say them."""
+        if self._loading.pipeline is not None:
+            return self._loading.pipeline.columns
+        return self.dataset.column_names if isinstance(self.dataset, GeneratorDataset) else None
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return self._loading.drop_last
+
+    @property
+    def has_batch_sampler(self) -> bool:
+        """Whether a batch sampler of the user's cuts batches, of which each rank gets whole ones."""
+        return self._loading.source.batch_sampler is not None
+
+    @property
+    def seed(self) -> int:
+        """Start of every order, the same on every rank; of training data, rank 0 says it when it is first needed."""
+        return self._loading.seed()
+
+    @property
+    def given_seed(self) -> int | None:
+        """The seed that this loader was given; None where it is rank 0's generator or torch that says it."""
+        return self._loading.seed.given
+
+    @property
+    def ordering(self) -> str | None:
+        """What a pipeline does to the order, in words; None for other data."""
+        return self._loading.describe_order()
+
+    @property
+    def epoch(self) -> int:
+        """Epoch in progress; between two, the one that comes next."""
+        return self._epoch
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full global batch for the present number of ranks; batches when a batch sampler cuts them."""
+        return self._loading.global_batch_for(self._loading.here().count)
+
+    def global_batch_for(self, ranks: int) -> int:
+        """Return `global_batch` for another number of ranks that read rows of their own."""
+        return self._loading.global_batch_for(ranks)
+
+    @property
+    def per_rank_batch(self) -> int:
+        """Most rows this rank gets of a global batch."""
+        count = self._loading.here().count
+        return -(-self._loading.global_batch_for(count) // count)
+
+    @property
+    def fewest_rows(self) -> int | None:
+        """Fewest rows that a rank loads of a batch of an epoch; None where that is not known before."""
+        loading = self._loading
+        rows, count = loading.rows(), loading.here().count
+        if rows is None or self.has_batch_sampler or loading.pipeline is not None:
+            return None
+        full = self.global_batch
+        last = 0 if self.drops_last else rows % full
+        sizes = [size for size in (min(full, rows), last) if size]
+        return min((max(size // count, 1) for size in sizes), default=None)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of a whole epoch; the same on every rank."""
+        return len(self)
+
+    def __len__(self) -> int:
+        return self._loading.steps(self._loading.here().count)
+
+    # -- iterating ---------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`, from its start. Never needed: iterating advances the epoch."""
+        self._next_epoch, self._next_position = epoch, 0
+
+    def peek(self) -> tuple[Any, BatchShare]:
+        """Return this rank's first batch of the next epoch, on the CPU, and its share; the iteration has it again.
+
+        Collective as iterating is. A stream is opened anew for it.
+
+        Raises:
+            ConfigError: If the data has no row.
+        """
+        return self._loading.first_batch(self._next_epoch)
+
+    def keep_global_batch(self, ranks: int | None = None) -> None:
+        """Keep the rows of a global batch, also if fewer ranks are to read rows of their own.
+
+        Args:
+            ranks: As many as these ranks would read, a size per rank each; what they are now when None. A loader that
+                was given its `shard` keeps what it has.
+        """
+        self._loading.keep_global_batch(ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch, self._position = self._next_epoch, self._next_position
+        self._next_epoch, self._next_position = self._epoch + 1, 0
+        return self._hand_out(self._loading.batches(self._epoch, self._position))
+
+    def _hand_out(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
+        iteration, is_complete = _iteration(self.training), False
+        try:
+            for batch, share, self._position in batches:
+                yield self._given_out(to_device(batch), share, iteration)
+            self._epoch, self._position = self._epoch + 1, 0
+            if self.training and context.is_initialized():
+                context.current().ended_with = self.share
+            self.share, is_complete = None, True
+        finally:
+            if context.is_initialized():
+                context.current().batches.end(iteration, is_complete=is_complete)
+
+    def _given_out(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
+        """Return a batch, registered as given out now."""
+        self.share = share
+        if context.is_initialized():
+            here = context.current()
+            here.batches.give(batch, share, iteration)
+            if self.training:
+                here.rows_for = self._loading.global_batch_for
+        return batch
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration is, as plain numbers: the same on every rank, for any number of ranks.
+
+        Taken inside the loop it counts the batch in hand as done.
+        """
+        order, rows = self.ordering, self._loading.rows()
+        return {
+            "version": 1,
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            **({} if rows is None else {"rows": rows}),
+            **({} if order is None else {"order": order}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration go on where `state` was taken, at any number of ranks and any batch size.
+
+        Costs the same wherever that is, save for streams, which are read up to it.
+
+        Raises:
+            ConfigError: If `state` is of another version, lies inside an epoch of another order or number of rows, or
+                inside one of a stream that splits itself.
+        """
+        if state.get("version") != 1 or not {"epoch", "position", "seed"} <= state.keys():
+            raise ConfigError(
+                f"Asked to load a loader state with {sorted(state)}; version 1 with epoch, position and seed is "
+                "known. Load what state_dict() returned."
+            )
+        order = self.ordering
+        if state["position"] and state.get("order") != order:
+            raise ConfigError(
+                f"The state was saved inside an epoch of a pipeline with {state.get('order') or 'no verbs'}, this one "
+                f"has {order or 'no verbs'}: the rest of the epoch would repeat rows and miss others. Say the same "
+                "shuffle and repeat."
+            )
+        rows = self._loading.rows()
+        if state["position"] and state.get("rows", rows) != rows:
+            raise ConfigError(
+                f"The state was saved inside an epoch of {state['rows']} rows, and this data has "
+                f"{'no length' if rows is None else rows}: the rest of the epoch would repeat rows and miss others. "
+                "Load the data it was saved with, or a state of the end of an epoch."
+            )
+        if state["position"] and self._loading.order is None and self._loading.is_own:
+            raise ConfigError(
+                'A stream that splits itself (stream="own") cannot be resumed inside an epoch. '
+                "Save at the end of an epoch, or let the dataset keep its own position."
+            )
+        before = state.get("global_batch", self.global_batch)
+        if state["position"] and before != self.global_batch:
+            logger.warning(
+                "the epoch goes on at row %d in global batches of %d, and was begun in global batches of %d: give "
+                "global_batch= where training must not depend on the number of ranks",
+                state["position"],
+                self.global_batch,
+                before,
+            )
+        self._loading.seed.restore(int(state["seed"]))
+        self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
+        self._epoch, self._position = self._next_epoch, self._next_position
+
+
+def _iteration(is_training: bool) -> Iteration:
+    return (
+        context.current().batches.begin(is_training=is_training) if context.is_initialized() else Iteration(is_training)
+    )

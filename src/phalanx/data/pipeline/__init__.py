@@ -1,0 +1,4 @@
+"""`dataset.map(...).shuffle(...).batch(...)` in any order.
+
+Start with `pipeline`.
+"""

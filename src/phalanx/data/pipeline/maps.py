@@ -1,0 +1,171 @@
+"""One `map` of a pipeline: operations on some columns, before or after the rows are a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.data.pipeline.columns import Columns
+from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix64
+from phalanx.data.sampling.row_rng import Draws
+from phalanx.data.sampling.seeding import seeded
+from phalanx.data.vision.base import Transform
+from phalanx.data.vision.chain import Chain
+from phalanx.errors import ConfigError, DataError, did_you_mean
+
+Seeds = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map:
+    """Operations on columns. Of several input columns each operation takes all values and returns the new ones."""
+
+    operations: tuple[Callable[..., Any], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    number: int
+    """Which step of the chain it is; its random numbers are others than those of the other steps."""
+
+    per_batch: bool = False
+    """Whether it takes the rank's part of a batch, rather than rows."""
+
+    def names(self, before: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the columns there are afterwards: the outputs stand where the first input stood."""
+        at = before.index(self.inputs[0])
+        kept = [name for name in before if name not in self.inputs]
+        place = sum(1 for name in before[:at] if name not in self.inputs)
+        return (*kept[:place], *self.outputs, *kept[place:])
+
+    def apply(self, columns: Columns, seeds: Seeds) -> Columns:
+        """Return the columns after the operations.
+
+        Args:
+            columns: Of n rows, or parts of a batch of n rows.
+            seeds: Where the random numbers of each row start, shape (n,).
+        """
+        draws = Draws(mix64(seeds + np.uint64(GOLDEN * (self.number + 1) & WORD)))
+        work = self._on_batch if self.per_batch else self._on_rows
+        values = dict(zip(self.outputs, work(columns, draws), strict=True))
+        return {name: values[name] if name in values else columns[name] for name in self.names(tuple(columns))}
+
+    def _on_rows(self, columns: Columns, draws: Draws) -> list[Any]:
+        if self._is_of_one:
+            return [self._by_row.batched(columns[self.inputs[0]], draws)]
+        rows: list[Any] = list(zip(*(columns[name] for name in self.inputs), strict=True))
+        done = self._by_row.batched(rows, draws)
+        return [list(column) for column in zip(*(self._checked(row) for row in done), strict=True)]
+
+    @property
+    def _is_of_one(self) -> bool:
+        return len(self.inputs) == 1 == len(self.outputs)
+
+    @cached_property
+    def _by_row(self) -> Chain:
+        return Chain(self.operations if self._is_of_one else [_Spread(operation) for operation in self.operations])
+
+    def _on_batch(self, columns: Columns, draws: Draws) -> list[Any]:
+        values = tuple(columns[name] for name in self.inputs)
+        for operation in self.operations:
+            if isinstance(operation, Transform):
+                values = (operation.batched(torch.as_tensor(values[0]), draws),)
+                continue
+            with seeded(int(draws.words()[0])):
+                values = _as_tuple(operation(*values))
+        for value in self._checked(values):
+            if isinstance(value, Tensor | list) and len(value) != len(draws):
+                raise DataError(
+                    f"{self._described()} made {len(value)} rows of a batch of {len(draws)}. Keep the rows of a batch, "
+                    "which are counted; leave rows out in the dataset."
+                )
+        return list(values)
+
+    def _checked(self, values: Any) -> tuple[Any, ...]:
+        found = _as_tuple(values)
+        if len(found) != len(self.outputs):
+            raise DataError(
+                f"{self._described()} returned {len(found)} values for the {len(self.outputs)} columns "
+                f"{', '.join(self.outputs)}. Return one for each, or name them with output_columns."
+            )
+        return found
+
+    def _described(self) -> str:
+        last = self.operations[-1]
+        return f"map of {getattr(last, '__name__', last)!s} on {', '.join(self.inputs)}"
+
+
+def checked_map(
+    operations: Callable[..., Any] | Sequence[Callable[..., Any]],
+    input_columns: str | Sequence[str] | None,
+    output_columns: str | Sequence[str] | None,
+    there: tuple[str, ...],
+    *,
+    number: int,
+    per_batch: bool,
+) -> Map:
+    """Return the map that was asked for.
+
+    Args:
+        operations: One or several; see `Map`.
+        input_columns: The first column when omitted.
+        output_columns: As the inputs when omitted.
+        there: The columns there are.
+        number: See `Map`.
+        per_batch: See `Map`.
+
+    Raises:
+        ConfigError: If an operation cannot be called, a column is not there, or an output already is.
+    """
+    if isinstance(operations, str):
+        raise ConfigError(
+            f"Asked to map through {operations!r}, which is text. Operations come first, columns after them: "
+            f"map(operations, {operations!r})."
+        )
+    inputs = there[:1] if input_columns is None else _listed(input_columns)
+    outputs = inputs if output_columns is None else _listed(output_columns)
+    for name in inputs:
+        if name not in there:
+            raise ConfigError(
+                f"Asked to map the column {name!r}, but the columns are {', '.join(there)}."
+                f"{did_you_mean(name, there)} Give input_columns= one or more of them."
+            )
+    kept = [name for name in there if name not in inputs]
+    if not inputs or not outputs or len(set(inputs)) < len(inputs) or len({*kept, *outputs}) < len(kept) + len(outputs):
+        raise ConfigError(
+            f"Asked to map {', '.join(inputs) or 'nothing'} to {', '.join(outputs) or 'nothing'} beside "
+            f"{', '.join(kept) or 'no other column'}. Give every column a name of its own."
+        )
+    listed = tuple(operations) if isinstance(operations, Sequence) else (operations,)
+    if not listed:
+        raise ConfigError(f"Asked to map {', '.join(inputs)} through no operation. Give one, or leave the map out.")
+    Chain(listed)  # says what is wrong with an operation
+    if len(inputs) > 1 and (transforms := [op for op in listed if isinstance(op, Transform)]):
+        raise ConfigError(
+            f"Asked to map {', '.join(inputs)} through {transforms[0]!r}, which takes one column. "
+            "Map one column at a time, or write a function of all of them."
+        )
+    return Map(operations=listed, inputs=inputs, outputs=outputs, number=number, per_batch=per_batch)
+
+
+class _Spread:
+    """Calls an operation with a row's values one by one."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        self.operation = operation
+
+    def __call__(self, values: Any) -> Any:
+        return self.operation(*_as_tuple(values))
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

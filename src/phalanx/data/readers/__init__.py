@@ -1,0 +1,4 @@
+"""Readers of real datasets and files.
+
+Start with `images`.
+"""

@@ -1,0 +1,121 @@
+"""Why an attempt failed, from what its nodes wrote and what its backend says, and whether it is tried again. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from phalanx.jobs.attempt.files import End
+from phalanx.jobs.backend import Phase, Status
+from phalanx.jobs.models import Attempt, Failure
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+
+_OUT_OF_MEMORY = re.compile(
+    r"\b(MemoryError|OutOfMemoryError|CUDA out of memory|std::bad_alloc|can't allocate memory|Cannot allocate memory)\b"
+)
+_SAID_LAST = 12
+"""Lines from the end of what a rank said in which its own error stands; before them it may quote another's."""
+
+
+def failure_of(ends: Mapping[int, End | None], status: Status) -> Failure | None:
+    """Return why an attempt that has ended failed, or None if it succeeded.
+
+    Args:
+        ends: What each node wrote about its end; None where it wrote nothing.
+        status: What the backend says, which counts where no node says that it failed.
+    """
+    if ends and all(end is not None and end.outcome == "succeeded" for end in ends.values()):
+        return None
+    failed = [(node, end) for node, end in ends.items() if end is not None and end.outcome == "failed"]
+    if failed:
+        # Who lost another node is seldom the one that failed, though it may be the first to say so.
+        node, end = min(failed, key=lambda one: (one[1].cause is Cause.NODE_FAILURE, one[1].ended, one[0]))
+        return _said(node, end, status)
+    if status.failure is not None:
+        return status.failure
+    stopped = next(((node, end) for node, end in ends.items() if end is not None and end.outcome == "stopped"), None)
+    if stopped is not None:
+        return Failure(Cause.PREEMPTED, f"node {stopped[0]} was {stopped[1].message}, and not by us", stopped[0])
+    if status.phase is Phase.SUCCEEDED and not any(ends.values()):
+        return None
+    missing = next((node for node, end in ends.items() if end is None), 0)
+    return lost_node(missing, status.reason or "its backend knows nothing of it any more")
+
+
+def _said(node: int, end: End, status: Status) -> Failure:
+    failure = Failure(end.cause or Cause.USER_CODE, end.message, node, end.rank, end.exit_code, end.detail)
+    if failure.cause is not Cause.USER_CODE:
+        return failure
+    last = "\n".join(failure.detail.splitlines()[-_SAID_LAST:])
+    if found := _OUT_OF_MEMORY.search(last):
+        return replace(failure, cause=Cause.OOM, message=f"{failure.message}: out of memory ({found[0]})")
+    if _signal(failure.exit_code) == signal.SIGKILL:
+        if status.failure is not None and status.failure.cause is Cause.OOM:
+            return replace(failure, cause=Cause.OOM, message=f"{failure.message}: {status.failure.message}")
+        return replace(failure, cause=Cause.PREEMPTED, message=f"{failure.message}: killed from outside")
+    if _signal(failure.exit_code) == signal.SIGTERM:
+        return replace(failure, cause=Cause.PREEMPTED, message=f"{failure.message}: asked to end from outside")
+    return failure
+
+
+def _signal(exit_code: int | None) -> int | None:
+    """Return the signal behind an exit code, as subprocess (negative) or as a shell (from 128 on) has it."""
+    if exit_code is None or 0 <= exit_code <= 128:
+        return None
+    return -exit_code if exit_code < 0 else exit_code - 128
+
+
+def lost_node(node: int, why: str) -> Failure:
+    """Return the failure of a node that ended without a word."""
+    return Failure(Cause.NODE_FAILURE, f"node {node} was lost: {why}, and it left no exit record", node)
+
+
+def killed_for_memory(node: int, count: int) -> Failure:
+    """Return the failure of a node while which ran the kernel killed `count` processes to get memory back."""
+    times = "a process" if count == 1 else f"{count} processes"
+    return Failure(Cause.OOM, f"the kernel killed {times} of this machine because memory ran out", node)
+
+
+FIRST_S = 2.0
+"""How much earlier than all others a rank must fall silent to be named: the rest stop when they wait for it."""
+
+
+def hung(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
+    """Return the failure of an attempt all of whose ranks have been silent for too long.
+
+    Args:
+        silent_s: For how long.
+        signs: When the log or the run events of each rank last grew, in seconds since the epoch, by name of its log.
+    """
+    message = f"no rank wrote a line or a run event for {silent_s:.0f} s (retries.hang_after)"
+    order = sorted((signs or {}).items(), key=lambda sign: sign[1])
+    if len(order) < 2 or order[1][1] - order[0][1] < FIRST_S:
+        return Failure(Cause.HANG, message)
+    name, earlier = order[0][0], order[1][1] - order[0][1]
+    message = f"rank {name} fell silent first, {earlier:.0f} s before the others; {message}"
+    return Failure(Cause.HANG, message, rank=int(name) if name.isdigit() else None)
+
+
+def overdue(limit_s: float) -> Failure:
+    """Return the failure of an attempt that runs longer than its job allows, and whose nodes did not end it."""
+    return Failure(Cause.TIMEOUT, f"still running after max_runtime, {limit_s:g} s")
+
+
+def refused(error: Exception, tried_s: float | None = None) -> Failure:
+    """Return the failure of an attempt that its backend did not take; `tried_s` seconds long, if it was asked again."""
+    tried = "" if tried_s is None else f" for {tried_s:.0f} s"
+    return Failure(Cause.BACKEND, f"could not be submitted{tried}: {error}")
+
+
+def retried(spec: TrainingJob, attempts: Sequence[Attempt], failure: Failure) -> bool:
+    """Return whether a job whose last attempt failed is started again.
+
+    Args:
+        spec: The job; its budget counts attempts after the first, whatever ended the one before.
+        attempts: All attempts so far.
+        failure: Why the last one failed.
+    """
+    return failure.cause in spec.retries.on and len(attempts) <= spec.retries.max

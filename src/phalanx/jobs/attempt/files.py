@@ -1,0 +1,180 @@
+"""What passes through an attempt's folder between its backend and its nodes: the order, signs of life, exit records."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import BackendError
+from phalanx.jobs import paths as layout
+from phalanx.jobs.backend import Submission
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+
+BEAT_S = 2.0
+"""How often a node says that it lives."""
+
+LOST_AFTER_BEATS = 15
+"""After how many beats that did not come a node counts as lost."""
+
+DETAIL_BYTES = 8192
+"""Most text of a traceback or of last lines in an exit record."""
+
+_ROOM_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every node of an attempt reads before it starts. Holds no secret."""
+
+    job: str
+    attempt: int
+    spec: TrainingJob
+    home: Path
+    """Where trees of code and datasets are kept, as the nodes see it."""
+
+    checkpoint: Path
+    """The folder that survives attempts, made by the nodes."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one node ended. `outcome` is succeeded, failed or stopped (by a signal from outside, or with another node).
+
+    `rank` is the first to fail of the whole job where the launcher knows it; `exit_code` negative for a signal.
+    Times are seconds since the epoch.
+    """
+
+    outcome: str
+    cause: Cause | None = None
+    message: str = ""
+    rank: int | None = None
+    exit_code: int | None = None
+    detail: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+
+
+def order(submission: Submission, home: str = "", job_folder: str = "") -> dict[str, Any]:
+    """Return what the nodes of `submission` are to do, as JSON.
+
+    Args:
+        submission: The attempt.
+        home: PHALANX_HOME as the nodes see it; empty where they see ours.
+        job_folder: The job's folder as the nodes see it; empty where they see ours.
+    """
+    folder = submission.folder
+    return {
+        "job": submission.job,
+        "attempt": submission.attempt,
+        "spec": submission.spec.model_dump(mode="json"),
+        "home": str(home or folder.parents[2]),
+        "checkpoint": str(Path(job_folder or folder.parent) / (submission.spec.checkpoint.dir or "checkpoints")),
+    }
+
+
+def write(submission: Submission) -> Path:
+    """Make the attempt's folder, with the order for its nodes; doing it again changes nothing.
+
+    Returns:
+        The file of the order.
+    """
+    layout.logs(submission.folder).mkdir(parents=True, exist_ok=True)
+    path = submission.folder / "attempt.json"
+    _put(path, json.dumps(order(submission), indent=1))
+    return path
+
+
+def read(folder: Path) -> Order:
+    """Return what the nodes of the attempt in `folder` are to do.
+
+    Raises:
+        BackendError: If there is no order, or this version cannot read it.
+    """
+    path = folder / "attempt.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Order(
+            job=found["job"],
+            attempt=found["attempt"],
+            spec=TrainingJob.model_validate(found["spec"]),
+            home=Path(found["home"]),
+            checkpoint=Path(found["checkpoint"]),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BackendError(
+            f"{path} does not say what to run: {error}. Nodes need the same files and the same version of phalanx as "
+            "the machine that submitted the job."
+        ) from None
+
+
+def beat(folder: Path, node: int, doing: str) -> None:
+    """Say that node `node` lives, and what it does: `preparing code`, `running`, ..."""
+    path = layout.heartbeat(folder, node)
+    if _text(path) == doing:
+        os.utime(path)
+    else:
+        _put(path, doing)
+
+
+def doing(folder: Path, node: int) -> str:
+    """Return what node `node` last said that it does, empty before its first word."""
+    return _text(layout.heartbeat(folder, node))
+
+
+def make_room(folder: Path, node: int) -> None:
+    """Take the space that the exit record of node `node` may need: why a job fails may be that the disk is full."""
+    _room(folder, node).write_bytes(bytes(_ROOM_BYTES))
+
+
+def write_end(folder: Path, node: int, end: End) -> None:
+    """Leave the exit record of node `node`, whole or not at all, in the room that was made for it if there is any."""
+    room = _room(folder, node)
+    if not room.exists():
+        _put(layout.exit_record(folder, node), end_json(end))
+        return
+    with room.open("r+b") as file:
+        file.write(end_json(end).encode())
+        file.truncate()
+    room.rename(layout.exit_record(folder, node))
+
+
+def end_json(end: End) -> str:
+    """Return an exit record as text."""
+    return json.dumps(asdict(end))
+
+
+def read_end(folder: Path, node: int) -> End | None:
+    """Return how node `node` ended, or None while it left no record; what is no record counts as a failure."""
+    text = _text(layout.exit_record(folder, node))
+    try:
+        return end_of(text) if text else None
+    except (ValueError, TypeError, KeyError) as error:
+        return End("failed", Cause.SETUP, f"the exit record of node {node} cannot be read: {error}")
+
+
+def end_of(text: str) -> End:
+    """Undo `end_json`."""
+    values = json.loads(text)
+    return End(**{**values, "cause": values["cause"] and Cause(values["cause"])})
+
+
+def _room(folder: Path, node: int) -> Path:
+    return folder / f".{layout.exit_record(folder, node).name}.room"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")  # jobs write here too
+    except FileNotFoundError:
+        return ""
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file by renaming, so that nobody reads half of it; two writers of one file do not meet."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)

@@ -1,0 +1,300 @@
+"""Kubernetes as a backend: one workload an attempt (`kubernetes_manifests`), made, watched and removed by the client.
+
+Pods write into no folder of ours. What they print comes from their logs, how each ended from the message that its node
+leaves with the container; `collect` brings both into the attempt's folder, as nodes elsewhere write them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import secrets
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import BackendError, SpecError
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.backend import Phase, Status, Submission
+from phalanx.jobs.backends.kubernetes import manifests
+from phalanx.jobs.backends.kubernetes.logs import Seen
+from phalanx.jobs.backends.kubernetes.manifests import DIALECTS, Dialect
+from phalanx.jobs.backends.kubernetes.options import Manifest, queue_of
+from phalanx.jobs.backends.kubernetes.pods import Pod, failure_of, pods_of, why_waiting
+from phalanx.jobs.models import Failure
+from phalanx.jobs.sources import archive as trees
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+
+if TYPE_CHECKING:
+    from phalanx.jobs.backends.kubernetes.watch import Watched
+
+logger = logging.getLogger("phalanx.jobs")
+
+REQUEST_S = 30.0
+"""How long one request may take."""
+
+LOG_BYTES = 4 << 20
+"""Most text of a pod that one call of `collect` brings; the rest comes with the next."""
+
+
+class Kubernetes:
+    """Runs attempts as workloads of the cluster that KUBECONFIG, or the pod this runs in, names."""
+
+    name = "kubernetes"
+
+    def __init__(self, client: Any = None) -> None:
+        """Make the backend.
+
+        Args:
+            client: The client library's ApiClient; None reads the configuration when the cluster is first asked.
+        """
+        self._client = client
+        self._watched: dict[tuple[str, ...], Watched] = {}
+
+    def check(self, spec: TrainingJob) -> None:
+        """Raise SpecError if pods cannot run `spec`, or the client library is missing. The cluster is not asked."""
+        if importlib.util.find_spec("kubernetes") is None:
+            raise SpecError("backend: kubernetes needs its client library. Run: pip install 'phalanx[kubernetes]'")
+        manifests.check(spec)
+
+    def render(self, submission: Submission, *, full: bool = False) -> str:
+        """Return the manifests as YAML; values of secrets are struck out and packed code is left out, unless `full`."""
+        import yaml
+
+        class Plain(yaml.SafeDumper):
+            """Writes everything where it belongs: what is there twice is written twice."""
+
+            def ignore_aliases(self, data: Any) -> bool:
+                return True
+
+        objects = self._objects(submission)
+        shown = objects if full else manifests.hidden(objects)
+        return str(yaml.dump_all(shown, Dumper=Plain, sort_keys=False, width=120))
+
+    def submit(self, submission: Submission) -> str:
+        """Make the attempt's objects, or find those that are there; return the workload's name.
+
+        Raises:
+            BackendError: If the cluster refuses, or cannot be reached.
+        """
+        attempt.write(submission)
+        config, secret, workload = self._objects(submission)
+        space = submission.spec.kubernetes.namespace
+        core = self._core()
+        self._made(core.create_namespaced_config_map, space, config)
+        self._made(core.create_namespaced_secret, space, secret)
+        try:
+            self._made(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
+        except BackendError as error:
+            if "unknown field" in str(error) and submission.spec.kubernetes.dialect == "trainjob":
+                release = submission.spec.kubernetes.trainer
+                raise BackendError(
+                    f"{error} Kubeflow Trainer there is older than {release}: say kubernetes.trainer."
+                ) from None
+            raise
+        self._own(submission, (core.patch_namespaced_config_map, config), (core.patch_namespaced_secret, secret))
+        return manifests.name_of(submission)
+
+    def status(self, submission: Submission, handle: str) -> Status:
+        """Return where the attempt is."""
+        workload = self._workload(submission)
+        if workload is None:
+            return Status(Phase.GONE, "the cluster has no such workload")
+        pods = self._pods(submission)
+        hosts = tuple(pod.host for pod in pods if pod.host)
+        conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions") or () if c["status"] == "True"}
+        if conditions.keys() & {"Complete", "Completed", "Succeeded"}:
+            return Status(Phase.SUCCEEDED, "", hosts)
+        failed = conditions.get("Failed")
+        broken = failure_of(pods)
+        if failed is not None or broken is not None or any(pod.phase == "Failed" for pod in pods):
+            return Status(Phase.FAILED, _worded(failed or {}), hosts, broken or _of_workload(failed))
+        if "Suspended" in conditions:
+            queue = queue_of(submission.spec)
+            return Status(Phase.QUEUED, f"suspended, waits in queue {queue}" if queue else "suspended")
+        reason, servers = why_waiting(pods), submission.spec.servers
+        all_pods = submission.spec.resources.nodes + (servers.count if servers else 0)
+        if len(pods) < all_pods or any(not pod.host for pod in pods):
+            return Status(Phase.QUEUED, reason or "its pods are not made yet", hosts)
+        if all(pod.has_started for pod in pods):
+            return Status(Phase.RUNNING, "running", hosts)
+        return Status(Phase.PREPARING, reason or "its pods are starting", hosts)
+
+    def collect(self, submission: Submission, handle: str) -> None:
+        """Append what pods have printed since the last call, and take over how each ended."""
+        layout.logs(submission.folder).mkdir(parents=True, exist_ok=True)
+        for pod in self._pods(submission):
+            if not pod.has_started:
+                continue
+            self._bring_log(submission, pod)
+            if pod.phase == "Running":
+                attempt.beat(submission.folder, pod.node, "running")
+            if pod.said and attempt.read_end(submission.folder, pod.node) is None:
+                _take_over_end(submission.folder, pod)
+
+    def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
+        """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
+        # It stays until its pods are gone, so that what they say last is still collected.
+        delete = self._custom().delete_namespaced_custom_object
+        self._removed(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
+
+    def cleanup(self, submission: Submission, handle: str) -> None:
+        """Remove everything that was made for the attempt."""
+        name, space, core = manifests.name_of(submission), submission.spec.kubernetes.namespace, self._core()
+        self._removed(self._custom().delete_namespaced_custom_object, *self._where(submission), name)
+        self._removed(core.delete_namespaced_secret, f"{name}-secrets", space)
+        self._removed(core.delete_namespaced_config_map, f"{name}-order", space)
+
+    def close(self) -> None:
+        """Watch the cluster no longer."""
+        for watched in self._watched.values():
+            watched.close()
+
+    def _objects(self, submission: Submission) -> list[Manifest]:
+        return manifests.manifests(submission, job_secret=secrets.token_hex(32), code=_packed(submission))
+
+    def _pods(self, submission: Submission) -> list[Pod]:
+        space = submission.spec.kubernetes.namespace
+        # The operator's label: not every release of Trainer lets a job say labels of its own.
+        label = DIALECTS[submission.spec.kubernetes.dialect].name_label
+        found = self._watch(
+            ("pods", space, label), lambda: self._core().list_namespaced_pod, space, label_selector=label
+        )
+        mine = manifests.name_of(submission)
+        chosen = [raw for raw in found.values() if (raw["metadata"].get("labels") or {}).get(label) == mine]
+        return pods_of(submission.spec, chosen)
+
+    def _workload(self, submission: Submission) -> Mapping[str, Any] | None:
+        """The workload, asked for by name where the watch has not seen it yet."""
+        where, name = self._where(submission), manifests.name_of(submission)
+        seen = self._watch(where, lambda: self._custom().list_namespaced_custom_object, *where)
+        if name in seen:
+            return seen[name]
+        found = _asked(self._custom().get_namespaced_custom_object, *where, name, fine=(404,))
+        return None if found is None else dict(found)
+
+    def _watch(self, key: tuple[str, ...], call: Any, *words: str, **named: str) -> dict[str, Mapping[str, Any]]:
+        from phalanx.jobs.backends.kubernetes.watch import Watched
+
+        if key not in self._watched:
+            self._watched[key] = Watched(" ".join(key), functools.partial(call(), *words, **named))
+        return self._watched[key].objects()
+
+    def _bring_log(self, submission: Submission, pod: Pod) -> None:
+        """Append the lines of a pod's log that are newer than those we have.
+
+        The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
+        """
+        log = layout.logs(submission.folder) / f"node-{pod.node}.log"
+        seen = Seen.read(log)
+        asked: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
+        if seen.stamp:
+            asked["since_seconds"] = seen.seconds_ago()
+        space = submission.spec.kubernetes.namespace
+        # 404: the pod is gone; 400: its container has nothing to show yet.
+        got = _asked(self._core().read_namespaced_pod_log, pod.name, space, fine=(400, 404), **asked)
+        if got is not None:
+            seen.append(log, got.data)
+
+    def _where(self, submission: Submission) -> tuple[str, str, str, str]:
+        dialect: Dialect = DIALECTS[submission.spec.kubernetes.dialect]
+        return dialect.group, dialect.version, submission.spec.kubernetes.namespace, dialect.plural
+
+    def _made(self, create: Any, *words: Any) -> None:
+        """Make an object; one that is there already was made by us before."""
+        # Strict: fields that the cluster does not know are refused, which it would else leave out.
+        _asked(create, *words, fine=(409,), field_validation="Strict")
+
+    def _own(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
+        """Have the cluster remove objects with their workload, whoever removes that."""
+        dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
+        workload = _asked(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
+        if workload is None:
+            return
+        owner = {"apiVersion": f"{dialect.group}/{dialect.version}", "kind": dialect.kind, "name": name}
+        change = {"metadata": {"ownerReferences": [owner | {"uid": workload["metadata"]["uid"]}]}}
+        for patch, manifest in objects:
+            metadata = manifest["metadata"]
+            if _asked(patch, metadata["name"], metadata["namespace"], change, fine=(403, 404)) is None:
+                logger.warning("%s cannot be patched: it stays if nobody removes it with %s", metadata["name"], name)
+
+    def _removed(self, delete: Any, *words: Any, policy: str = "Background") -> None:
+        _asked(delete, *words, fine=(404,), propagation_policy=policy)
+
+    def _core(self) -> Any:
+        from kubernetes.client import CoreV1Api
+
+        return CoreV1Api(self._api())
+
+    def _custom(self) -> Any:
+        from kubernetes.client import CustomObjectsApi
+
+        return CustomObjectsApi(self._api())
+
+    def _api(self) -> Any:
+        if self._client is None:
+            from kubernetes import client, config
+
+            try:
+                config.load_config()  # type: ignore[no-untyped-call]
+            except config.ConfigException as error:
+                raise BackendError(f"No Kubernetes cluster is configured: {error}. Set KUBECONFIG.") from None
+            self._client = client.ApiClient()
+        return self._client
+
+
+def _asked(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
+    """Return what the cluster answers, None for an HTTP status in `fine`: what was asked for is so, or is not there.
+
+    Raises:
+        BackendError: If the cluster refuses, or cannot be reached.
+    """
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    from phalanx.jobs.backends.kubernetes.watch import checked, said
+
+    try:
+        return checked(call(*words, _request_timeout=REQUEST_S, **named))
+    except ApiException as error:
+        if error.status in fine:
+            return None
+        raise BackendError(f"Kubernetes says no: {said(error)}") from None
+    except HTTPError as error:
+        raise BackendError(f"The Kubernetes cluster cannot be reached: {error}") from None
+
+
+def _packed(submission: Submission) -> bytes:
+    """The tree of code given as a path, packed; pods fetch repositories themselves."""
+    digest = submission.spec.code.digest
+    if submission.spec.code.git is not None or digest is None:
+        return b""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder) / "code.tar.gz"
+        trees.pack(submission.folder.parents[2] / "code" / digest, archive)
+        return archive.read_bytes()
+
+
+def _take_over_end(folder: Path, pod: Pod) -> None:
+    """Keep the exit record that a node left with its container; other text there is not ours."""
+    try:
+        end = attempt.end_of(pod.said)
+    except (ValueError, TypeError, KeyError):
+        return
+    attempt.write_end(folder, pod.node, end)
+
+
+def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:
+    """The failure of a workload that ran out of its time; of others the nodes say more."""
+    if condition is None or "Deadline" not in (condition.get("reason") or ""):
+        return None
+    return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_worded(condition)})")
+
+
+def _worded(condition: Mapping[str, Any]) -> str:
+    words = (condition.get("reason"), condition.get("message"))
+    return ": ".join(word for word in words if word)

@@ -1,0 +1,274 @@
+"""The objects that an attempt is on Kubernetes: TrainJob, PyTorchJob or JobSet, with what its pods read. Pure.
+
+Pods see no folder of ours: their order is a ConfigMap, secrets are a Secret, both mounted as files; code and datasets
+are fetched by `phalanx.jobs.node.__main__` in each pod, and a NAS is a volume claim by its file-system id.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import SpecError
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs.backend import Submission
+from phalanx.jobs.backends.kubernetes import options
+from phalanx.jobs.backends.kubernetes.options import GRACE_S, Manifest
+from phalanx.jobs.quantities import as_quantity
+from phalanx.jobs.spec import TrainingJob
+
+FOLDER = "/phalanx"
+"""The attempt's folder in a pod."""
+
+_SECRETS = "/phalanx-secrets"
+HIDDEN = "(hidden)"
+CODE_BYTES = 900_000
+"""Most bytes of packed code that go with the order; a ConfigMap holds 1 MiB."""
+
+JOB_LABEL, ATTEMPT_LABEL = "phalanx.dev/job", "phalanx.dev/attempt"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One kind of workload: how it is addressed, and what its pods carry."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+    name_label: str
+    """Label of pods whose value is the workload's name."""
+
+
+DIALECTS = {
+    "trainjob": Dialect("trainer.kubeflow.org", "v1alpha1", "TrainJob", "trainjobs", "jobset.sigs.k8s.io/jobset-name"),
+    "pytorchjob": Dialect("kubeflow.org", "v1", "PyTorchJob", "pytorchjobs", "training.kubeflow.org/job-name"),
+    "jobset": Dialect("jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "jobset.sigs.k8s.io/jobset-name"),
+}
+
+
+def name_of(submission: Submission) -> str:
+    """Return the name of the attempt's workload, by which it is found again."""
+    return f"{submission.job}-{submission.attempt}"
+
+
+def check(spec: TrainingJob) -> None:
+    """Raise SpecError if `spec` lacks what Kubernetes needs, or asks for what a dialect cannot."""
+    launching.check(spec)
+    asked = spec.kubernetes
+    if not asked.image:
+        raise SpecError(
+            "backend: kubernetes runs pods, and kubernetes.image is not set. Name an image with Python, torch, git and "
+            "phalanx in it."
+        )
+    if spec.servers and asked.dialect != "jobset":
+        raise SpecError(
+            f"kubernetes.dialect {asked.dialect} has no role for parameter servers. Set kubernetes.dialect to jobset, "
+            "where servers are a replicated job of their own."
+        )
+    options.check(spec)
+
+
+def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> list[Manifest]:
+    """Return the attempt's objects in the order in which they are made: ConfigMap, Secret, workload.
+
+    Args:
+        submission: The attempt.
+        job_secret: What servers and workers know each other by.
+        code: The packed tree of code given as a path, empty for a git repository.
+    """
+    spec = submission.spec
+    workload = {"trainjob": _trainjob, "pytorchjob": _pytorchjob, "jobset": _jobset}[spec.kubernetes.dialect]
+    values = {**submission.secrets, "PHALANX_JOB_SECRET": job_secret}
+    secret = _object(submission, "v1", "Secret", "-secrets")
+    secret |= {"type": "Opaque", "stringData": {"secrets.json": json.dumps(values)}}
+    body = options.merged(workload(submission, bool(code)), spec.kubernetes.workload_patch)
+    return [_config_map(submission, code), secret, body]
+
+
+def hidden(objects: list[Manifest]) -> list[Manifest]:
+    """Return manifests that may be shown: values of secrets are struck out, packed code is left out."""
+    shown = []
+    for made in objects:
+        if made["kind"] == "Secret":
+            names = json.loads(made["stringData"]["secrets.json"])
+            made = {**made, "stringData": {"secrets.json": json.dumps(dict.fromkeys(names, HIDDEN))}}
+        if "binaryData" in made:
+            sizes = {name: f"({len(text)} characters)" for name, text in made["binaryData"].items()}
+            made = {**made, "binaryData": sizes}
+        shown.append(made)
+    return shown
+
+
+def _object(submission: Submission, version: str, kind: str, suffix: str = "") -> Manifest:
+    labels = {
+        "app.kubernetes.io/managed-by": "phalanx",
+        JOB_LABEL: submission.job,
+        ATTEMPT_LABEL: str(submission.attempt),
+    }
+    asked = submission.spec.kubernetes
+    metadata = {"name": name_of(submission) + suffix, "namespace": asked.namespace, "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+
+def _workload(submission: Submission) -> Manifest:
+    dialect = DIALECTS[submission.spec.kubernetes.dialect]
+    made = _object(submission, f"{dialect.group}/{dialect.version}", dialect.kind)
+    asked, metadata = submission.spec.kubernetes, made["metadata"]
+    metadata["labels"] |= asked.labels
+    if asked.annotations:
+        metadata["annotations"] = dict(asked.annotations)
+    if queue := options.queue_of(submission.spec):
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
+    return made
+
+
+def _config_map(submission: Submission, code: bytes) -> Manifest:
+    order = attempt.order(submission, f"{FOLDER}/home", FOLDER)
+    made = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(order)}}
+    if len(code) > CODE_BYTES:
+        raise SpecError(
+            f"code.path packs to {len(code)} bytes, and {CODE_BYTES} can go with a job on Kubernetes. Give the code "
+            "as a git repository, or leave data out of it with .phalanxignore."
+        )
+    return made | ({"binaryData": {"code.tar.gz": base64.b64encode(code).decode()}} if code else {})
+
+
+def _hosts(submission: Submission) -> list[str]:
+    """Names of the pods by node, servers last."""
+    name, spec = name_of(submission), submission.spec
+    if spec.kubernetes.dialect == "pytorchjob":
+        return [f"{name}-master-0", *(f"{name}-worker-{node}" for node in range(spec.resources.nodes - 1))]
+    servers = spec.servers.count if spec.servers else 0
+    nodes = [f"{name}-node-0-{node}.{name}" for node in range(spec.resources.nodes)]
+    return nodes + [f"{name}-server-0-{server}.{name}" for server in range(servers)]
+
+
+def _command(submission: Submission, *, variable: str, first: int = 0) -> list[str]:
+    return [
+        *("python", "-m", "phalanx.jobs.node", FOLDER, "--pod", "--node", variable, "--first-node", str(first)),
+        *("--hosts", ",".join(_hosts(submission)), "--secrets-file", f"{_SECRETS}/secrets.json"),
+        *("--report", "/dev/termination-log"),
+    ]
+
+
+def _volumes(submission: Submission) -> list[Manifest]:
+    # The secret's file may be read by any user of the pod, since images run as any; no other container mounts it.
+    name = name_of(submission)
+    claims = {d.file_system for d in submission.spec.datasets if d.kind == "nas" and d.file_system}
+    return [
+        {"name": "attempt", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "order", "configMap": {"name": f"{name}-order"}},
+        {"name": "secrets", "secret": {"secretName": f"{name}-secrets", "defaultMode": 0o444}},
+        *({"name": f"nas-{claim}", "persistentVolumeClaim": {"claimName": claim}} for claim in sorted(claims)),
+    ]
+
+
+def _mounts(submission: Submission, has_code: bool) -> list[Manifest]:
+    files = ["attempt.json", *(["code.tar.gz"] if has_code else [])]
+    data = {d.uri: d for d in submission.spec.datasets if d.kind == "nas"}
+    return [
+        {"name": "attempt", "mountPath": FOLDER},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *({"name": "order", "mountPath": f"{FOLDER}/{file}", "subPath": file} for file in files),
+        {"name": "secrets", "mountPath": _SECRETS, "readOnly": True},
+        *(
+            {"name": f"nas-{d.file_system}", "mountPath": uri, "readOnly": d.readonly}
+            for uri, d in sorted(data.items())
+        ),
+    ]
+
+
+def _amounts(cpu: float | None, memory: int | None, gpu: int = 0) -> Mapping[str, Any]:
+    amounts = {}
+    if cpu is not None:
+        amounts["cpu"] = f"{round(cpu * 1000)}m"
+    if memory is not None:
+        amounts["memory"] = as_quantity(memory)
+    if gpu:
+        amounts["nvidia.com/gpu"] = str(gpu)
+    return {"requests": amounts, "limits": amounts} if amounts else {}
+
+
+def _pod(
+    submission: Submission, container: str, command: list[str], has_code: bool, *, server: bool = False
+) -> Manifest:
+    spec = submission.spec
+    wanted = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
+    if server and spec.servers:
+        wanted = _amounts(spec.servers.cpu, spec.servers.memory)
+    made: Manifest = {"name": container, "image": spec.kubernetes.image, "command": command}
+    made |= {"resources": wanted} if wanted else {}
+    made |= {"volumeMounts": _mounts(submission, has_code), **options.container(spec)}
+    metadata: Manifest = {"labels": {JOB_LABEL: submission.job, ATTEMPT_LABEL: str(submission.attempt)}}
+    metadata["labels"] |= spec.kubernetes.labels
+    if spec.kubernetes.annotations:
+        metadata["annotations"] = dict(spec.kubernetes.annotations)
+    body = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(spec.grace) + GRACE_S,
+        "containers": [made],
+        "volumes": _volumes(submission),
+    }
+    return {"metadata": metadata, "spec": body | options.pod_spec(spec)}
+
+
+def _patched(submission: Submission, pod: Manifest) -> Manifest:
+    return dict(options.merged(pod, submission.spec.kubernetes.pod_patch))
+
+
+def _deadline(submission: Submission) -> dict[str, int]:
+    """A limit for the cluster beyond the one that the nodes keep, so that theirs, which says why, comes first."""
+    limit, grace = submission.spec.max_runtime, submission.spec.grace
+    return {} if limit is None else {"activeDeadlineSeconds": int(limit + grace) + 60}
+
+
+def _indexed_job(submission: Submission, pods: int, pod: Manifest) -> Manifest:
+    pod = _patched(submission, pod)
+    made = {"parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
+    return {"spec": made | _deadline(submission)}
+
+
+def _jobset(submission: Submission, has_code: bool) -> Manifest:
+    spec, index = submission.spec, "JOB_COMPLETION_INDEX"
+    nodes = spec.resources.nodes
+    pod = _pod(submission, "node", _command(submission, variable=index), has_code)
+    jobs = [{"name": "node", "replicas": 1, "template": _indexed_job(submission, nodes, pod)}]
+    if spec.servers:
+        command = _command(submission, variable=index, first=nodes)
+        pod = _pod(submission, "server", command, has_code, server=True)
+        jobs.append({"name": "server", "replicas": 1, "template": _indexed_job(submission, spec.servers.count, pod)})
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name_of(submission)}
+    # What is started again is started by us, with a budget of the job's.
+    policy = {"network": network, "failurePolicy": {"maxRestarts": 0}}
+    return _workload(submission) | {"spec": {**policy, "replicatedJobs": jobs}}
+
+
+def _trainjob(submission: Submission, has_code: bool) -> Manifest:
+    spec = submission.spec
+    command = _command(submission, variable="JOB_COMPLETION_INDEX")
+    wanted = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
+    trainer: Manifest = {"image": spec.kubernetes.image, "command": command, "numNodes": spec.resources.nodes}
+    trainer |= {"resourcesPerNode": wanted} if wanted else {}
+    pod = _pod(submission, "node", command, has_code)
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": spec.kubernetes.runtime}
+    body = {"runtimeRef": runtime, "trainer": trainer, **options.trainjob_changes(spec, pod, "node")}
+    # The nodes keep to the limit; older releases know no second one.
+    deadline = _deadline(submission) if "runtimePatches" in body else {}
+    return _workload(submission) | {"spec": body | deadline}
+
+
+def _pytorchjob(submission: Submission, has_code: bool) -> Manifest:
+    # The operator sets RANK to the number of the pod.
+    pod = _pod(submission, "pytorch", _command(submission, variable="RANK"), has_code)
+    others = submission.spec.resources.nodes - 1
+    pod = _patched(submission, pod)
+    roles = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
+    roles |= {"Worker": {"replicas": others, "restartPolicy": "Never", "template": pod}} if others else {}
+    policy = {"backoffLimit": 0, "cleanPodPolicy": "None", **_deadline(submission)}
+    return _workload(submission) | {"spec": {"runPolicy": policy, "pytorchReplicaSpecs": roles}}

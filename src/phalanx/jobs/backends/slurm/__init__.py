@@ -1,0 +1,4 @@
+"""Slurm as a backend: one batch job an attempt, one task a node.
+
+Start with `backend`.
+"""

@@ -1,0 +1,292 @@
+"""Slurm as a backend: one batch job an attempt, one task a node, which runs `phalanx.jobs.node.__main__`.
+
+Its commands sbatch, squeue, scancel and sinfo are used, and no accounting: how an attempt ended its nodes write.
+The attempt's folder lies where every node sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pwd
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import BackendError, SpecError
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs.backend import Phase, Status, Submission
+from phalanx.jobs.backends.slurm import states as slurm_words
+from phalanx.jobs.models import Failure
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+from phalanx.launch.job.logs import last_lines
+
+SNAPSHOT_S = 2.0
+"""How long what squeue said is good: one call serves all jobs of a turn of the keeper."""
+
+COMMAND_S = 60.0
+"""How long a command of Slurm may take; a controller that is down answers after its own limit."""
+
+LATE_S = 60.0
+"""How long after its grace a job that was asked to end is cancelled outright."""
+
+_FIRST_PORT = 20000
+_PORT_BLOCKS = 250
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job as squeue shows it."""
+
+    id: str
+    state: str
+    reason: str
+    nodes: str
+
+
+class Slurm:
+    """Runs attempts as batch jobs of the Slurm whose commands are on PATH."""
+
+    name = "slurm"
+
+    def __init__(self) -> None:
+        """Make the backend; Slurm is asked nothing yet."""
+        self._rows: dict[str, list[Row]] = {}
+        self._seen = float("-inf")
+
+    def check(self, spec: TrainingJob) -> None:
+        """Raise SpecError if no partition could ever run `spec`, or no Slurm is reachable from here."""
+        launching.check(spec)
+        slurm_words.check_said(spec)
+        try:
+            said = _call("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l")
+        except BackendError as error:
+            raise SpecError(f"backend: slurm cannot be used here. {error}") from None
+        slurm_words.check_fits(spec, slurm_words.read_nodes(said))
+
+    def render(self, submission: Submission, *, full: bool = False) -> str:
+        """Return the batch script."""
+        spec, folder = submission.spec, submission.folder
+        options = [
+            f"--job-name={_name(submission)}",
+            f"--comment=phalanx job {submission.job}, attempt {submission.attempt}",
+            f"--nodes={spec.resources.nodes}",
+            "--ntasks-per-node=1",
+            "--no-requeue",
+            f"--output={layout.logs(folder)}/slurm.log",
+            "--open-mode=append",
+            *_resources(spec),
+            *spec.slurm.options,
+        ]
+        values = {
+            "options": "\n".join(f"#SBATCH {_quoted(option)}" for option in options),
+            "folder": shlex.quote(str(folder)),
+            "python": shlex.quote(sys.executable),
+            "port": f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORT_BLOCKS} * {launching.PORTS}))",
+        }
+        return _SCRIPT.format(**values)
+
+    def submit(self, submission: Submission) -> str:
+        """Hand the batch script to sbatch, or find the job if it was handed over before; return its id.
+
+        Raises:
+            BackendError: If Slurm refuses, or does not answer.
+        """
+        if noted := _noted(submission.folder):
+            return noted
+        if (row := self._row(submission)) is not None:
+            return row.id
+        path = attempt.write(submission).with_name("job.sbatch")
+        path.write_text(self.render(submission), encoding="utf-8")
+        _write_secrets(submission)
+        # What opens our store stays here; all else of this environment goes with the job, as with any sbatch.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+        said = _call("sbatch", "--parsable", str(path), environment=own)
+        self._seen = float("-inf")
+        return said.strip().partition(";")[0]
+
+    def status(self, submission: Submission, handle: str) -> Status:
+        """Return where the job is."""
+        folder = submission.folder
+        row = self._seen_row(submission)
+        if row is None:
+            return _vanished(submission)
+        hosts = tuple(slurm_words.hosts(row.nodes))
+        if row.state in slurm_words.WAITING:
+            return Status(Phase.QUEUED, slurm_words.why_waiting(row.reason))
+        if row.state in slurm_words.ALIVE:
+            doing = attempt.doing(folder, 0)
+            phase = Phase.RUNNING if doing == "running" else Phase.PREPARING
+            return Status(phase, doing or row.state.lower(), hosts)
+        if row.state == "COMPLETED" and attempt.doing(folder, 0):
+            return Status(Phase.SUCCEEDED, "", hosts)
+        return Status(Phase.FAILED, row.state, hosts, _failure(folder, row))
+
+    def collect(self, submission: Submission, handle: str) -> None:
+        """Do nothing: nodes write into the attempt's folder themselves."""
+
+    def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
+        """Take a waiting job back; ask the nodes of a running one to end, and cancel it long after its grace.
+
+        A signal of Slurm's would reach every process of the job at once, and the nodes' own would be a second one.
+        """
+        asked = layout.stop(submission.folder)
+        if not asked.exists():
+            asked.touch()
+        row = self._row(submission)
+        if row is None:
+            return
+        is_late = time.time() > asked.stat().st_mtime + grace_s + LATE_S
+        if row.state in slurm_words.WAITING or (is_late and row.state in slurm_words.ALIVE):
+            self._cancel(submission, row.id)
+
+    def cleanup(self, submission: Submission, handle: str) -> None:
+        """Cancel what is left of the job, and remove secrets that no node came to read."""
+        row = self._row(submission)
+        if row is not None and row.state in (*slurm_words.WAITING, *slurm_words.ALIVE):
+            self._cancel(submission, row.id)
+        for node in range(submission.spec.resources.nodes):
+            layout.secrets(submission.folder, node).unlink(missing_ok=True)
+
+    def _cancel(self, submission: Submission, number: str) -> None:
+        """Cancel a job, which may have ended a moment ago."""
+        try:
+            _call("scancel", "--quiet", number)
+        except BackendError:
+            row = self._row(submission)
+            if row is not None and row.state in (*slurm_words.WAITING, *slurm_words.ALIVE):
+                raise
+
+    def _row(self, submission: Submission) -> Row | None:
+        """The job as it is now."""
+        self._seen = float("-inf")
+        return self._seen_row(submission)
+
+    def _seen_row(self, submission: Submission) -> Row | None:
+        """The job as it was a moment ago: of several that were handed over, the one that started."""
+        rows = self._snapshot().get(_name(submission), [])
+        noted = _noted(submission.folder)
+        return next((row for row in rows if row.id == noted), rows[0] if rows else None)
+
+    def _snapshot(self) -> dict[str, list[Row]]:
+        """This user's jobs by name, as squeue shows them now or showed them a moment ago."""
+        if time.monotonic() > self._seen + SNAPSHOT_S:
+            user = pwd.getpwuid(os.getuid()).pw_name
+            said = _call("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%j|%i|%T|%r|%N")
+            self._rows = {}
+            for name, *rest in (line.split("|") for line in said.splitlines()):
+                if len(rest) == 4:
+                    self._rows.setdefault(name, []).append(Row(*rest))
+            self._seen = time.monotonic()
+        return self._rows
+
+
+_SCRIPT = """#!/bin/bash
+{options}
+
+folder={folder}
+if [ ! -w "$folder" ]; then
+    echo "$(hostname) cannot write to $folder, which all nodes must see" >&2
+    exit 1
+fi
+# One job an attempt: of two that were handed over for it, the first to start is the one.
+mkdir "$folder/slurm.lock" || exit 0
+echo "$SLURM_JOB_ID" > "$folder/slurm.id"
+
+# Addresses of the nodes in Slurm's order; names need not mean anything to them.
+hosts=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p' | paste -sd,)
+
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 {python} -m phalanx.jobs.node "$folder" \\
+    --node SLURM_NODEID --signals-reach-all --hosts "$hosts" --port "{port}"
+"""
+
+
+def _name(submission: Submission) -> str:
+    return f"{submission.job}.{submission.attempt}"
+
+
+def _resources(spec: TrainingJob) -> list[str]:
+    wanted, said = spec.resources, []
+    cpu, memory = slurm_words.needs(spec)
+    if cpu is not None:
+        said.append(f"--cpus-per-task={math.ceil(cpu)}")
+    if memory is not None:
+        said.append(f"--mem={math.ceil(memory / 2**20)}M")
+    if wanted.gpu:
+        said.append(f"--gpus-per-node={wanted.gpu}")
+    if spec.max_runtime is not None:
+        # Slurm counts minutes; the nodes end in time themselves.
+        said.append(f"--time={int((spec.max_runtime + spec.grace) // 60) + 2}")
+    chosen = {"partition": spec.slurm.partition, "account": spec.slurm.account, "qos": spec.slurm.qos}
+    return said + [f"--{option}={value}" for option, value in chosen.items() if value]
+
+
+def _quoted(option: str) -> str:
+    """An option as sbatch reads it: quotes around what has spaces."""
+    name, equals, value = option.partition("=")
+    return f'{name}{equals}"{value}"' if " " in value else option
+
+
+def _write_secrets(submission: Submission) -> None:
+    """Leave every node a file of its own that it alone reads and removes."""
+    values = {"PHALANX_JOB_SECRET": secrets.token_hex(32), **submission.secrets}
+    for node in range(submission.spec.resources.nodes):
+        path = layout.secrets(submission.folder, node)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(values, file)
+
+
+def _noted(folder: Path) -> str:
+    """The id that a job of this attempt wrote when it started."""
+    path = folder / "slurm.id"
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _vanished(submission: Submission) -> Status:
+    """A job that Slurm forgot, as it does minutes after the end: what its nodes wrote says how it ended."""
+    ends = [attempt.read_end(submission.folder, node) for node in range(submission.spec.resources.nodes)]
+    if not all(ends):
+        return Status(Phase.GONE, "Slurm does not know the job any more")
+    succeeded = all(end is not None and end.outcome == "succeeded" for end in ends)
+    return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED)
+
+
+def _failure(folder: Path, row: Row) -> Failure | None:
+    said = "\n".join(last_lines(str(layout.logs(folder) / "slurm.log"), 20))
+    found = slurm_words.FAILURES.get(row.state)
+    if found is not None:
+        cause, message = found
+        return Failure(cause, f"{message} (Slurm: {row.state}, nodes {row.nodes})", detail=said)
+    if attempt.doing(folder, 0):
+        return None
+    return Failure(Cause.SETUP, "no node of the job started; logs/slurm.log says more", detail=said)
+
+
+def _call(command: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """Run a command of Slurm and return what it says.
+
+    Raises:
+        BackendError: If it is not there, refuses, or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            [command, *arguments], env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except FileNotFoundError:
+        raise BackendError(
+            f"{command} is not on PATH. Run this on a host that can submit to Slurm, or choose another backend."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise BackendError(f"{command} did not answer within {COMMAND_S:g} s. Is Slurm's controller up?") from None
+    if done.returncode:
+        raise BackendError(f"{command} said: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,65 @@
+"""Where a command finds the jobs: on the server that PHALANX_API names, else in this user's store."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from phalanx.errors import ConfigError
+from phalanx.jobs import paths as layout
+from phalanx.jobs.models import Actor
+from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.states import State
+
+
+@contextmanager
+def opened() -> Iterator[Jobs]:
+    """Open the jobs for the user of this process.
+
+    Raises:
+        ConfigError: If PHALANX_API is set without PHALANX_TOKEN, or the store cannot be used.
+    """
+    if address := os.environ.get("PHALANX_API"):
+        from phalanx.jobs.client import Client
+
+        with Client(address, _token()) as client:
+            yield client
+        return
+    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.service.service import JobService
+    from phalanx.jobs.store import Store
+
+    home = layout.home()
+    with Store(None, home) as store:
+        # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
+        if store.jobs(states=[state for state in State if not state.terminal], limit=1):
+            _wake(home)
+        yield JobService(store, Engines(), local_actor(home), wake=_wake, remote=False)
+
+
+def local_actor(home: Path) -> Actor:
+    """Return the user of this process, who owns the store if the folder `home` is theirs."""
+    user = os.getuid()
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = str(user)  # a container may know no name for its user
+    return Actor(name, owner=home.stat().st_uid == user)
+
+
+def _wake(home: Path) -> None:
+    from phalanx.jobs.control.controller import ensure_keeper
+
+    ensure_keeper(home)
+
+
+def _token() -> str:
+    if token := os.environ.get("PHALANX_TOKEN"):
+        return token
+    raise ConfigError(
+        "PHALANX_API names a server, and PHALANX_TOKEN is not set. Make a token where the store is "
+        "(phalanx token add NAME) and set it; or unset PHALANX_API, for the jobs of this machine."
+    )

@@ -1,0 +1,4 @@
+"""The loop that moves jobs from state to state.
+
+Start with `controller`.
+"""

@@ -1,0 +1,303 @@
+"""One node of an attempt: it prepares, starts the launcher, says that it lives, and writes how it ended.
+
+SIGTERM goes on to what it started, which has the job's grace before all below this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from phalanx.cluster.network import interface_towards, system_routes
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs.attempt.files import BEAT_S, LOST_AFTER_BEATS, End
+from phalanx.jobs.node import exit_reason as node_end
+from phalanx.jobs.node import usage_monitor as node_usage
+from phalanx.jobs.node.setup import Prepared, Setup
+from phalanx.jobs.states import Cause
+from phalanx.launch.process import linux as processes
+
+logger = logging.getLogger("phalanx.jobs")
+
+_KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
+"""What may stand in the environment of whoever started this node, and opens the store or its secrets."""
+
+_LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
+_FULL_BYTES = 2**20
+"""A disk with less space left is full to most who write."""
+
+_SETTLE_S = 3.0
+"""What a launcher gets beyond the grace, to say what it had to kill."""
+
+
+@dataclass
+class Stop:
+    """Why this node ends before its command does."""
+
+    outcome: str
+    message: str
+    cause: Cause | None = None
+    is_known: bool = False
+    """Whether what this node started has had the signal already."""
+
+
+@dataclass
+class Node:
+    """One node of an attempt, from its start to its exit record."""
+
+    folder: Path
+    place: launching.Place
+    secrets: Mapping[str, str]
+    in_pod: bool = False
+    """Whether this node sees no other's files, and tells its text and its end to Kubernetes."""
+
+    signals_reach_all: bool = False
+    """Whether who sends this process a signal sends it to everything below too, as Slurm does."""
+
+    started: float = field(default_factory=time.time)
+    _stop: Stop | None = None
+    _doing: str = "preparing"
+    _next_beat: float = 0.0
+    _beats_of: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """By file of another node: its time of change, and how many of our beats ago that changed."""
+
+    def __post_init__(self) -> None:
+        self.order = attempt.read(self.folder)
+        self.spec = self.order.spec
+        self.logs = layout.logs(self.folder)
+        # A launcher of ours clears its folder first, so that of each node has one of its own.
+        self.own_logs = self.logs / f"node-{self.place.node}" if self.spec.launch == "phalanx" else self.logs
+        self.said = self.logs / f"node-{self.place.node}.log"
+        self.stops = processes.StopSignals()
+
+    def run(self) -> int:
+        """Run this node's part; returns the exit code.
+
+        The exit record is written whatever happens, last of all.
+        """
+        processes.adopt_orphans()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        attempt.make_room(self.folder, self.place.node)
+        with self._output() as output:
+            end = self._run(output)
+            if end.outcome == "failed":
+                end = self._on_a_full_disk(end)
+                with contextlib.suppress(OSError):  # A disk that is full; the exit record has room of its own.
+                    _say(output, f"node {self.place.node}: {end.message}")
+        processes.kill_descendants()
+        with contextlib.suppress(OSError):
+            self._link_logs()
+        attempt.write_end(self.folder, self.place.node, replace(end, started=self.started, ended=time.time()))
+        if end.outcome == "succeeded":
+            return 0
+        code = end.exit_code or 1
+        return 128 + signal.SIGTERM if end.outcome == "stopped" else (128 - code if code < 0 else code)
+
+    def _on_a_full_disk(self, end: End) -> End:
+        free = shutil.disk_usage(self.folder).free
+        return end if free > _FULL_BYTES else replace(end, message=f"{end.message}; the disk of {self.folder} is full")
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[BinaryIO]:
+        """Where what is started prints: a file, and in a pod standard output too, which is what a cluster keeps."""
+        if not self.in_pod:
+            with self.said.open("ab", buffering=0) as file:
+                yield file
+            return
+        tee = subprocess.Popen(["tee", "-a", str(self.said)], stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        assert tee.stdin is not None
+        try:
+            yield cast(BinaryIO, tee.stdin)
+        finally:
+            tee.stdin.close()
+            # A process that was left behind may hold the pipe; it is killed soon.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tee.wait(_SETTLE_S)
+
+    def _run(self, output: BinaryIO) -> End:
+        setup = Setup(self.folder, self.order, self.place, self.secrets, in_pod=self.in_pod)
+        try:
+            prepared = self._prepare(setup)
+            if isinstance(prepared, End):
+                return prepared
+            start = launching.start(
+                self.spec,
+                replace(self.place, hosts=prepared.hosts),
+                python=sys.executable,
+                logs=self.own_logs,
+                log_files=not self.in_pod,
+            )
+            return self._train(start, prepared, output)
+        except (OSError, ValueError) as error:
+            verb = "looked after" if self._doing == "running" else "started"
+            return End("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
+
+    def _prepare(self, setup: Setup) -> Prepared | End:
+        """Get code and data in a thread, so that signs of life and signals pass meanwhile."""
+        worker = threading.Thread(target=setup.run, daemon=True)
+        worker.start()
+        deadline = None
+        while worker.is_alive() and (deadline is None or time.monotonic() < deadline):
+            self._doing = setup.doing
+            self._turn(None, 0.05)
+            if self._stop is not None and deadline is None:
+                deadline = time.monotonic() + self.spec.grace
+                setup.stop()
+        if self._stop is not None:
+            return self._stopped(None)
+        if setup.error is not None:
+            return End("failed", Cause.SETUP, str(setup.error) or type(setup.error).__name__)
+        assert setup.prepared is not None
+        return setup.prepared
+
+    def _train(self, start: launching.Start, prepared: Prepared, output: BinaryIO) -> End:
+        parent = os.getpid()
+        stdout: BinaryIO = output
+        if self.spec.launch == "env" and not self.in_pod:
+            stdout = (self.logs / f"workerlog.{self.place.node}").open("ab", buffering=0)
+        process = subprocess.Popen(
+            [*prepared.before, *start.argv],
+            cwd=prepared.cwd,
+            env=self._variables(start, prepared),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(parent),
+        )
+        self._doing = "running"
+        self._beat()
+        # What a pod wrote beside its log would go with it.
+        with contextlib.nullcontext() if self.in_pod else node_usage.watched(self.folder, self.place.node):
+            code = self._watch(process)
+        if self._stop is not None:
+            return self._stopped(code)
+        if code == 0:
+            return End("succeeded", exit_code=0)
+        said = self.said if stdout is output else Path(stdout.name)
+        return node_end.failure(self.spec, self.place.node, code, said=said, logs=self.own_logs)
+
+    def _variables(self, start: launching.Start, prepared: Prepared) -> dict[str, str]:
+        """What the command finds in its environment; what the job says goes before what we would."""
+        found = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
+        # `python` in a command is the one that the job was submitted with.
+        found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", os.defpath)])
+        found |= {"PHALANX_CHECKPOINT_DIR": str(self.order.checkpoint), **prepared.variables}
+        several = len(prepared.hosts) > 1
+        if several and (name := interface_towards(prepared.hosts[0], system_routes())):
+            found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} | found
+        found |= start.variables | self.spec.env
+        wanted = (*self.spec.secrets, "PHALANX_JOB_SECRET")
+        return found | {name: self.secrets[name] for name in wanted if name in self.secrets}
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the end of what was started, and bring it about where this node must stop."""
+        deadline = None
+        ended = os.pidfd_open(process.pid)
+        try:
+            while process.poll() is None:
+                self._turn(ended, 0.5)
+                if self._stop is not None and deadline is None:
+                    settle_s = 0.0 if self.spec.launch == "env" else _SETTLE_S
+                    deadline = time.monotonic() + self.spec.grace + settle_s
+                    if not self._stop.is_known:
+                        self._signal(process)
+                if deadline is not None and time.monotonic() > deadline:
+                    # Its own ranks die with it; what else is below this process is killed at the end.
+                    os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            os.close(ended)
+        return process.returncode
+
+    def _signal(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask what was started to end. Launchers tell their ranks themselves, once each."""
+        if self.spec.launch == "env":
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            process.terminate()
+
+    def _stopped(self, code: int | None) -> End:
+        assert self._stop is not None
+        return End(self._stop.outcome, self._stop.cause, self._stop.message, exit_code=code)
+
+    def _turn(self, also: int | None, timeout_s: float) -> None:
+        """Wait for a signal, `also` or the time, then see to everything that is due."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
+            if also is not None:
+                ready.register(also, selectors.EVENT_READ)
+            for key, _ in ready.select(timeout_s):
+                if key.data is not None:
+                    key.data()
+        if number := self.stops.take():
+            name = signal.Signals(number).name
+            self._stop_for(Stop("stopped", f"asked to end by {name}", is_known=self.signals_reach_all))
+        limit = self.spec.max_runtime
+        if limit is not None and time.time() > self.started + limit:
+            self._stop_for(Stop("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
+        if time.monotonic() >= self._next_beat:
+            self._beat()
+            self._link_logs()
+            self._look_at_others()
+
+    def _beat(self) -> None:
+        self._next_beat = time.monotonic() + BEAT_S
+        attempt.beat(self.folder, self.place.node, self._doing)
+
+    def _stop_for(self, stop: Stop) -> None:
+        if self._stop is None:
+            logger.info("%s", stop.message)
+            self._stop = stop
+
+    def _look_at_others(self) -> None:
+        """End when all are asked to, or with another: none can train without a node that failed or is lost."""
+        if layout.stop(self.folder).exists():
+            self._stop_for(Stop("stopped", "asked to end"))
+        for node in range(len(self.place.hosts)):
+            path = layout.heartbeat(self.folder, node)
+            if node == self.place.node or not path.exists():
+                continue
+            end = attempt.read_end(self.folder, node)
+            if end is None:
+                if self._silent(path) > LOST_AFTER_BEATS:
+                    message = f"node {node} has not been heard of for {LOST_AFTER_BEATS * BEAT_S:g} s"
+                    self._stop_for(Stop("failed", message, Cause.NODE_FAILURE))
+            elif end.outcome == "failed":
+                self._stop_for(Stop("stopped", f"ended with node {node}, which failed"))
+
+    def _silent(self, path: Path) -> int:
+        """Return for how many of our own beats a file has not changed.
+
+        No clock of another host is asked, nor one that went on while this process was suspended.
+        """
+        changed = path.stat().st_mtime_ns
+        before, count = self._beats_of.get(path, (0, 0))
+        count = count + 1 if before == changed else 0
+        self._beats_of[path] = changed, count
+        return count
+
+    def _link_logs(self) -> None:
+        """Show the logs of this node's launcher, which has a folder of its own, where those of all ranks are."""
+        for pattern in _LINKED:
+            for path in self.own_logs.glob(pattern):
+                link = self.logs / path.name
+                if not (link.exists() or link.is_symlink()):
+                    link.symlink_to(path.relative_to(self.logs))
+
+
+def _say(output: BinaryIO, text: str) -> None:
+    output.write(f"{text}\n".encode())

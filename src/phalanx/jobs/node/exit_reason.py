@@ -1,0 +1,85 @@
+"""Why what a node started has failed, from what its launcher left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from phalanx.jobs.attempt.files import DETAIL_BYTES, End
+from phalanx.jobs.spec import TrainingJob
+from phalanx.jobs.states import Cause
+from phalanx.launch.job.logs import ENDED, last_lines
+
+_LAST_LINES = 30
+_MISUSED = 2
+"""Exit code of `phalanx run` for flags or hosts that cannot work."""
+
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+"""How torchrun says which rank failed first; where a version says it otherwise, the rank stays open."""
+
+
+def failure(spec: TrainingJob, node: int, code: int, *, said: Path, logs: Path) -> End:
+    """Return the exit record, without times, of a node whose command ended with an error.
+
+    Args:
+        spec: The job.
+        node: Number of the node.
+        code: Exit code of the command, negative for a signal.
+        said: File of what the command, or its launcher, printed.
+        logs: Folder of this node's logs.
+    """
+    if spec.launch == "env":
+        return _of(f"node {node} {how(code)}", rank=node, code=code, detail=tail(said))
+    if spec.launch == "torchrun":
+        return _torchrun(code, said, logs)
+    return _phalanx(code, said, logs)
+
+
+def how(code: int) -> str:
+    """Return in words how a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"was ended by signal {-code} ({signal.Signals(-code).name if known else 'unknown'})"
+
+
+def tail(path: Path) -> str:
+    """Return the last lines of a log, bounded."""
+    return "\n".join(last_lines(str(path), _LAST_LINES))[-DETAIL_BYTES:]
+
+
+def _of(message: str, *, rank: int | None, code: int, detail: str, cause: Cause = Cause.USER_CODE) -> End:
+    return End("failed", cause, message, rank, code, detail[-DETAIL_BYTES:])
+
+
+def _phalanx(code: int, said: Path, logs: Path) -> End:
+    ended = _read(logs / ENDED)
+    if first := ended.get("first"):
+        rank = first["rank"] if first["role"] == "worker" else None
+        detail = first["traceback"] or "\n".join(first["last_lines"])
+        return _of(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail)
+    if message := ended.get("message"):
+        # Another host did not come, or is gone: its own record says why, if it could write one.
+        cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP
+        return _of(message, rank=None, code=code, detail="", cause=cause)
+    cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE
+    return _of(f"the launcher {how(code)}", rank=None, code=code, detail=tail(said), cause=cause)
+
+
+def _torchrun(code: int, said: Path, logs: Path) -> End:
+    found = _ROOT_CAUSE.findall(tail(said))
+    if not found:
+        return _of(f"torchrun {how(code)}", rank=None, code=code, detail=tail(said))
+    rank, exit_code = (int(number) for number in found[-1])
+    return _of(f"rank {rank} {how(exit_code)}", rank=rank, code=exit_code, detail=tail(logs / f"workerlog.{rank}"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found

@@ -1,0 +1,235 @@
+"""The verbs of people, as one interface: the service on the store and the HTTP client both have it.
+
+The command line is written against `Jobs` alone, so it does the same with and without a server. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.jobs.attempt.metrics import Reports
+from phalanx.jobs.attempt.usage import Usage
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.states import State
+
+
+@dataclass(frozen=True)
+class SecretName:
+    """A secret of a workspace, without its value: no verb gives that back."""
+
+    workspace: str
+    name: str
+    created: datetime
+
+
+@dataclass(frozen=True)
+class Token:
+    """A key to the HTTP interface, without its text. `expires` is None for one that stays until it is removed."""
+
+    name: str
+    owner: str
+    created: datetime
+    expires: datetime | None
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token just made. `text` is shown this once; the store keeps only its hash."""
+
+    token: Token
+    text: str
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """Some of one log of an attempt.
+
+    Attributes:
+        text: What was read, bytes that are no UTF-8 replaced, values of secrets struck out; empty at the present end.
+        next: Byte offset to go on from.
+        ended: Whether the attempt has ended and nothing lies behind `next`.
+    """
+
+    text: str
+    next: int
+    ended: bool
+
+
+class Jobs(Protocol):
+    """What one actor may ask. Every verb raises NotFoundError for what the actor may not see, as if it were not there.
+
+    AccessError is raised for what the actor sees and has no role for: a viewer reads; a developer submits, stops
+    what is theirs, and edits codes, datasets and secrets; an admin stops anyone's jobs and manages members. The
+    owner of the store may do everything, and is alone in making workspaces.
+    """
+
+    def whoami(self) -> Actor:
+        """Return who asks."""
+
+    # Jobs.
+
+    def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
+        """Check and resolve `spec` and queue it.
+
+        Args:
+            spec: What to train.
+            base: Folder that relative paths in `spec` are meant from; None refuses relative paths.
+            request: Any text of the caller's. The same actor submitting again with it gets the job it made first.
+
+        Raises:
+            SpecError: If the job could never run as it is written; names everything that was found.
+        """
+
+    def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
+        """Return what a backend would be handed for `spec`, after the checks of `submit`; nothing is kept.
+
+        Args:
+            spec: What to train.
+            base: Folder that relative paths in `spec` are meant from; None refuses relative paths.
+            full: Whether packed code and values of secrets are in it, so that `kubectl apply` takes it; else they are
+                left out. Values are given to the owner of the store alone, and not over a server.
+
+        Raises:
+            AccessError: If `full` would give values of secrets away.
+        """
+
+    def jobs(
+        self,
+        workspace: str | None = None,
+        *,
+        states: Collection[State] = (),
+        owner: str | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return jobs, newest first; of one workspace or of all the actor is in."""
+
+    def job(self, job: str) -> Job:
+        """Return one job by its id."""
+
+    def attempts(self, job: str) -> list[Attempt]:
+        """Return the attempts of a job, first to last."""
+
+    def events(self, job: str, *, after: int = 0) -> list[Event]:
+        """Return what happened to a job since event number `after`, in order."""
+
+    def stop(self, job: str) -> Job:
+        """Ask a job to end; one that has ended is returned as it is."""
+
+    def retry(self, job: str) -> Job:
+        """Submit the resolved spec of a job that has ended again: same commit, same data, a new job that names it.
+
+        Raises:
+            StateError: If the job has not ended.
+        """
+
+    def logs_of(self, job: str, *, attempt: int | None = None) -> list[str]:
+        """Return the names of the logs of an attempt, by default the last: "0", "1", ... of ranks first."""
+
+    def log(
+        self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
+    ) -> LogPart:
+        """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
+
+    def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
+        """Return the ranks of an attempt, by default the last, that report their steps: "worker.0", ..."""
+
+    def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
+        """Return what one rank reported after byte `offset` of its run events: steps, losses, samples a second."""
+
+    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+        """Return what the processes of an attempt, by default the last, used: cores, memory, cards.
+
+        Args:
+            job: Whose.
+            node: Of this node alone; None for each in order. One that left no samples has none.
+            attempt: Its number.
+            offset: Number of the first sample that is wanted; a negative one counts from the end: -1 is the last.
+        """
+
+    def plan(self, job: str) -> str:
+        """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
+
+    def machine(self) -> dict[str, tuple[float, float]]:
+        """Return what of this machine is given to jobs and what it has: cpu cores, bytes of memory, gpus."""
+
+    def counts(self) -> Counts:
+        """Return how many jobs and attempts there are of those that the actor sees."""
+
+    # Workspaces.
+
+    def workspaces(self) -> list[Workspace]:
+        """Return the workspaces the actor is in."""
+
+    def add_workspace(self, workspace: str) -> Workspace:
+        """Make a workspace."""
+
+    def remove_workspace(self, workspace: str) -> None:
+        """Remove a workspace with its configurations, secrets, and records of jobs.
+
+        Raises:
+            StateError: If a job in it has not ended.
+        """
+
+    def put_member(self, workspace: str, name: str, role: Role) -> None:
+        """Make someone a member of a workspace, or give a member another role."""
+
+    def remove_member(self, workspace: str, name: str) -> None:
+        """End a membership."""
+
+    def put_tree(self, workspace: str, archive: Path) -> str:
+        """Keep the code in a tar archive, regular files only; return the digest that `code.digest` of a spec names.
+
+        Raises:
+            SpecError: If the archive is broken, or holds links, devices or names that lead out of it.
+        """
+
+    # Configurations of a workspace. Putting one that exists replaces it; jobs keep what they were submitted with.
+
+    def codes(self, workspace: str) -> list[Named]:
+        """Return the code configurations of a workspace by name."""
+
+    def put_code(self, workspace: str, name: str, code: Code) -> Named:
+        """Keep where code comes from under a name."""
+
+    def remove_code(self, workspace: str, name: str) -> None:
+        """Remove a code configuration."""
+
+    def datasets(self, workspace: str) -> list[Named]:
+        """Return the dataset configurations of a workspace by name."""
+
+    def put_dataset(self, workspace: str, dataset: Dataset) -> Named:
+        """Keep where a dataset lies under its name."""
+
+    def remove_dataset(self, workspace: str, name: str) -> None:
+        """Remove a dataset configuration."""
+
+    def secrets(self, workspace: str) -> list[SecretName]:
+        """Return the names of the secrets of a workspace."""
+
+    def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
+        """Keep a value under a name; it is encrypted, and reaches ranks as an environment variable."""
+
+    def remove_secret(self, workspace: str, name: str) -> None:
+        """Remove a secret."""
+
+    # Keys to the HTTP interface.
+
+    def tokens(self) -> list[Token]:
+        """Return the actor's tokens; all of them for the owner of the store."""
+
+    def add_token(self, name: str, *, owner: str | None = None, lasts_s: float | None = None) -> NewToken:
+        """Make a token of the actor's, or of `owner`, which only the owner of the store may.
+
+        Args:
+            name: What the token is for; names of one owner's tokens differ.
+            owner: Whose it is.
+            lasts_s: Seconds until it expires; None for never.
+        """
+
+    def remove_token(self, name: str, *, owner: str | None = None) -> None:
+        """End a token."""

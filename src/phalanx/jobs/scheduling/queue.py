@@ -1,0 +1,224 @@
+"""Who starts next on this machine: by priority that grows with waiting, then by who used least; with backfill. Pure.
+
+Line: a job stands before another if its level is higher; among equals whose owner used less lately, then the older one.
+The level is the priority plus one for every AGEING_S waited, without end: only the jobs that are there already can
+ever stand before it once it is ten levels up, so that it comes to the front whatever arrives later.
+
+Backfill: who is not first may start only if the first in line starts no later for it, in whatever order the running
+jobs end. How long jobs run is not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phalanx.jobs.scheduling.quotas import Quota
+from phalanx.jobs.spec import TrainingJob
+
+AGEING_S = 1800.0
+"""Seconds of waiting that count as much as one step of priority."""
+
+NAMED_AHEAD = 20
+"""Places in line that are told exactly. Beyond it a reason stays while the line moves, so nothing is written."""
+
+_MIB = 2**20
+
+
+class Amount(NamedTuple):
+    """Resources in whole units: thousandths of a core, MiB and cards."""
+
+    cpu: int = 0
+    memory: int = 0
+    gpu: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Return the sum."""
+        return Amount(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def minus(self, other: Amount) -> Amount:
+        """Return the difference; parts may be negative."""
+        return Amount(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def within(self, limit: Amount) -> bool:
+        """Return whether every part is at most that of `limit`."""
+        return all(a <= b for a, b in zip(self, limit, strict=True))
+
+    def shown(self) -> str:
+        """Return the amounts that are not zero in words: `4 cpu, 8 GiB of memory`."""
+        return ", ".join(_shown(name, part) for name, part in zip(self._fields, self, strict=True) if part)
+
+    def lacking(self, free: Amount) -> str:
+        """Return in words what is asked of which less is free: `4 cpu, 2 cpu are free`."""
+        return "; ".join(
+            f"{_shown(name, asked)}, {_shown(name, there) + ' are' if there > 0 else 'none is'} free"
+            for name, asked, there in zip(self._fields, self, free, strict=True)
+            if asked > there
+        )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job in line. `waited_s` are seconds since it was submitted; `owner` is who shares, of whatever kind."""
+
+    id: str
+    owner: str
+    priority: int
+    waited_s: float
+    need: Amount
+    queue: str = "default"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A job that holds resources of this machine."""
+
+    id: str
+    owner: str
+    need: Amount
+    queue: str = "default"
+
+
+@dataclass
+class Choice:
+    """What is to be done now: ids to start, in order, and for every other job why it waits."""
+
+    start: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def need_of(spec: TrainingJob, machine: Amount) -> Amount:
+    """Return what a job holds of this machine, all its nodes and servers together.
+
+    Who does not say how many cores gets one for each process, but never more than there are.
+    """
+    asked, servers = spec.resources, spec.servers
+    processes = 1 if spec.launch == "env" else asked.procs_per_node
+    cpu = asked.nodes * (asked.cpu or processes)
+    memory, stated = asked.nodes * (asked.memory or 0), asked.cpu is not None
+    if servers is not None:
+        cpu += servers.count * (servers.cpu or 1)
+        memory += servers.count * (servers.memory or 0)
+        stated = stated or servers.cpu is not None
+    thousandths = max(1, round(cpu * 1000))
+    return Amount(thousandths if stated else min(thousandths, machine.cpu), -(-memory // _MIB), asked.nodes * asked.gpu)
+
+
+def line(waiting: Sequence[Waiting], running: Sequence[Running], used_lately: Mapping[str, float]) -> list[Waiting]:
+    """Return the jobs in the order in which they are served.
+
+    Args:
+        waiting: The jobs in line.
+        running: What runs; its owners stand behind those who have nothing running.
+        used_lately: Seconds that each owner's jobs ran lately.
+    """
+    now: dict[str, int] = {}
+    for one in running:
+        now[one.owner] = now.get(one.owner, 0) + 1
+    return sorted(
+        waiting,
+        key=lambda one: (
+            -(one.priority + int(one.waited_s / AGEING_S)),
+            now.get(one.owner, 0),
+            used_lately.get(one.owner, 0.0),
+            -one.waited_s,
+            one.id,
+        ),
+    )
+
+
+def choose(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    capacity: Amount,
+    used_lately: Mapping[str, float],
+    quotas: Mapping[str, Quota] | None = None,
+) -> Choice:
+    """Return which jobs start now on a machine of `capacity`, and why the others wait.
+
+    Args:
+        waiting: The jobs in line, each of which alone fits the machine.
+        running: What runs.
+        capacity: What the machine has.
+        used_lately: Seconds that each owner's jobs ran lately, for fair shares.
+        quotas: Limits by name of queue.
+    """
+    chosen, held = Choice(), list(running)
+    free = capacity.minus(_sum([one.need for one in held]))
+    spare, first, place = free, None, 0
+    ordered = line(waiting, held, used_lately)
+    while ordered:
+        one = ordered.pop(0)
+        quota = (quotas or {}).get(one.queue)
+        if not one.need.within(capacity):
+            chosen.reasons[one.id] = f"needs more than this machine has ({one.need.shown()}, it has {capacity.shown()})"
+        elif quota is not None and not _allowed(quota, [other for other in held if other.queue == one.queue], one.need):
+            chosen.reasons[one.id] = f"the quota of queue {one.queue} is used up"
+        elif one.need.within(free) and _harmless(one.need, spare):
+            chosen.start.append(one.id)
+            held.append(Running(one.id, one.owner, one.need, one.queue))
+            free = free.minus(one.need)
+            spare = free if first is None else _spare(first.need, held, capacity)
+            # One more of this owner runs now, and others of the same level come first.
+            ordered = line(ordered, held, used_lately)
+        else:
+            if first is None:
+                first, spare = one, _spare(one.need, held, capacity)
+            place += 1
+            chosen.reasons[one.id] = _reason(one, first, place, free)
+    return chosen
+
+
+def _allowed(quota: Quota, held: Sequence[Running], more: Amount) -> bool:
+    """Return whether a job that needs `more` may start beside `held`, jobs of the same queue."""
+    total = _sum([one.need for one in held]).plus(more)
+    return (
+        (quota.cpu is None or total.cpu <= round(quota.cpu * 1000))
+        and (quota.memory is None or total.memory <= quota.memory // _MIB)
+        and (quota.gpu is None or total.gpu <= quota.gpu)
+        and (quota.jobs is None or len(held) < quota.jobs)
+    )
+
+
+def _harmless(more: Amount, spare: Amount) -> bool:
+    return all(asked == 0 or asked <= there for asked, there in zip(more, spare, strict=True))
+
+
+def _spare(first: Amount, held: Sequence[Running], capacity: Amount) -> Amount:
+    """Return how much may be started beside `held` so that `first` starts no later, whatever of it ends when.
+
+    For each resource: the largest of the sums that some of the running jobs may hold while `first` fits leaves room for
+    both. Sums are the set bits of a number, so all subsets take one shift a job.
+    """
+    found = []
+    for resource, size in enumerate(capacity):
+        room, sums = size - first[resource], 1
+        for one in held:
+            sums |= (sums << one.need[resource]) & ((2 << room) - 1)
+        found.append(room - (sums.bit_length() - 1))
+    return Amount(*found)
+
+
+def _reason(one: Waiting, first: Waiting, place: int, free: Amount) -> str:
+    stands = "next in line" if place == 1 else f"{_ordinal(place)} in line"
+    if place > NAMED_AHEAD:
+        return f"more than {NAMED_AHEAD} jobs are before it in line"
+    if one.need.within(free):
+        return f"fits now, but {first.id}, which is first in line, would start later; {stands}"
+    return f"needs {one.need.lacking(free)}; {stands}"
+
+
+def _sum(amounts: Sequence[Amount]) -> Amount:
+    return Amount(*map(sum, zip(*amounts, strict=True))) if amounts else Amount()
+
+
+def _shown(name: str, amount: int) -> str:
+    if name == "cpu":
+        return f"{amount / 1000:g} cpu"
+    return f"{amount / 1024:.3g} GiB of memory" if name == "memory" else f"{amount} gpu"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,218 @@
+"""What submission fixes and checks of a job, so that it runs, and the same again; every problem is named at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from phalanx.cluster.messages import messages
+from phalanx.errors import PhalanxError, SpecError, did_you_mean
+from phalanx.jobs.command import PythonCommand, python_command
+from phalanx.jobs.service.limits import Limits
+from phalanx.jobs.sources import code as codes
+from phalanx.jobs.sources import datasets, mounts
+from phalanx.jobs.spec import Code, Dataset, TrainingJob
+from phalanx.jobs.spec_file import validated
+
+logger = logging.getLogger("phalanx.jobs")
+
+_SHELLS = ("sh", "bash", "dash", "zsh")
+
+
+class Configs(Protocol):
+    """The configurations and secrets of one workspace. Verbs raise NotFoundError for a name that is not there."""
+
+    def code(self, name: str) -> dict[str, Any]:
+        """Return the fields of a code configuration."""
+
+    def dataset(self, name: str) -> dict[str, Any]:
+        """Return the fields of a dataset configuration."""
+
+    def secret_names(self) -> Set[str]:
+        """Return the names of all secrets."""
+
+    def secret(self, name: str) -> str:
+        """Return the value of a secret."""
+
+
+def resolve(
+    spec: TrainingJob, *, configs: Configs, home: Path, base: Path | None, limits: Limits | None = None
+) -> TrainingJob:
+    """Return `spec` as it will run: configurations in place of names, commits of refs, versions of datasets.
+
+    The tree of the code is kept under `home`. Resolving what was resolved checks it again and changes nothing. Warns of
+    changes in a working copy that the commit lacks.
+
+    Args:
+        spec: The job as it was written.
+        configs: What its names mean.
+        home: PHALANX_HOME.
+        base: Folder that relative paths are meant from; None refuses relative paths.
+        limits: What may be named of this machine; None is no limit.
+
+    Raises:
+        SpecError: With every problem that was found: names that mean nothing, code, script or data that is not there,
+            mounts that cannot be, disks that are too small.
+    """
+    problems = _Problems()
+    problems.extend(_missing_secrets(spec, configs))
+    if limits is not None:
+        limits.check(spec)
+    with problems.of("code"):
+        code = _expanded(spec.code, Code, configs.code)
+        code = code if limits is None else limits.code(code)
+        spec = spec.model_copy(update={"code": codes.fixed(code, home, base, _value(configs, code.secret))})
+    found = []
+    for dataset in spec.datasets:
+        with problems.of(f"datasets.{dataset.name}"):
+            whole = _expanded(dataset, Dataset, configs.dataset)
+            whole = whole if limits is None else limits.dataset(whole, spec.backend)
+            secret = _value(configs, whole.secret)
+            found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes"))
+    with problems.of("command"):
+        problems.extend(_of_the_tree(spec, found, home, outside=limits is None))
+    if spec.backend != "kubernetes":
+        problems.extend(_of_this_machine(spec, found, home))
+    problems.raise_for(spec)
+    _warn_of_unused(spec)
+    return validated(TrainingJob, spec.model_dump() | {"datasets": [dataset.model_dump() for dataset in found]})
+
+
+def _warn_of_unused(spec: TrainingJob) -> None:
+    """Warn of what is said for another engine than the one that runs the job."""
+    for engine in {"kubernetes", "slurm"} - {spec.backend}:
+        for field in getattr(spec, engine).model_dump(exclude_defaults=True):
+            logger.warning("%s.%s does nothing: the job runs on %s", engine, field, spec.backend)
+
+
+class _Problems(list[str]):
+    """What is wrong with a job, a line each."""
+
+    @contextmanager
+    def of(self, field: str) -> Iterator[None]:
+        """Note an error of ours, or of the system, as a problem of `field`, and go on."""
+        try:
+            yield
+        except PhalanxError as error:
+            said = str(error)
+            self.append(said if said.startswith(field) else f"{field}: {said}")
+        except OSError as error:
+            self.append(f"{field}: {error.filename}: {error.strerror}. Correct it.")
+
+    def raise_for(self, spec: TrainingJob) -> None:
+        if self:
+            lines = "\n  ".join(dict.fromkeys(self))
+            raise SpecError(f"{messages.text('job cannot run', name=spec.name)}\n  {lines}")
+
+
+ConfigT = TypeVar("ConfigT", Code, Dataset)
+
+
+def _expanded(said: ConfigT, model: type[ConfigT], config: Any) -> ConfigT:
+    """Return the configuration that `said` names with what `said` changes of it, or `said` if it names none."""
+    if said.name is None or (isinstance(said, Dataset) and said.kind is not None):
+        return said
+    # What equals a default was not said: a job that came over a wire has every field.
+    changed = {name: value for name, value in said if value != model.model_fields[name].default}
+    if isinstance(said, Code):
+        del changed["name"]
+    return validated(model, config(said.name) | changed)
+
+
+def _value(configs: Configs, name: str | None) -> str | None:
+    return None if name is None else configs.secret(name)
+
+
+def _missing_secrets(spec: TrainingJob, configs: Configs) -> list[str]:
+    known = configs.secret_names()
+    return [
+        f"secrets: workspace {spec.workspace} has no secret {name}.{did_you_mean(name, known)} "
+        f"Put it there: phalanx secret add {name}."
+        for name in spec.secrets
+        if name not in known
+    ]
+
+
+# -- checks of the code ----------------------------------------------------------------------------------------------
+
+
+def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path, *, outside: bool) -> list[str]:
+    """Return what the tree of the code lacks, or has in the way; files elsewhere are looked at if `outside`."""
+    folder = codes.tree(spec.code, home) / spec.code.subdir
+    if spec.code.name is not None or not folder.is_dir():
+        return []  # the code itself is a problem that was named
+    taken = [d for d in found if d.mount and not d.mount.startswith("/") and os.path.lexists(folder / d.mount)]
+    return _wrong_command(spec, folder, outside=outside) + [
+        f"datasets.{dataset.name}: the code has something at {dataset.mount} itself. Mount it elsewhere."
+        for dataset in taken
+    ]
+
+
+def _wrong_command(spec: TrainingJob, folder: Path, *, outside: bool) -> list[str]:
+    here = spec.backend != "kubernetes"
+    python = python_command(spec.command)
+    if python is not None and python.module:
+        return _wrong_module(python, folder, here)
+    if python is not None:
+        return _wrong_file(str(python.script), folder, here and outside)
+    words = shlex.split(spec.command)
+    if words[0].rpartition("/")[2] in _SHELLS:
+        named = words[1:] and not words[1].startswith("-")
+        return _wrong_file(words[1], folder, here and outside) if named else []
+    if "/" in words[0]:
+        return _wrong_file(words[0], folder, here and outside)
+    if here and shutil.which(words[0]) is None:
+        return [f"command: there is no program {words[0]} on this machine. Install it, or correct the command."]
+    return []
+
+
+def _wrong_file(path: str, folder: Path, outside: bool) -> list[str]:
+    """Return why there is no file `path` in the code in `folder`; one elsewhere is looked at if `outside`."""
+    leads_out = path.startswith("/") or ".." in Path(path).parts
+    if (leads_out and not outside) or (folder / path).is_file():
+        return []
+    beside = (folder / path).parent
+    names = [entry.name for entry in beside.iterdir() if entry.is_file()] if beside.is_dir() else []
+    where = messages.text("on this machine" if path.startswith("/") else "in the code")
+    hint = did_you_mean(Path(path).name, names)
+    return ["command: " + messages.text("no such file in code", path=path, where=where, hint=hint)]
+
+
+def _wrong_module(python: PythonCommand, folder: Path, here: bool) -> list[str]:
+    name = str(python.module)
+    parts = name.split(".")
+    if all(part.isidentifier() for part in parts):  # a slash in a name would lead out of the folder
+        inside = folder.joinpath(*parts)
+        if inside.with_suffix(".py").is_file() or inside.is_dir():
+            return []
+        if not here or importlib.util.find_spec(parts[0]) is not None:
+            return []
+    return [f"command: there is no module {name} in the code or installed here. Commit it, or correct the command."]
+
+
+# -- checks of the machine -------------------------------------------------------------------------------------------
+
+
+def _of_this_machine(spec: TrainingJob, found: list[Dataset], home: Path) -> list[str]:
+    problems = _Problems()
+    to_fetch = sum(
+        d.size or 0 for d in found if d.kind not in ("local", "nas") and not datasets.content(d, home).exists()
+    )
+    home.mkdir(parents=True, exist_ok=True)
+    if to_fetch > (free := shutil.disk_usage(home).free):
+        problems.append(f"datasets: {to_fetch} bytes are to be fetched, and {home} has space for {free}. Make space.")
+    if spec.backend == "local":
+        with problems.of("datasets"):
+            mounts.check(mounts.binds(found, home))
+    if spec.checkpoint.dir is not None and spec.checkpoint.dir.startswith("/"):
+        there = next(folder for folder in (Path(spec.checkpoint.dir) / "x").parents if folder.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            problems.append(f"checkpoint.dir: {spec.checkpoint.dir} cannot be written. Let it be, or leave it out.")
+    return problems

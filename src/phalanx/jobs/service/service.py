@@ -1,0 +1,402 @@
+"""The verbs of people on the store: submit, watch, stop, configure. Who may do what is asked here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
+from phalanx.jobs import paths as layout
+from phalanx.jobs.attempt.metrics import Reports
+from phalanx.jobs.attempt.usage import Usage
+from phalanx.jobs.backend import Backend, Submission
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
+from phalanx.jobs.service.limits import Limits
+from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
+from phalanx.jobs.states import State
+from phalanx.jobs.store import Store
+from phalanx.jobs.store.jobs import no_job
+from phalanx.jobs.store.secrets import WorkspaceConfigs
+from phalanx.jobs.store.workspaces import no_workspace
+
+logger = logging.getLogger("phalanx.jobs")
+
+_ROLES = list(Role)
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+
+Wake = Callable[[Path], None]
+"""Makes sure that some keeper looks after the jobs under a home."""
+
+
+class JobService:
+    """What `actor` may ask of the jobs in a store; the verbs are described in `service_protocol.Jobs`.
+
+    Cheap to make, so that a server makes one a request. Safe in several threads.
+
+    Args:
+        store: Where everything is kept.
+        backends: What runs jobs, by the name that a spec calls it.
+        actor: Who asks.
+        wake: Called with the store's home when there is work for a keeper.
+        remote: Whether the actor is another user than the one whose process this is. Such a one may name what
+            `jobs/service/limits` allows of this machine; but the owner of the store may name everything.
+    """
+
+    def __init__(
+        self, store: Store, backends: Mapping[str, Backend], actor: Actor, *, wake: Wake, remote: bool = True
+    ) -> None:
+        self._store = store
+        self._remote = remote
+        self._backends = backends
+        self._actor = actor
+        self._wake = wake
+
+    def whoami(self) -> Actor:
+        """Return who asks."""
+        return self._actor
+
+    # Jobs.
+
+    def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
+        """Check and resolve `spec` and queue it."""
+        self._need(spec.workspace, Role.DEVELOPER)
+        made = None if request is None else self._store.requested(spec.workspace, self._actor.name, request)
+        if made is None:
+            resolved = self._resolved(spec, base)
+            made = self._store.create_job(resolved, owner=self._actor.name, request=request)
+        self._wake(self._store.home)
+        return made
+
+    def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
+        """Return what a backend would be handed for `spec`; values of secrets are in it for their owner alone."""
+        self._need(spec.workspace, Role.DEVELOPER)
+        resolved = self._resolved(spec, base)
+        folder = layout.attempt_folder(self._store.home, resolved.name, 1)
+        values = dict.fromkeys(resolved.secrets, "******")
+        if full and (names := secrets_of(resolved.model_dump())):
+            if self._remote or not self._actor.owner:
+                raise AccessError(
+                    "No server gives values of secrets away. Render it in full without them, and let the pods take "
+                    "them from a secret of the cluster (kubernetes.env_from); or render it where the store is."
+                )
+            values = self._store.secret_values(resolved.workspace, names)
+        return self._backend(resolved).render(Submission(resolved.name, 1, resolved, folder, values), full=full)
+
+    def jobs(
+        self,
+        workspace: str | None = None,
+        *,
+        states: Collection[State] = (),
+        owner: str | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return jobs, newest first; of one workspace or of all the actor is in."""
+        if workspace is not None:
+            self._need(workspace, Role.VIEWER)
+        mine = None if self._actor.owner else [one.name for one in self.workspaces()]
+        wanted = mine if workspace is None else [workspace]
+        return self._store.jobs(workspaces=wanted, states=states, owner=owner, limit=limit)
+
+    def job(self, job: str) -> Job:
+        """Return one job by its id."""
+        found = self._store.job(job)
+        if self._role(found.workspace) is None:
+            raise no_job(job)  # as if it were not there
+        return found
+
+    def attempts(self, job: str) -> list[Attempt]:
+        """Return the attempts of a job, first to last."""
+        return self._store.attempts(self.job(job).id)
+
+    def events(self, job: str, *, after: int = 0) -> list[Event]:
+        """Return what happened to a job since event number `after`, in order."""
+        return self._store.events(self.job(job).id, after=after)
+
+    def stop(self, job: str) -> Job:
+        """Ask a job to end; one that has ended is returned as it is."""
+        found = self.job(job)
+        mine = found.owner == self._actor.name
+        self._need(found.workspace, Role.DEVELOPER if mine else Role.ADMIN, f"stop the job of {found.owner}")
+        stopped = self._store.stop(job, f"stopped by {self._actor.name}")
+        if not stopped.state.terminal:
+            self._wake(self._store.home)
+        return stopped
+
+    def retry(self, job: str) -> Job:
+        """Submit the resolved spec of a job that has ended again, as a new job that names it."""
+        found = self.job(job)
+        self._need(found.workspace, Role.DEVELOPER)
+        if not found.state.terminal:
+            raise StateError(f"Job {job} is {found.state}. Only a job that has ended is tried again; stop it first.")
+        spec = TrainingJob.model_validate(found.spec)
+        if (limits := self._limits()) is not None:
+            limits.check_again(spec)
+        self._backend(spec).check(spec)
+        made = self._store.create_job(spec, owner=self._actor.name, retry_of=job)
+        self._wake(self._store.home)
+        return made
+
+    # What attempts leave behind.
+
+    def logs_of(self, job: str, *, attempt: int | None = None) -> list[str]:
+        """Return the names of the logs of an attempt, by default the last."""
+        from phalanx.jobs.attempt import logs
+
+        found = self.job(job)
+        return logs.names(self._folder(found, attempt)) if found.attempt else []
+
+    def log(
+        self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
+    ) -> LogPart:
+        """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
+        from phalanx.jobs.attempt import logs
+
+        found = self.job(job)
+        if not found.attempt:
+            return LogPart("", 0, found.state.terminal)
+        number = found.attempt if attempt is None else attempt
+        ended = found.state.terminal or self._attempt(job, number).ended is not None
+        folder = self._folder(found, number)
+        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets_used(found), last=ended)
+        return LogPart(piece.text, piece.next, ended and not piece.rest)
+
+    def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
+        """Return the ranks of an attempt, by default the last, that report their steps."""
+        from phalanx.jobs.attempt import metrics
+
+        found = self.job(job)
+        return metrics.ranks(self._folder(found, attempt)) if found.attempt else []
+
+    def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
+        """Return what one rank reported after byte `offset` of its run events."""
+        from phalanx.jobs.attempt import metrics
+
+        found = self.job(job)
+        return metrics.read(self._folder(found, attempt), rank, offset) if found.attempt else Reports(rank, [], 0)
+
+    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+        """Return what the processes of an attempt used, node by node."""
+        from phalanx.jobs.attempt import usage
+
+        found = self.job(job)
+        if not found.attempt:
+            return []
+        folder = self._folder(found, attempt)
+        nodes = range(found.spec["resources"]["nodes"]) if node is None else [node]
+        return [usage.read(folder, one, offset) for one in nodes]
+
+    def plan(self, job: str) -> str:
+        """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
+        from phalanx.plan.files import left
+        from phalanx.plan.report.explain import explain
+        from phalanx.plan.report.picture import picture
+
+        found = self.job(job)
+        try:
+            plan = left(layout.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
+            return picture(explain(*plan)) if plan is not None else ""
+        except (PlanError, ValueError, OSError) as error:
+            # Any script may write into its logs' folder; its page is to be seen all the same.
+            logger.warning("job %s left a Plan that cannot be drawn: %s", job, error)
+            return ""
+
+    def machine(self) -> dict[str, tuple[float, float]]:
+        """Return what of this machine is given to jobs and what it has."""
+        from phalanx.jobs.backends.local import this_machine
+        from phalanx.jobs.scheduling.queue import need_of
+
+        has = this_machine()
+        live = [one for one in self._store.jobs(states=[one for one in State if not one.terminal]) if one.attempt]
+        given = [need_of(TrainingJob.model_validate(one.spec), has) for one in live if one.backend == "local"]
+        unit = {"cpu": 1e-3, "memory": float(2**20), "gpu": 1.0}
+        return {
+            name: (sum(getattr(one, name) for one in given) * factor, getattr(has, name) * factor)
+            for name, factor in unit.items()
+        }
+
+    def counts(self) -> Counts:
+        """Return how many jobs and attempts there are of those that the actor sees."""
+        return self._store.counts(None if self._actor.owner else [one.name for one in self.workspaces()])
+
+    # Workspaces.
+
+    def workspaces(self) -> list[Workspace]:
+        """Return the workspaces the actor is in."""
+        return self._store.workspaces(None if self._actor.owner else self._actor.name)
+
+    def add_workspace(self, workspace: str) -> Workspace:
+        """Make a workspace."""
+        self._need_owner("make workspaces")
+        _check_name("a workspace", workspace)
+        return self._store.create_workspace(workspace)
+
+    def remove_workspace(self, workspace: str) -> None:
+        """Remove a workspace with its configurations, secrets, jobs and their folders."""
+        self._need_owner("remove workspaces")
+        if workspace == TrainingJob.model_fields["workspace"].default:
+            raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
+        for job in self._store.remove_workspace(workspace):
+            shutil.rmtree(layout.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
+
+    def put_member(self, workspace: str, name: str, role: Role) -> None:
+        """Make someone a member of a workspace, or give a member another role."""
+        self._need(workspace, Role.ADMIN)
+        self._store.put_member(workspace, name, role)
+
+    def remove_member(self, workspace: str, name: str) -> None:
+        """End a membership."""
+        self._need(workspace, Role.ADMIN)
+        self._store.remove_member(workspace, name)
+
+    def put_tree(self, workspace: str, archive: Path) -> str:
+        """Keep the code in a tar archive; return its digest."""
+        from phalanx.jobs.sources import archive as trees
+        from phalanx.jobs.sources import code
+
+        self._need(workspace, Role.DEVELOPER)
+        with tempfile.TemporaryDirectory(dir=self._store.home, prefix="tree-") as name:
+            trees.unpack(archive, Path(name))
+            return code.keep(Path(name), self._store.home)
+
+    # Configurations of a workspace.
+
+    def codes(self, workspace: str) -> list[Named]:
+        """Return the code configurations of a workspace by name."""
+        self._need(workspace, Role.VIEWER)
+        return self._store.configs(workspace, "code")
+
+    def put_code(self, workspace: str, name: str, code: Code) -> Named:
+        """Keep where code comes from under a name."""
+        self._need(workspace, Role.DEVELOPER)
+        _check_name("a code configuration", name)
+        if code.name is not None or code.commit or code.digest:
+            raise SpecError("A code configuration holds git or path; name, commit and digest belong to a job.")
+        if (limits := self._limits()) is not None:
+            code = limits.code(code)
+        return self._store.put_config(workspace, "code", name, code.model_dump(mode="json"))
+
+    def remove_code(self, workspace: str, name: str) -> None:
+        """Remove a code configuration."""
+        self._need(workspace, Role.DEVELOPER)
+        self._store.remove_config(workspace, "code", name)
+
+    def datasets(self, workspace: str) -> list[Named]:
+        """Return the dataset configurations of a workspace by name."""
+        self._need(workspace, Role.VIEWER)
+        return self._store.configs(workspace, "dataset")
+
+    def put_dataset(self, workspace: str, dataset: Dataset) -> Named:
+        """Keep where a dataset lies under its name."""
+        self._need(workspace, Role.DEVELOPER)
+        if dataset.kind is None or dataset.uri is None:
+            raise SpecError(f"Dataset {dataset.name!r} says not where it lies. Give its kind and its uri.")
+        if (limits := self._limits()) is not None and dataset.kind == "local":
+            # Where it is mounted depends on the job that takes it.
+            limits.dataset(dataset.model_copy(update={"mount": None}), "local")
+        return self._store.put_config(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
+
+    def remove_dataset(self, workspace: str, name: str) -> None:
+        """Remove a dataset configuration."""
+        self._need(workspace, Role.DEVELOPER)
+        self._store.remove_config(workspace, "dataset", name)
+
+    def secrets(self, workspace: str) -> list[SecretName]:
+        """Return the names of the secrets of a workspace."""
+        self._need(workspace, Role.VIEWER)
+        return self._store.secrets(workspace)
+
+    def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
+        """Keep a value under a name."""
+        self._need(workspace, Role.DEVELOPER)
+        if not name.isidentifier() or not name.isascii() or not value or "\0" in value:
+            raise SpecError(
+                f"The secret {name!r} cannot be an environment variable. Its name takes letters, digits and _, "
+                "its value is text that is not empty."
+            )
+        return self._store.put_secret(workspace, name, value)
+
+    def remove_secret(self, workspace: str, name: str) -> None:
+        """Remove a secret."""
+        self._need(workspace, Role.DEVELOPER)
+        self._store.remove_secret(workspace, name)
+
+    # Keys to the HTTP interface.
+
+    def tokens(self) -> list[Token]:
+        """Return the actor's tokens; all of them for the owner of the store."""
+        return self._store.tokens(None if self._actor.owner else self._actor.name)
+
+    def add_token(self, name: str, *, owner: str | None = None, lasts_s: float | None = None) -> NewToken:
+        """Make a token of the actor's, or of `owner`."""
+        if owner is None or owner == self._actor.name:
+            return self._store.create_token(name, self._actor, lasts_s=lasts_s)
+        self._need_owner("make tokens for others")
+        return self._store.create_token(name, Actor(owner), lasts_s=lasts_s)
+
+    def remove_token(self, name: str, *, owner: str | None = None) -> None:
+        """End a token."""
+        if owner is not None and owner != self._actor.name:
+            self._need_owner("end tokens of others")
+        self._store.remove_token(name, owner or self._actor.name)
+
+    # Who may do what.
+
+    def _role(self, workspace: str) -> Role | None:
+        members = self._store.workspace(workspace).members
+        return Role.ADMIN if self._actor.owner else members.get(self._actor.name)
+
+    def _need(self, workspace: str, least: Role, what: str | None = None) -> None:
+        has = self._role(workspace)
+        if has is None:
+            raise no_workspace(workspace)
+        if _ROLES.index(has) < _ROLES.index(least):
+            name = self._actor.name
+            raise AccessError(
+                f"{name} is {has} in workspace {workspace!r}; to {what or 'do that'} takes {least}. "
+                f"An admin of it can change that: phalanx workspace member add {name} {least} -w {workspace}."
+            )
+
+    def _need_owner(self, what: str) -> None:
+        if not self._actor.owner:
+            raise AccessError(f"{self._actor.name} may not {what}: only the owner of {self._store.home} may.")
+
+    # What verbs share.
+
+    def _resolved(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
+        from phalanx.jobs.service.resolve import resolve
+
+        configs = WorkspaceConfigs(self._store, spec.workspace)
+        resolved = resolve(spec, configs=configs, home=self._store.home, base=base, limits=self._limits())
+        self._backend(resolved).check(resolved)
+        return resolved
+
+    def _limits(self) -> Limits | None:
+        return Limits.read(self._store.home) if self._remote and not self._actor.owner else None
+
+    def _backend(self, spec: TrainingJob) -> Backend:
+        return self._backends[spec.backend]
+
+    def _attempt(self, job: str, number: int) -> Attempt:
+        for attempt in self._store.attempts(job):
+            if attempt.number == number:
+                return attempt
+        raise NotFoundError(f"Job {job} has no attempt {number}. `phalanx job show {job}` lists its attempts.")
+
+    def _folder(self, job: Job, attempt: int | None) -> Path:
+        number = job.attempt if attempt is None else self._attempt(job.id, attempt).number
+        return layout.attempt_folder(self._store.home, job.id, number)
+
+
+def _check_name(what: str, name: str) -> None:
+    try:
+        _NAME.validate_python(name)
+    except ValidationError:
+        raise SpecError(
+            f"{name!r} cannot be the name of {what}. Write small letters, digits and dashes, 40 at most."
+        ) from None

@@ -1,0 +1,4 @@
+"""The flags of `phalanx run`, and its entry.
+
+Start with `flags`.
+"""

@@ -1,0 +1,36 @@
+"""The entry of `phalanx run`, `fleetrun` and the `python -m` spellings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wants_servers: bool = False) -> None:
+    """Run the launcher and leave the process with its exit code.
+
+    The fork server starts before anything else is imported: its import of torch is the longest part of every start, and
+    everything the launcher does meanwhile is free.
+
+    Args:
+        arguments: Command line without the program; `sys.argv[1:]` when omitted.
+        name: How the program calls itself in messages; `fleetrun` or `phalanx run`, as started, when omitted.
+        wants_servers: Whether only a parameter-server job will do (`launch_ps`).
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the job takes its signals into its own hands, Ctrl-C ends this process, and with it the fork server,
+        # without a traceback of whatever was being imported.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if name is None:
+        name = "fleetrun" if os.path.basename(sys.argv[0]) == "fleetrun" else "phalanx run"
+    server = None
+    if given and given[0] not in ("-h", "--help"):
+        from phalanx.launch.process.server_handle import ServerHandle
+
+        server = ServerHandle()
+    from phalanx.launch.cli.flags import run
+
+    sys.exit(run(given, server, name=name, wants_servers=wants_servers))

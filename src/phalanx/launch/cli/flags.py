@@ -1,0 +1,278 @@
+"""The flags of `phalanx run`: their spellings, their help, and what became of the old ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from phalanx.cluster.allocation import COUNTS
+from phalanx.cluster.messages import messages
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.process import log_format
+from phalanx.launch.process.server_handle import ServerHandle
+from phalanx.launch.request.options import DEFAULT_PORT, Options
+
+_RENAMED = {
+    "--cluster_node_ips": "--ips",
+    "--selected_gpus": "--gpus",
+    "--nprocs": "--nproc_per_node",
+    "--np": "--nproc_per_node",
+}
+_REMOVED = {
+    "--node_ip": "the launcher finds this host in --ips by itself; --node_rank decides where that is open",
+    "--use_paddlecloud": "cluster environments are recognised by themselves",
+    "--started_port": "ports are chosen by the system; --http_port fixes the meeting port",
+    "--log_level": "set the level in your script; --log_format chooses the form",
+    "--print_config": "the configuration is always printed",
+}
+
+
+class _Count(click.ParamType[int]):
+    """A whole number of at least `least`; `instead` says what to do for less."""
+
+    name = "N"
+
+    def __init__(self, what: str, least: int = 1, instead: str = "") -> None:
+        self._what, self._least, self._instead = what, least, instead
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail with what was asked for and what would do."""
+        text = str(value)
+        if not text.lstrip("-").isdigit() or int(text) < self._least:
+            least = f"at least {self._least}{self._instead}"
+            self.fail(f"'{text}' is no {self._what}. Give a whole number, {least}.", param, ctx)
+        return int(text)
+
+
+class _Seconds(click.ParamType[float]):
+    """A time that ends."""
+
+    name = "SECONDS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < float("inf"):
+            self.fail(f"'{value}' is no number of seconds. Give one above 0.", param, ctx)
+        return seconds
+
+
+class _Port(click.ParamType[int]):
+    """A port a user can bind."""
+
+    name = "PORT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the port."""
+        text = str(value)
+        if not text.isdigit() or not 0 < int(text) < 65536:
+            self.fail(f"'{text}' is no port. Give a number from 1 to 65535.", param, ctx)
+        return int(text)
+
+
+def _refuse_old(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    if value is None:
+        return
+    flag = param.opts[0]
+    if flag in _RENAMED:
+        raise click.UsageError(f"{flag} is now called {_RENAMED[flag]}. Write {_RENAMED[flag]} instead.", ctx)
+    raise click.UsageError(f"{flag} was removed: {_REMOVED[flag]}. Leave it out.", ctx)
+
+
+def _old_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    for flag in (*_RENAMED, *_REMOVED):
+        # A value is optional, so that `--print_config` alone and `--node_ip X` both get the answer.
+        option = click.option(
+            flag,
+            hidden=True,
+            callback=_refuse_old,
+            expose_value=False,
+            is_flag=False,
+            flag_value="",
+            default=None,
+            is_eager=True,
+        )
+        command = option(command)
+    return command
+
+
+def _choose_language(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Make the choice known here and to the ranks; eager, so that errors of other flags obey it."""
+    if value is not None:
+        os.environ["PHALANX_LANG"] = value
+
+
+_CONTEXT: dict[str, Any] = {
+    "allow_interspersed_args": False,
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "max_content_width": 110,
+}
+
+
+@click.command(name="run", context_settings=_CONTEXT)
+@click.option(
+    "-n",
+    "--nproc_per_node",
+    type=_Count("number of processes"),
+    help="Processes on this host. Default: one per card; on CPU 1, as one process uses every core.",
+)
+@click.option(
+    "--gpus",
+    "--devices",
+    "gpus",
+    metavar="LIST",
+    help="Cards to use, e.g. 0,1, or all. Default: every visible card; with servers, none.",
+)
+@click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
+@click.option("--nnodes", type=_Count("number of hosts"), help="Number of hosts, instead of --ips.")
+@click.option(
+    "--node_rank", type=_Count("host number", 0), help="This host's place; found by address unless ambiguous."
+)
+@click.option("--master_addr", metavar="HOST", help="First host, with --nnodes.")
+@click.option(
+    "--rank_table",
+    metavar="FILE",
+    help="Which rank runs on which device of which host, instead of --ips and -n; RANK_TABLE_FILE says it too.",
+)
+@click.option(
+    "--world_size_counts",
+    type=click.Choice(COUNTS),
+    help="What RANK and WORLD_SIZE set for this launcher count: 'nodes' in a DLC or PyTorchJob pod.",
+)
+@click.option(
+    "--http_port",
+    "--master_port",
+    "http_port",
+    type=_Port(),
+    help=f"Port on the first host. One host: chosen by the system; several: {DEFAULT_PORT}.",
+)
+@click.option(
+    "--server_num",
+    type=_Count("number of servers", instead="; without servers start with -n 2"),
+    help="Parameter servers on this host.",
+)
+@click.option("--worker_num", type=_Count("number of workers"), help="Parameter-server workers on this host.")
+@click.option(
+    "--heter_worker_num",
+    type=_Count("number of heter workers"),
+    help="Heter workers here: a role for your script to fill.",
+)
+@click.option("--servers", default="", metavar="LIST", help="Servers of the whole job, ip:port,ip:port.")
+@click.option("--workers", default="", metavar="LIST", help="Workers of the whole job, ip:port,ip:port.")
+@click.option("--heter_workers", default="", metavar="LIST", help="Heter workers of the whole job.")
+@click.option("--log_dir", default="log", show_default=True, metavar="DIR", help="Folder of the log files.")
+@click.option(
+    "--per_rank_dir",
+    is_flag=True,
+    help="Give each rank a folder, LOG_DIR/rank_N, with train.log and env.log, its environment.",
+)
+@click.option(
+    "--log_format",
+    type=click.Choice(log_format.FORMATS),
+    help="Form of log lines, the script's own too when given.",
+)
+@click.option(
+    "--max_restarts",
+    type=_Count("number of restarts", 0),
+    default=0,
+    show_default=True,
+    help="How often a failed job is started again; with servers: a failed process, alone.",
+)
+@click.option(
+    "--server_dir",
+    metavar="DIR",
+    help="Where servers keep their state. Default: LOG_DIR/servers with --max_restarts, else nowhere.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=_Seconds(),
+    envvar="PHALANX_RENDEZVOUS_TIMEOUT_S",
+    default=60,
+    show_default=True,
+    show_envvar=True,
+    help="Seconds to wait for other hosts and ranks.",
+)
+@click.option(
+    "--lang",
+    type=click.Choice(messages.LANGUAGES),
+    callback=_choose_language,
+    expose_value=False,
+    is_eager=True,
+    help="Language of what you must act on. Default: from LANG.",
+)
+@click.option("-m", "is_module", is_flag=True, help="TRAINING_SCRIPT is a module, as in python -m.")
+@_old_flags
+@click.argument("training_script")
+@click.argument("training_script_args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, **values: Any) -> int:
+    """Start TRAINING_SCRIPT on every card or process of this host and watch over it.
+
+    \b
+      phalanx run -n 2 train.py --lr 0.1                     two processes here
+      phalanx run --gpus 0,1 train.py                        one process per card
+      phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py      the same command on both hosts
+      phalanx run --server_num 1 --worker_num 2 train.py     parameter servers
+
+    Flags may be written with _ or -. What follows the script belongs to the script. Rank 0 is shown here,
+    every rank writes LOG_DIR/workerlog.N. When a rank fails all end, and the last lines say which failed
+    first and why.
+    """  # noqa: D301
+    from phalanx.launch.job.console import Console
+    from phalanx.launch.job.job import InterruptedJobError, Job
+
+    run_as = ctx.obj
+    if values.pop("is_module"):
+        values["training_script"] = f"-m {values['training_script']}"
+    options = Options(**values, wants_servers=run_as["wants_servers"])
+    console = Console()
+    log_format.configure_launcher(options.log_format or "default", console)
+    try:
+        return Job(options, run_as["server"], console).run()
+    except InterruptedJobError as stop:
+        console.write(f"stopped by {stop}\n")
+        return 128 + stop.number
+
+
+def _unknown_flag(error: click.NoSuchOption, arguments: Sequence[str], program: str) -> str:
+    """The answer to a flag that does not exist. Parsing stopped there, so --lang is looked for by hand."""
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        flag, _, value = word.rpartition("=") if "=" in word else (before, "", word)
+        if flag == "--lang" and value in messages.LANGUAGES:
+            os.environ["PHALANX_LANG"] = value
+    near = messages.text("nearest flag", flag=error.possibilities[0]) if error.possibilities else ""
+    return messages.text("unknown flag", flag=error.option_name, nearest=near, program=program)
+
+
+def run(arguments: Sequence[str], server: ServerHandle | None, *, name: str, wants_servers: bool) -> int:
+    """Parse the command line and run the job.
+
+    Returns:
+        The exit code: 2 for a mistake in the command, 1 when another host or the launcher itself failed,
+        else the job's.
+    """
+    program = {"server": server, "wants_servers": wants_servers}
+    try:
+        return int(command.main(list(arguments), prog_name=name, standalone_mode=False, obj=program) or 0)
+    except click.NoSuchOption as error:
+        sys.stderr.write(f"{name}: {_unknown_flag(error, arguments, name)}\n")
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except PhalanxError as error:
+        sys.stdout.flush()
+        sys.stderr.write(f"{name}: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        if server is not None:
+            server.close()

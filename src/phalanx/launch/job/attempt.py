@@ -1,0 +1,330 @@
+"""One attempt at the job on this host: start its processes, watch them, bring all of them down together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import InternalError
+from phalanx.launch.job import logs
+from phalanx.launch.job.console import Console
+from phalanx.launch.job.root_cause import Ending, is_consequence
+from phalanx.launch.process import environment
+from phalanx.launch.process.link_handle import LinkHandle
+from phalanx.launch.process.linux import StopSignals
+from phalanx.launch.process.start import Starter
+from phalanx.launch.report import how
+from phalanx.launch.request.topology import Process
+
+logger = logging.getLogger("phalanx.launch")
+
+POLL_S = 0.05
+"""How often log files are looked at."""
+
+SETTLE_S = 0.5
+"""How long to wait for the cause when the first failure only says that a peer is gone."""
+
+FAILURE_GRACE_S = 1.0
+"""Between asking the rest of a failed job to end and killing it."""
+
+STOP_GRACE_S = 30
+"""The same when the user or a scheduler ends the job, unless PHALANX_STOP_GRACE_S says otherwise: time to save. As long
+as Kubernetes and Slurm wait."""
+
+SAY_AFTER_S = 2.0
+"""How long processes may take to end before that is mentioned."""
+
+NODE_SETTLE_S = 1.0
+"""How long to wait for other hosts to say what failed there."""
+
+LINGER_S = 20
+"""How long workers may go on after another ended well before that is mentioned."""
+
+ROOM_S = 1.0
+"""How often to look whether there is room for logs."""
+
+LAST_LINES = 20
+
+_OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How an attempt ended: a success, a failure, or a stop from outside."""
+
+    endings: list[Ending]
+    failed: bool = False
+    stopped_by: int = 0
+    """The signal that ended the launcher's job, or 0."""
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """Processes of one attempt on this host."""
+
+    starter: Starter
+    console: Console
+    stops: StopSignals
+    link: LinkHandle | None
+    restarts: int
+    """How many processes may be started again, each alone; 0 where the whole job is started again instead."""
+
+    stop_grace_s: float
+    """Between asking processes to end that need not hurry, and killing them."""
+
+    watch_room: Callable[[], None]
+    """Called every few seconds, to look whether there is room for logs."""
+
+    on_started: Callable[[dict[str, int]], None]
+    """Called with the pid of every local process when all are there, and again after each restart."""
+
+    _alive: dict[str, Process] = field(default_factory=dict)
+    _pids: dict[str, int] = field(default_factory=dict)
+    _starts: dict[str, int] = field(default_factory=dict)
+    _endings: list[Ending] = field(default_factory=list)
+    _stopping: bool = False
+    _failed_at: float | None = None
+    _elsewhere: list[Ending] = field(default_factory=list)
+    _told: bool = False
+    _noted: bool = False
+    _room_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
+
+    def start(self, store: socket.socket | None) -> None:
+        """Ask the fork server for every process. It answers when torch is there.
+
+        Args:
+            store: Listening socket of the job's store; None on hosts other than the first.
+        """
+        if store is not None:
+            self.starter.start_store(store)
+        for process in self.layout.local:
+            _make_log(process)
+        self._follow_logs()
+        for process in self.layout.local:
+            self._start(process)
+
+    def _start(self, process: Process) -> None:
+        attempt = self._starts.get(process.id, self.facts.attempt)
+        self._starts[process.id] = attempt + 1
+        self._alive[process.id] = process
+        self.starter.start(process, attempt)
+
+    def _follow_logs(self) -> None:
+        workers = [p for p in self.layout.local if p.role == "worker"]
+        live = workers[0].log_file if workers else None
+        others = [(p.title, p.log_file) for p in self.layout.local if p.log_file != live]
+        self.console.follow(live, others)
+
+    def wait(self) -> Outcome:
+        """Watch until the job is over, here and elsewhere, and bring down what is left.
+
+        Raises:
+            LaunchError: If torch cannot be imported.
+        """
+        while not self._over():
+            self._turn(POLL_S)
+        stopped_by = self.stops.take()
+        failed = self._failed_at is not None
+        if not failed and not stopped_by:
+            self._finish_servers()
+            failed = self._failed_at is not None
+        # Where another host's launcher was stopped, the ranks here save with its.
+        is_stop = stopped_by or any(e.role == "launcher" for e in self._elsewhere)
+        # A closed terminal (SIGHUP) is no reason to lose what scripts save at a SIGTERM.
+        self._end_all(signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM, may_save=bool(is_stop))
+        if failed:
+            self._tell([e for e in self._endings if e.failed or e.code == 0])
+            self._hear_others()
+        elif stopped_by:
+            self._tell([self._own_ending(stopped_by)])
+        self.console.finish(failed=failed)
+        return Outcome(endings=self._endings + self._elsewhere, failed=failed, stopped_by=stopped_by)
+
+    def _over(self) -> bool:
+        if self.stops.pending:
+            return True
+        if self._failed_at is not None:
+            causes = [e for e in self._endings if e.failed and not is_consequence(e)]
+            settle = 0.0 if causes or self._elsewhere else SETTLE_S
+            return time.monotonic() >= self._failed_at + settle
+        if any(p.role == "worker" for p in self._alive.values()):
+            return False
+        if self.link is None:
+            return True
+        if not self._told:
+            self._told = True
+            self.link.done(self.facts.attempt)
+        return self.link.all_done
+
+    def _turn(self, timeout_s: float) -> None:
+        """Take what has happened, waiting for it at most `timeout_s`."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.server.socket, selectors.EVENT_READ, self._server_event)
+            ready.register(self.stops.woken, selectors.EVENT_READ, self.stops.clear)
+            if self.link is not None:
+                ready.register(self.link.socket, selectors.EVENT_READ, self._link_event)
+            for key, _ in ready.select(timeout_s):
+                key.data()
+        self.console.poll()
+        self._note_lingering()
+        if time.monotonic() > self._room_at:
+            self._room_at = time.monotonic() + ROOM_S
+            self.watch_room()
+
+    def _note_lingering(self) -> None:
+        """Say once that some workers ended well long ago while others go on: often they wait for one another."""
+        if self._noted or self._stopping or self._failed_at is not None:
+            return
+        ended = [e for e in self._endings if e.role == "worker" and time.time() - e.time > LINGER_S]
+        alive = [p.title for p in self._alive.values() if p.role == "worker"]
+        if ended and alive:
+            self._noted = True
+            names = ", ".join(e.title for e in ended)
+            logger.warning(
+                "%s ended with exit code 0 over %d s ago, while %s still run(s)", names, LINGER_S, ", ".join(alive)
+            )
+
+    def _server_event(self) -> None:
+        event = self.server.receive()
+        if "spawned" in event:
+            self._pids[event["spawned"]] = event["pid"]
+            if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
+                self.on_started(self._pids)
+        if "exited" in event:
+            self._exited(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
+
+    def _exited(self, name: str, code: int, at: float) -> None:
+        if name == self.starter.store_id and not self._stopping:
+            raise InternalError(f"The job's store ended by itself; see {self.facts.log_dir}/launcher.store.")
+        process = self._alive.pop(name, None)
+        if process is None:
+            return
+        ending = self._ending(process, code, at)
+        is_news = ending.failed and self._failed_at is None and not self._stopping
+        if is_news and self.restarts:
+            self._start_again(process, ending)
+            return
+        self._endings.append(ending)
+        if is_news:
+            self._failed_at = time.monotonic()
+
+    def _start_again(self, process: Process, ending: Ending) -> None:
+        self.restarts -= 1
+        logger.warning(
+            "%s %s. Starting it again, the others go on; restarts left: %d", ending.title, how(ending), self.restarts
+        )
+        _make_log(process)
+        self._start(process)
+
+    def _ending(self, process: Process, code: int, at: float) -> Ending:
+        record = _read_record(environment.error_file(process, self.facts.log_dir))
+        return Ending(
+            title=process.title,
+            role=process.role,
+            rank=process.rank,
+            host=self.layout.hostnames[process.node_rank],
+            pid=self._pids[process.id],
+            code=code,
+            time=record.get("time", at),
+            log_file=process.log_file,
+            # Whoever recorded an error before we asked it to end failed by itself.
+            stopped_by_us=self._stopping and code in (0, 130, *(-s for s in _OURS)),
+            kind=record.get("kind", ""),
+            error=f"{record['type']}: {record['message']}" if record else "",
+            traceback=record.get("traceback", ""),
+            last_lines=tuple(logs.last_lines(process.log_file, LAST_LINES)) if code != 0 else (),
+        )
+
+    def _link_event(self) -> None:
+        assert self.link is not None
+        self.link.take()
+        failures = [Ending.from_json(e) for e in self.link.failures(self.facts.attempt)]
+        if failures:
+            self._elsewhere = failures
+            if self._failed_at is None:
+                self._failed_at = time.monotonic()
+
+    def _finish_servers(self) -> None:
+        """End the servers of a parameter-server job whose workers are all done."""
+        if self.facts.mode != "ps":
+            return
+        logger.info("all workers exit, going to finish parameter server and heter_worker.")
+        self._end_all(signal.SIGTERM, may_save=True)
+        logger.info("all parameter server are killed")
+
+    def _end_all(self, number: int, *, may_save: bool) -> None:
+        """Ask every process to end, then kill what is left. A second stop signal cuts the grace short."""
+        self._stopping = True
+        self.server.signal([*self._alive], number)
+        grace_s = self.stop_grace_s if may_save else FAILURE_GRACE_S
+        started, said = time.monotonic(), not may_save
+        while self._alive and time.monotonic() < started + grace_s and not self.stops.pending:
+            self._turn(POLL_S)
+            if self._alive and not said and time.monotonic() > started + SAY_AFTER_S:
+                said = True
+                logger.info("waiting up to %g s for %s to end; a second signal kills", grace_s, self._alive_titles())
+        if self._alive and may_save:
+            logger.warning(
+                "killing %s after %.0f s: what they were saving is lost. Set PHALANX_STOP_GRACE_S to give them longer",
+                self._alive_titles(),
+                time.monotonic() - started,
+            )
+        self.server.signal([*self._alive, self.starter.store_id], signal.SIGKILL)
+        while self._alive:
+            self._turn(POLL_S)
+
+    def _alive_titles(self) -> str:
+        return ", ".join(process.title for process in self._alive.values())
+
+    def _tell(self, endings: list[Ending]) -> None:
+        """Tell the other hosts that the attempt is over here, and why."""
+        if self.link is not None:
+            self.link.fail(self.facts.attempt, [ending.to_json() for ending in endings])
+
+    def _hear_others(self) -> None:
+        """Give the other hosts time to say what failed there."""
+        deadline = time.monotonic() + NODE_SETTLE_S
+        while self.link is not None and time.monotonic() < deadline:
+            self._turn(POLL_S)
+
+    def _own_ending(self, number: int) -> Ending:
+        """What to tell the other hosts when someone stops this launcher."""
+        node = self.layout.node_rank
+        return Ending(
+            title=f"the launcher of node {node}",
+            role="launcher",
+            rank=node,
+            host=self.layout.hostnames[node],
+            pid=os.getpid(),
+            code=-number,
+            time=time.time(),
+            log_file=self.facts.log_dir,
+        )
+
+
+def _make_log(process: Process) -> None:
+    """Make the log of a process and its folder: one of its own (--per_rank_dir), or deleted while the job ran."""
+    path = Path(process.log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _read_record(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            record: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return {}
+    return record

@@ -1,0 +1,197 @@
+"""What an attempt needs before it starts: bound sockets, the layout, the facts of its environment."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from phalanx.cluster import network
+from phalanx.cluster.env.values import Environment, split_endpoint
+from phalanx.cluster.runtime_folder import own_secret
+from phalanx.errors import LaunchError
+from phalanx.launch.job.logs import shown
+from phalanx.launch.process.environment import JobFacts
+from phalanx.launch.request import machine
+from phalanx.launch.request.options import Options
+from phalanx.launch.request.request import ROLES, Request, RoleName
+from phalanx.launch.request.topology import Layout, Offer, Process
+
+logger = logging.getLogger("phalanx.launch")
+
+ENDPOINTS = "endpoints.log"
+
+
+@dataclass
+class Stage:
+    """The sockets of one attempt on this host. A context: leaving it closes our copies."""
+
+    request: Request
+    store: socket.socket | None = None
+    """Listening socket of the job's store; None on hosts other than the first."""
+
+    endpoints: dict[RoleName, list[socket.socket]] = field(default_factory=dict)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Stage:
+        nodes = self.request.nodes
+        try:
+            if nodes.rank == 0:
+                # With several hosts the user's port is where the launchers meet.
+                port = 0 if nodes.many else (self.request.port or 0)
+                self.store = self._bind(port, "--http_port", listen=True)
+            for role in ROLES:
+                flag = f"--{role}s: port"
+                self.endpoints[role] = [self._bind(port, flag) for port in self._wanted_ports(role)]
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def hand_over(self, *, keep_endpoints: bool) -> None:
+        """Close our copies, now that the processes have theirs.
+
+        A listening socket that we still held would let the peers of a dead process connect, and wait for ever: which is
+        right where that process is started again, and wrong everywhere else.
+        """
+        if self.store is not None:
+            self.store.close()
+        if not keep_endpoints:
+            self._open.close()
+
+    def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
+        return self._open.enter_context(machine.bind(self.request.nodes.address, port, flag=flag, listen=listen))
+
+    def _wanted_ports(self, role: RoleName) -> list[int]:
+        if not self.request.endpoints:
+            return [0] * self.request.counts.get(role, 0)
+        listed = [split_endpoint(endpoint, f"--{role}s") for endpoint in self.request.endpoints[role]]
+        return [port for host, port in listed if host == self.request.nodes.address]
+
+    def offer(self, job_id: str, options: Options, secret: str) -> Offer:
+        """Return what this host brings into the job."""
+        terms = {
+            "mode": self.request.mode,
+            "--max_restarts": str(options.max_restarts),
+            "the number of hosts": str(self.request.nodes.count),
+        }
+        for name in ("ips", "servers", "workers", "heter_workers"):
+            if listed := getattr(options, name):
+                terms[f"--{name}"] = listed.replace(" ", "")
+        if options.table is not None:
+            terms["--rank_table"] = f"(sha256 {options.table.digest})"
+        if secret:
+            terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
+        return Offer(
+            node_rank=self.request.nodes.rank,
+            address=self.request.nodes.address,
+            hostname=socket.gethostname(),
+            endpoints={role: [_name(s) for s in found] for role, found in self.endpoints.items()},
+            job_id=job_id,
+            store_port=0 if self.store is None else int(self.store.getsockname()[1]),
+            terms=terms,
+        )
+
+    def sockets(self, layout: Layout) -> dict[str, socket.socket]:
+        """Return the socket of each local process's endpoint, by process id."""
+        by_name = {_name(s): s for found in self.endpoints.values() for s in found}
+        return {process.id: by_name[process.endpoint] for process in layout.local}
+
+
+def _name(bound: socket.socket) -> str:
+    host, port = bound.getsockname()
+    return f"{host}:{port}"
+
+
+def job_secret(request: Request, variables: Mapping[str, str]) -> str:
+    """Return the secret that servers and workers of this job prove to each other, or "" where none is needed.
+
+    One host makes its own. Launchers on several addresses of this host find the same one in a file of this user.
+
+    Args:
+        request: What is started.
+        variables: The launcher's environment.
+
+    Raises:
+        LaunchError: If servers and workers are on several hosts and the user gave no secret.
+        RoleError: If what the user gave is no secret.
+    """
+    given = Environment(variables).secret("PHALANX_JOB_SECRET").hex()
+    if given or (request.nodes.many and request.mode == "collective"):
+        return given
+    if not request.nodes.many:
+        return secrets.token_hex(32)
+    if all(network.is_loopback(host) for host in request.nodes.hosts):
+        return own_secret()
+    raise LaunchError(
+        f"Servers and workers on {request.nodes.count} hosts need a secret to know each other by, and "
+        "PHALANX_JOB_SECRET is not set. Make one with `openssl rand -hex 32`, and set it to the same value on every "
+        "host before you start."
+    )
+
+
+def facts(
+    request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str, secret: str
+) -> JobFacts:
+    """Return what the environment of this attempt's processes says besides the layout."""
+    table, own = options.table, request.nodes.rank
+    keeps_state = request.mode == "ps" and (options.server_dir or options.max_restarts)
+    return JobFacts(
+        mode=request.mode,
+        log_dir=log_dir,
+        attempt=attempt,
+        max_restarts=options.max_restarts,
+        timeout_s=options.timeout_s,
+        gloo_path=gloo_path,
+        interface=network.interface_towards(layout.master[0], network.system_routes()),
+        is_multi_host=request.nodes.many,
+        cards=request.cards,
+        secret=secret,
+        rank_table=options.rank_table or "" if table else "",
+        device_ids=tuple(device.device_id for device in table.on(table.servers[own])) if table else (),
+        server_dir=os.path.abspath(options.server_dir or f"{log_dir}/servers") if keeps_state else "",
+    )
+
+
+def write_endpoints(layout: Layout, log_dir: str) -> None:
+    """Write `endpoints.log`: every endpoint of the job, one a line, by role."""
+    names: tuple[tuple[RoleName, str], ...] = (
+        ("worker", "PADDLE_TRAINER_ENDPOINTS"),
+        ("server", "PADDLE_PSERVERS_IP_PORT_LIST"),
+        ("heter_worker", "PADDLE_HETER_TRAINER_IP_PORT_LIST"),
+    )
+    with open(f"{log_dir}/{ENDPOINTS}", "w", encoding="utf-8") as file:
+        for role, name in names:
+            if layout.endpoints[role]:
+                file.write("\n".join([f"{name}:", *layout.endpoints[role], ""]))
+
+
+def locals_of(layout: Layout, role: RoleName) -> list[Process]:
+    """Return the processes of a role on this host."""
+    return [process for process in layout.local if process.role == role]
+
+
+def log_hint(layout: Layout, mode: str, log_dir: str) -> str:
+    """Return the line that says where the logs are."""
+    place = shown(log_dir)
+    if layout.local[0].env_file:
+        return f"each process has a folder of its own in {place}, with its output in train.log: {place}/rank_N"
+    if mode == "ps":
+        return (
+            f"Please check servers, workers and heter_worker logs in {place}/workerlog.*, "
+            f"{place}/serverlog.* "
+            f"and {place}/heterlog.*"
+        )
+    return (
+        f"details about PADDLE_TRAINER_ENDPOINTS can be found in {place}/endpoints.log, and detail running "
+        "logs "
+        f"maybe found in {shown(layout.local[0].log_file)}"
+    )

@@ -1,0 +1,336 @@
+"""The launcher's main line: look, check, say, start, watch, restart, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.env.values import Environment
+from phalanx.cluster.messages import messages
+from phalanx.cluster.runtime_folder import runtime_folder
+from phalanx.errors import LaunchError, PhalanxError
+from phalanx.launch import report
+from phalanx.launch.job import attempt_resources as staging
+from phalanx.launch.job import registry
+from phalanx.launch.job.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
+from phalanx.launch.job.console import Console
+from phalanx.launch.job.logs import LogFolder, shown
+from phalanx.launch.job.root_cause import first_failure
+from phalanx.launch.process import environment, wire
+from phalanx.launch.process.link_handle import LinkHandle
+from phalanx.launch.process.linux import StopSignals
+from phalanx.launch.process.server_handle import ForkServerLostError, ServerHandle
+from phalanx.launch.process.start import Starter
+from phalanx.launch.request import machine
+from phalanx.launch.request import options_from_rank_table as tabled
+from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request.machine import Machine
+from phalanx.launch.request.options import Options
+from phalanx.launch.request.request import ROLES, Request, check_script, resolve
+from phalanx.launch.request.topology import Layout, Offer, arrange
+from phalanx.versions import require_torch
+
+logger = logging.getLogger("phalanx.launch")
+
+
+class Job:
+    """One job as this host's launcher sees it."""
+
+    def __init__(self, options: Options, server: ServerHandle, console: Console) -> None:
+        self._options = options
+        self._server = server
+        self._console = console
+        self._inherited: Mapping[str, str] = dict(os.environ)
+        self._job_id = uuid.uuid4().hex[:12]
+        self._link: LinkHandle | None = None
+        self._restarts = options.max_restarts
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            The exit code: 0 after success, else that of the process that failed first (128 + signal), or 128 + the
+            signal that stopped the launcher.
+
+        Raises:
+            PhalanxError: If the job cannot be started, or another host is missing or lost.
+        """
+        here = Machine.look(self._inherited)
+        require_torch()
+        check_script(self._options.training_script)
+        self._options = allocated.fill(self._options, self._inherited)
+        self._options = tabled.fill(self._options, self._inherited, here)
+        request = resolve(self._options, here)
+        self._secret = staging.job_secret(request, self._inherited)
+        self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
+        threads = self._fix_threads(request, here)
+        self._console.write(report.banner(self._options.banner_items()))
+        self._say_mode(request, here)
+        if flag := self._options.misplaced:
+            logger.warning(
+                "%s stands after the script, so the script gets it. To give it to the launcher: phalanx run %s ... %s",
+                flag,
+                flag,
+                self._options.training_script,
+            )
+        logger.info(threads)
+        self._stops = StopSignals()
+        self._logs = LogFolder(self._options.log_dir)
+        runtime = self._runtime_folder()
+        self._gloo_path = str(runtime / f"gloo-{self._job_id}")
+        with registry.Entry(runtime, self._job_id, self._options.training_script, request.mode) as self._entry:
+            try:
+                return self._run_attempts(request)
+            except PhalanxError as error:
+                self._logs.record_end(code=1, error=type(error).__name__, message=str(error))
+                raise
+            finally:
+                shutil.rmtree(self._gloo_path, ignore_errors=True)
+
+    def _runtime_folder(self) -> Path:
+        """This user's run-time folder, or the log folder in its place, where `phalanx ps` does not look."""
+        try:
+            return runtime_folder()
+        except LaunchError as error:
+            logger.warning(messages.text("not listed", why=error))
+            return self._logs.path
+
+    def _fix_threads(self, request: Request, here: Machine) -> str:
+        """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
+        chosen = self._inherited.get("OMP_NUM_THREADS")
+        threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
+        self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
+        source = "from your environment" if chosen else f"of {here.cores} cores"
+        said = f"OMP_NUM_THREADS={threads} for each process ({source})"
+        if request.mode == "ps" or request.cards or self._options.nproc_per_node is not None:
+            return said
+        return f"{said}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
+
+    def _say_mode(self, request: Request, here: Machine) -> None:
+        cards = len(here.usable_cards)
+        if request.mode == "ps":
+            logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards)
+            if cards and not request.cards:
+                logger.info("Workers compute on the CPU. --gpus gives them cards; servers never need one.")
+            return
+        if request.given:
+            logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.given), cards)
+        else:
+            compiled = "compiled with cuda" if here.has_cuda_build else "not compiled with cuda"
+            logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
+        self._console.write(f"launch train in {'GPU' if request.cards else 'CPU'} mode\n")
+        origins = self._options.origins
+        if request.nodes.many and "node_rank" in origins:
+            sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
+            logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
+
+    def _run_attempts(self, request: Request) -> int:
+        if request.nodes.many:
+            self._link = self._join_link(request)
+        attempt = 0
+        while True:
+            try:
+                outcome = self._run_attempt(request, attempt)
+            except ForkServerLostError as lost:
+                # Other hosts count this one as lost: its link to them was a child of that server too.
+                if not self._restarts or self._link is not None:
+                    raise
+                self._console.finish(failed=True)
+                self._say_restart(str(lost), request, attempt)
+                self._server.restart()
+            else:
+                # With servers, single processes were started again as long as they might.
+                is_last = request.mode == "ps" or not self._restarts
+                if not outcome.failed or outcome.stopped_by or is_last:
+                    return self._end(outcome)
+                first = first_failure(outcome.endings)
+                assert first is not None
+                self._say_restart(f"{first.title} {report.how(first)}.", request, attempt)
+            self._restarts -= 1
+            if request.mode == "collective":  # servers go on from what is there
+                self._logs.set_aside(attempt)
+            attempt += 1
+
+    def _end(self, outcome: Outcome) -> int:
+        if self._link is not None:
+            self._link.leave()
+        if outcome.stopped_by:
+            name = signal.Signals(outcome.stopped_by).name
+            self._console.write(messages.text("stopped", signal=name) + "\n")
+            workers = [e.code for e in outcome.endings if e.role == "worker"]
+            # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
+            ended_well = outcome.stopped_by != signal.SIGINT and workers and not any(workers)
+            code = 0 if ended_well else 128 + outcome.stopped_by
+            self._logs.record_end(code=code, stopped_by=name)
+            return code
+        if not outcome.failed:
+            self._logs.record_end(code=0)
+            return 0
+        first = first_failure(outcome.endings)
+        assert first is not None
+        others = [e for e in outcome.endings if e is not first]
+        self._console.write(report.render(first, others))
+        self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.how(first))
+        return first.exit_code
+
+    def _say_restart(self, why: str, request: Request, attempt: int) -> None:
+        logs = shown(str(self._logs.path / f"attempt-{attempt}" if request.mode == "collective" else self._logs.path))
+        total = self._options.max_restarts
+        logger.warning(
+            "%s Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
+            why,
+            total - self._restarts + 1,
+            total,
+            logs,
+        )
+
+    def _run_attempt(self, request: Request, attempt: int) -> Outcome:
+        restarts = self._restarts if request.mode == "ps" else 0
+        with staging.Stage(request) as stage:
+            starter = self._starter(stage, attempt)
+            layout, facts = starter.layout, starter.facts
+            with self._logs.tolerating(staging.ENDPOINTS):
+                staging.write_endpoints(layout, facts.log_dir)
+            trial = Attempt(
+                starter=starter,
+                console=self._console,
+                stops=self._stops,
+                link=self._link,
+                restarts=restarts,
+                stop_grace_s=self._stop_grace_s,
+                watch_room=self._logs.watch_room,
+                on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
+            )
+            try:
+                trial.start(stage.store)
+                stage.hand_over(keep_endpoints=restarts > 0)
+                if attempt == 0:
+                    self._say_layout(layout, facts)
+                return trial.wait()
+            finally:
+                self._restarts -= restarts - trial.restarts
+
+    def _starter(self, stage: staging.Stage, attempt: int) -> Starter:
+        log_dir = str(self._logs.path)
+        layout = self._arrange(stage, attempt, log_dir)
+        facts = staging.facts(
+            stage.request,
+            self._options,
+            layout,
+            attempt=attempt,
+            log_dir=log_dir,
+            gloo_path=self._gloo_path,
+            secret=self._secret,
+        )
+        return Starter(
+            server=self._server,
+            layout=layout,
+            facts=facts,
+            inherited=self._inherited,
+            script=self._options.training_script,
+            script_args=self._options.training_script_args,
+            log_format=self._options.log_format,
+            endpoints=stage.sockets(layout),
+        )
+
+    def _arrange(self, stage: staging.Stage, attempt: int, log_dir: str) -> Layout:
+        request = stage.request
+        offer = stage.offer(self._job_id, self._options, self._secret)
+        offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
+        return arrange(
+            offers,
+            request.nodes.rank,
+            request.endpoints,
+            log_dir,
+            ranks=request.ranks,
+            per_rank_dir=self._options.per_rank_dir,
+        )
+
+    def _exchange(self, link: LinkHandle, attempt: int, offer: Offer) -> list[Offer]:
+        """Meet the other hosts; returns what each brings."""
+        link.offer(attempt, offer)
+        while (offers := link.offers(attempt)) is None:
+            if number := self._stops.take():
+                raise InterruptedJobError(number)
+            readable, _, _ = select.select([link.socket, self._server.socket], [], [], POLL_S)
+            if self._server.socket in readable:
+                self._server.receive()
+            if link.socket in readable:
+                link.take()
+        return offers
+
+    def _join_link(self, request: Request) -> LinkHandle:
+        """Start the process that talks to the other hosts."""
+        ours, theirs = wire.pair()
+        nodes, port = request.nodes, request.meeting_port
+        fds = [theirs.fileno()]
+        with theirs:
+            meeting = None
+            if nodes.rank == 0:
+                meeting = machine.bind(nodes.address, port, flag="--http_port", listen=True)
+                fds.append(meeting.fileno())
+            self._server.spawn(
+                "link",
+                "link",
+                fds,
+                env={},
+                cwd=os.getcwd(),
+                log=f"{self._logs.path}/launcher.link",
+                config={
+                    "host": nodes.hosts[0],
+                    "port": port,
+                    "node_rank": nodes.rank,
+                    "node_count": nodes.count,
+                    "timeout_s": self._options.timeout_s,
+                    "hosts": list(nodes.hosts),
+                    "names": [nodes.name(rank) for rank in range(nodes.count)],
+                },
+            )
+            if meeting is not None:
+                meeting.close()
+        logger.info("meeting %d hosts at %s:%d", nodes.count, nodes.hosts[0], port)
+        return LinkHandle(ours)
+
+    def _say_layout(self, layout: Layout, facts: environment.JobFacts) -> None:
+        for role in ROLES:
+            here = staging.locals_of(layout, role)
+            if not here:
+                continue
+            start = "Local start" if facts.mode == "collective" else f"Local {role} start"
+            logger.info(
+                "%s %d processes. First process distributed environment info (Only For Debug):",
+                start,
+                len(here),
+            )
+            variables = environment.build(here[0], layout, facts, self._inherited)
+            self._console.write(report.environment_table(environment.shown(here[0], facts.mode, variables)))
+        logger.info(staging.log_hint(layout, facts.mode, facts.log_dir))
+
+
+class InterruptedJobError(Exception):
+    """The user or a scheduler ended the job before its processes started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def _listing(layout: Layout, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
+    """What the registry tells about each process."""
+    return [
+        {
+            "role": process.role,
+            "rank": process.rank,
+            "pid": pids[process.id],
+            "log": process.log_file,
+            "events": environment.events_file(process, facts.log_dir),
+        }
+        for process in layout.local
+    ]

@@ -1,0 +1,171 @@
+"""The log folder: one job at a time in it, the run before kept apart."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from phalanx.cluster.disk import describe_full, is_full, named_errors
+from phalanx.cluster.messages import messages
+from phalanx.errors import LaunchError
+
+logger = logging.getLogger("phalanx.launch")
+
+ENDED = "ended.json"
+"""How the job ended, for programs: the launcher's exit code with the first failure, or the launcher's own error."""
+
+_BLOCK = 4096
+"""Bytes without which a file can hardly grow."""
+
+_ROOM = 16 << 10
+"""Bytes that a start needs for the launcher's own files."""
+
+_OURS = (
+    ENDED,
+    "workerlog.*",
+    "serverlog.*",
+    "heterlog.*",
+    "endpoints.log",
+    "error.*",
+    "events.*",
+    "launcher.*",
+    "attempt-*",
+    "servers",
+    "rank_[0-9]*",
+    "server_[0-9]*",
+    "heter_worker_[0-9]*",
+)
+
+
+class LogFolder:
+    """The folder this job writes to, locked for as long as the launcher lives."""
+
+    def __init__(self, asked: str) -> None:
+        """Take `asked`, or `asked.2`, `asked.3`, ... while other jobs that still run hold those before.
+
+        Raises:
+            LaunchError: If the folder cannot be made or written to, or is full.
+        """
+        self.path, self._lock = _take(asked)
+        self._is_full = self._is_gone = False
+        _check_room(self.path, asked)
+        if str(self.path) != os.path.abspath(asked):
+            logger.warning("%s is in use by another job that runs now; this one writes to %s", asked, self.path)
+        try:
+            self._move("previous", replace=True)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+            raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+
+    def set_aside(self, attempt: int) -> None:
+        """Move the files of an attempt that failed to `attempt-N`, if there is room for a folder."""
+        with self.tolerating(f"attempt-{attempt}"):
+            self._move(f"attempt-{attempt}", replace=False)
+
+    def record_end(self, **values: Any) -> None:
+        """Write how the job ended, whole or not at all; without room for it the job has ended all the same."""
+        record, partial = json.dumps(values), self.path / f"{ENDED}.partial"
+        with self.tolerating(ENDED):
+            self.path.mkdir(parents=True, exist_ok=True)  # deleted while the job ran
+            with named_errors(partial, len(record)):
+                partial.write_text(record, encoding="utf-8")
+            partial.rename(self.path / ENDED)
+
+    @contextmanager
+    def tolerating(self, name: str) -> Iterator[None]:
+        """Warn, and no more, when a file of this folder cannot be written: how the job ends is for its ranks to say."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning(messages.text("log file lost", what=self.path / name, why=error.strerror))
+
+    def watch_room(self) -> None:
+        """Warn when the folder is deleted, or its file system has become full: output of the ranks is lost then."""
+        try:
+            was_full, self._is_full = self._is_full, shutil.disk_usage(self.path).free < _BLOCK
+        except FileNotFoundError as error:
+            if not self._is_gone:
+                logger.warning(messages.text("log file lost", what=self.path, why=error.strerror))
+            self._is_gone = True
+            return
+        if self._is_full and not was_full:
+            logger.warning(messages.text("log folder full", why=describe_full(self.path, _BLOCK)))
+
+    def _move(self, name: str, *, replace: bool) -> None:
+        found = [p for pattern in _OURS for p in self.path.glob(pattern) if p.name != name]
+        if not replace:
+            found = [p for p in found if not p.name.startswith("attempt-")]
+        if found:
+            _move_all(found, self.path / name, replace=replace)
+
+
+def _move_all(found: list[Path], target: Path, *, replace: bool) -> None:
+    if replace:
+        shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(exist_ok=True)
+    for path in found:
+        try:
+            path.rename(target / path.name)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV):
+                raise
+            # A mount stays where it is, and what is in it moves inside it.
+            within = [p for p in path.iterdir() if p.name != target.name]
+            _move_all(within, path / target.name, replace=replace)
+
+
+def _check_room(path: Path, asked: str) -> None:
+    """Raise LaunchError where not even the launcher's own files would find room."""
+    probe = path / ".room"
+    try:
+        with named_errors(probe, _ROOM):
+            probe.write_bytes(bytes(_ROOM))
+        probe.unlink()
+    except OSError as error:
+        why = describe_full(asked, _ROOM) if is_full(error) else error.strerror
+        raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+
+
+def _take(asked: str) -> tuple[Path, TextIO]:
+    for number in range(1, 1000):
+        path = Path(os.path.abspath(asked if number == 1 else f"{asked}.{number}"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / ".lock").open("a")
+        except OSError as error:
+            why = error.strerror
+            raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        return path, lock
+    raise LaunchError(f"--log_dir {asked}: 999 jobs write there already. Choose another folder.")
+
+
+def shown(path: str) -> str:
+    """Return `path` as a user in the current folder would type it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def last_lines(path: str, count: int) -> list[str]:
+    """Return the last lines of a log, with what a progress bar overwrote left out."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in lines if line.strip()][-count:]

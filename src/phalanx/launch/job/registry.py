@@ -1,0 +1,141 @@
+"""Which jobs run on this host: a small file per launcher, in a folder only this user can read; and `phalanx ps`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cluster.disk import named_errors
+from phalanx.cluster.messages import messages
+from phalanx.cluster.runtime_folder import runtime_folder
+from phalanx.launch.process import linux as processes
+
+logger = logging.getLogger("phalanx.launch")
+
+
+class Entry:
+    """The entry of one running job; a context that removes it at the end. Without room for it there is a warning."""
+
+    def __init__(self, folder: Path, job_id: str, script: str, mode: str) -> None:
+        self._path = folder / f"{os.getpid()}.json"
+        self._was_warned = False
+        self._job: dict[str, Any] = {
+            "job_id": job_id,
+            "pid": os.getpid(),
+            "start_ticks": processes.start_ticks(os.getpid()),
+            "started": time.time(),
+            "script": script,
+            "mode": mode,
+            "processes": [],
+        }
+
+    def write(self, listed: list[dict[str, Any]]) -> None:
+        """Publish the processes of the current attempt."""
+        self._job["processes"] = listed
+        beside, record = self._path.with_suffix(".new"), json.dumps(self._job)
+        try:
+            with named_errors(beside, len(record)):
+                beside.write_text(record, encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            if not self._was_warned:
+                logger.warning(messages.text("not listed", why=f"{error.filename}: {error.strerror}"))
+            self._was_warned = True
+
+    def __enter__(self) -> Entry:
+        self.write([])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Return the jobs whose launcher lives, oldest first; entries of dead launchers are removed."""
+    alive = []
+    for path in runtime_folder().glob("*.json"):
+        try:
+            job = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue  # The job ended between the two calls.
+        if processes.start_ticks(job["pid"]) == job["start_ticks"]:
+            alive.append(job)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(alive, key=lambda job: float(job["started"]))
+
+
+def last_event(path: str) -> dict[str, Any]:
+    """Return the last complete event a rank wrote, or an empty one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # The first line of the window may be cut.
+        if isinstance(event, dict) and "step" in event:
+            return event
+    return {}
+
+
+def collect() -> list[dict[str, Any]]:
+    """Return every running job with its processes, each with its last step, loss and samples/s."""
+    found = jobs()
+    for job in found:
+        job["age_s"] = round(time.time() - job["started"], 1)
+        for process in job["processes"]:
+            event = last_event(process["events"])
+            process |= {name: event.get(name) for name in ("step", "loss", "samples_per_s")}
+            process["alive"] = processes.start_ticks(process["pid"]) is not None
+    return found
+
+
+def render(listed: list[dict[str, Any]]) -> str:
+    """Return the jobs as aligned text."""
+    if not listed:
+        return "No job is running on this host under your account.\n"
+    lines = []
+    for job in listed:
+        lines.append(
+            f"job {job['job_id']}  {job['script']}  {job['mode']}  launcher pid {job['pid']}  {_age(job['age_s'])}"
+        )
+        lines.append(f"  {'role':<13}{'rank':>4}{'pid':>9}{'step':>9}{'loss':>12}{'samples/s':>11}  log")
+        lines += [_row(process) for process in job["processes"]] or ["  starting"]
+    return "\n".join(lines) + "\n"
+
+
+def _row(process: dict[str, Any]) -> str:
+    step = "-" if process["step"] is None else str(process["step"])
+    loss = "-" if process["loss"] is None else f"{float(process['loss']):.5g}"
+    speed = "-" if process["samples_per_s"] is None else f"{float(process['samples_per_s']):.5g}"
+    numbers = f"{process['rank']:>4}{process['pid']:>9}{step:>9}{loss:>12}{speed:>11}"
+    return f"  {process['role']:<13}{numbers}  {process['log']}{'' if process['alive'] else ' (ended)'}"
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+@click.command(name="ps")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+def command(as_json: bool) -> None:
+    """List the running jobs with their ranks, pids, step, loss and speed."""
+    listed = collect()
+    sys.stdout.write(json.dumps(listed) + "\n" if as_json else render(listed))

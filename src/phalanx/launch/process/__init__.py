@@ -1,0 +1,4 @@
+"""Processes of a job: the fork server, their environment, their entry and output.
+
+Start with `start`.
+"""

@@ -1,0 +1,321 @@
+"""What a child of the fork server does: become a fresh process, run the script, end without surprises."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import faulthandler
+import gc
+import importlib.machinery
+import json
+import logging
+import os
+import random
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+from phalanx.cluster.messages.messages import text
+from phalanx.errors import PeerLostError, RoleError
+from phalanx.launch.process import log_format, rank_output
+
+logger = logging.getLogger("phalanx.launch")
+
+_PEER_WORDS = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|heartbeat"
+    r"|timed out waiting \d+ms|recvvalue failed|failed to recv|failed to send|not all ranks|store is closed"
+    r"|remote process exited|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+
+_OUR_FRAMES = (__file__, runpy.run_module.__code__.co_filename)
+"""Files between the server and the script, which say nothing about the script's mistake."""
+
+
+def prepare() -> None:
+    """Do once, in the server, what every child would otherwise do for itself."""
+    importlib.import_module("torch.distributed.rendezvous")
+
+
+def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Turn a freshly forked child into what `message` asks for. Never returns.
+
+    Args:
+        message: `target` ("script", "store" or "link"), `env` (changes; None removes), `env_file` (where to write the
+            environment, or empty), `cwd`, `log` (file for both output streams), `log_format`, and for a script
+            `script`, `args`, `error_file`, `rank`; for others `config`.
+        fds: Descriptors that came with the message; a script's endpoint socket is announced to it in the environment.
+    """
+    code = 1
+    try:
+        _start_afresh(message, fds)
+        code = _run_script(message) if message["target"] == "script" else _run_service(message, fds)
+    except BaseException:  # noqa: BLE001 -- nothing may escape into the server's own code after a fork
+        traceback.print_exc()
+    finally:
+        rank_output.flush()
+        os._exit(code)
+
+
+def _run_service(message: dict[str, Any], fds: list[int]) -> int:
+    if message["target"] == "store":
+        return _hold_store(fds[0], **message["config"])
+    from phalanx.launch.process.node_link import join
+
+    return join(fds, **message["config"])
+
+
+def _hold_store(listen_fd: int, host: str, port: int) -> NoReturn:
+    """Hold the job's key-value store, which so outlives every rank, until this process is told to end."""
+    from torch._C._distributed_c10d import TCPStore
+
+    _store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
+    while True:
+        signal.pause()
+
+
+def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
+    """Undo what the child inherited from the server: signals, streams, environment, random state."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank_output.redirect(message["log"])
+    for name, value in message["env"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if message["target"] == "script" and fds:
+        os.environ["PHALANX_ENDPOINT_FD"] = str(fds[0])
+    os.chdir(message["cwd"])
+    if path := message.get("env_file"):
+        try:
+            _write_environment(Path(path))
+        except OSError as problem:
+            sys.stderr.write(f"{text('log file lost', what=path, why=problem.strerror)}\n")
+    random.seed()
+    if "numpy" in sys.modules:
+        # Seeded from the system when numpy was imported, that is once for all ranks.
+        sys.modules["numpy"].random.seed()
+    gc.enable()
+
+
+def _write_environment(path: Path) -> None:
+    """Write every variable of this process but no secret, for its owner alone: not all secrets are known by name."""
+    from phalanx.cluster.env.settings import shown_value
+
+    path.touch(mode=0o600)
+    lines = [f"{name}={shown_value(name, os.environ[name])}\n" for name in sorted(os.environ)]
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+def _run_script(message: dict[str, Any]) -> int:
+    faulthandler.enable()
+    log_format.configure_rank(message["log_format"])
+    sys.argv = [message["script"], *message["args"]]
+    _watch_training()
+    failed = False
+    try:
+        code = _run_to_its_end(message["script"])
+    except KeyboardInterrupt:
+        _write_error_record(message, *_current_error())
+        _show(*_current_error())
+        code = 128 + signal.SIGINT
+    except BaseException:  # noqa: BLE001 -- whatever the script raises is its failure, to be recorded
+        failed = True
+        _explain_memory(*_current_error())
+        _write_error_record(message, *_current_error())
+        _show(*_current_error())
+        code = 1
+    return _finish(code, failed)
+
+
+def _watch_training() -> None:
+    """Have rank 0 say so when the workers of a job train without having met; with servers they meet there."""
+    world_size = int(os.environ["PHALANX_WORLD_SIZE"])
+    is_worker = os.environ["PHALANX_ROLE"] == "WORKER" and not os.environ.get("PHALANX_SERVER_ENDPOINTS")
+    # In a server without torch there is nothing to watch, and importing it would cost the script a second.
+    if world_size > 1 and is_worker and os.environ["PHALANX_RANK"] == "0" and "torch" in sys.modules:
+        from phalanx.launch.process.isolated_ranks import watch_steps
+
+        watch_steps(world_size)
+
+
+def _run_to_its_end(script: str) -> int:
+    """Run a script and return its exit code; raises what it raises, and if it ended well with its task undone."""
+    code = 0
+    try:
+        _run_as_main(script)
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    if code == 0:
+        _check_served()
+    return code
+
+
+def _run_as_main(script: str) -> None:
+    """Execute `script` as the module `__main__`, the way `python script` does.
+
+    Unlike `runpy.run_path` the module stays `__main__` afterwards, for threads, atexit handlers and pickles
+    that look for it.
+    """
+    if script.startswith("-m "):
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script[3:], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    module.__dict__.update(__builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _check_served() -> None:
+    """Raise if this is a parameter server whose script met the others and served nobody: they would wait for it."""
+    context = sys.modules.get("phalanx.comm.context")
+    if context is None or not context.is_initialized() or "phalanx.ps.server.main" in sys.modules:
+        return
+    role = context.current().role
+    if role.is_server:
+        raise RoleError(
+            f"the script ended on server {role.rank} without serving. Call fleet.init_server() and fleet.run_server() "
+            "where fleet.is_server(); px.distribute serves by itself."
+        )
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _current_error() -> tuple[type[BaseException], BaseException, types.TracebackType | None]:
+    """The error being handled, its traceback starting in the script rather than in this file."""
+    kind, error, trace = sys.exc_info()
+    assert kind is not None
+    assert error is not None
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        trace = trace.tb_next
+    # The interpreter shows the traceback that hangs on the error, whatever it is handed.
+    return kind, error.with_traceback(trace), trace
+
+
+def _explain_memory(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
+    """Add what fills the memory to an error that says that it ran out, if the script distributed a model."""
+    if "phalanx.parallel.apply" in sys.modules:
+        from phalanx.parallel.memory.out_of_memory import explain_memory
+
+        with contextlib.suppress(MemoryError):  # not enough is left to say more
+            explain_memory(error)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    rank_output.flush()
+    sys.excepthook(kind, error, trace)
+
+
+def error_kind(error: BaseException) -> str:
+    """Return "peer" when `error` says that another process is gone or late, else "exception"."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (PeerLostError, ConnectionError)) or _is_torch_peer_error(seen):
+            return "peer"
+        seen = seen.__cause__
+    return "exception"
+
+
+def _is_torch_peer_error(error: BaseException) -> bool:
+    name = type(error).__name__
+    if name in ("DistNetworkError", "DistStoreError", "DistQueueEmptyError"):
+        return True
+    return isinstance(error, RuntimeError) and _PEER_WORDS.search(str(error)) is not None
+
+
+def _write_error_record(
+    message: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    record = {
+        "rank": message["rank"],
+        "kind": error_kind(error),
+        "time": time.time(),
+        "type": kind.__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+    }
+    target = Path(message["error_file"])
+    # Written beside and renamed: the launcher may look at any moment.
+    part = target.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.replace(target)
+    except OSError as problem:
+        # The folder is full or gone: the traceback itself, shown next, matters more.
+        sys.stderr.write(f"{text('log file lost', what=target, why=problem.strerror)}\n")
+    finally:
+        # There only if Ctrl-C or a full disk came in between.
+        part.unlink(missing_ok=True)
+
+
+def _finish(code: int, failed: bool) -> int:
+    """Do what interpreter shutdown does, but so that a communication thread cannot abort the process.
+
+    Backends free tensors from their own threads; during real shutdown that ends in SIGABRT now and then, and a good run
+    counts as failed. So: threads, exit handlers, process group, one collection, and then the process ends at once.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        if not failed and code == 0:
+            _check_card(sys.modules.get("torch"))
+            _leave_process_group()
+            gc.collect()
+    except SystemExit as stop:
+        code = code or _exit_code(stop)
+    except BaseException:  # noqa: BLE001 -- an exit handler of the script failed: shown, and counted as a failure
+        traceback.print_exc()
+        code = code or 1
+    return code
+
+
+def _check_card(torch: Any) -> None:
+    """Warn when the script computed on a card that the launcher gave to another rank.
+
+    Looked at in the end rather than caught in the act: torch itself is left alone.
+    """
+    selected = os.environ.get("FLAGS_selected_gpus", "").split(",")  # noqa: SIM112 -- Fleet's spelling
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if selected == [""] or torch is None or not torch.cuda.is_initialized():
+        return
+    index = torch.cuda.current_device()
+    used = visible[index] if index < len(visible) else str(index)
+    if used not in selected:
+        logger.warning(
+            "This rank computed on card %s, but the launcher gave it %s. Choose cards with --gpus, not with "
+            "set_device.",
+            used,
+            ",".join(selected),
+        )
+
+
+def _leave_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

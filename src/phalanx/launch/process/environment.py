@@ -1,0 +1,237 @@
+"""The environment of every process: ours, torchrun's and Fleet's names with the same values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.launch.request.topology import Layout, Process
+
+RETRY_S = "60"
+"""How long workers go on asking a server that is started again."""
+
+_FLEET_ROLES = {"worker": "TRAINER", "server": "PSERVER", "heter_worker": "HETER_TRAINER"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """What the environment says besides the layout."""
+
+    mode: str
+    log_dir: str
+    attempt: int
+    max_restarts: int
+    timeout_s: float
+    gloo_path: str
+    """Folder for a rendezvous by files, not made unless used."""
+
+    interface: str | None
+    """Network interface on the way to the master; None leaves the choice to the libraries."""
+
+    is_multi_host: bool
+    cards: tuple[tuple[str, ...], ...] = ()
+    secret: str = field(default="", repr=False)
+    """The job's secret, in hexadecimal digits; empty where nothing of ours needs one."""
+
+    rank_table: str = ""
+    """The rank table the job was started from, else empty."""
+
+    device_ids: tuple[int, ...] = ()
+    """Devices of the local ranks in that table."""
+
+    server_dir: str = ""
+    """Folder of the servers' state; empty when they keep none."""
+
+
+def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables to set for one process; None removes one.
+
+    Args:
+        process: The process.
+        layout: The job.
+        facts: Further facts of the job.
+        inherited: The launcher's own environment, whose values win where a user may choose.
+    """
+    variables = _ours(process, layout, facts)
+    variables |= _torchrun(process, layout, facts)
+    variables |= _fleet(process, layout, facts, inherited)
+    if facts.rank_table:
+        variables |= {
+            "RANK_TABLE_FILE": facts.rank_table,
+            "RANK_SIZE": str(layout.count("worker")),
+            "DEVICE_ID": str(facts.device_ids[process.local_rank]),
+        }
+    if facts.mode == "ps":
+        variables |= _servers(process, facts, inherited)
+    if facts.interface is not None and "GLOO_SOCKET_IFNAME" not in inherited:
+        variables["GLOO_SOCKET_IFNAME"] = facts.interface
+    if facts.is_multi_host and facts.interface not in (None, "lo") and "NCCL_SOCKET_IFNAME" not in inherited:
+        variables["NCCL_SOCKET_IFNAME"] = facts.interface
+    return variables
+
+
+def _local_world(process: Process, layout: Layout) -> int:
+    return layout.local_counts[process.node_rank][process.role]
+
+
+def _ours(process: Process, layout: Layout, facts: JobFacts) -> dict[str, str | None]:
+    return {
+        "PHALANX_RANK": str(process.rank),
+        "PHALANX_WORLD_SIZE": str(layout.count(process.role)),
+        "PHALANX_LOCAL_RANK": str(process.local_rank),
+        "PHALANX_LOCAL_WORLD_SIZE": str(_local_world(process, layout)),
+        "PHALANX_NODE_RANK": str(process.node_rank),
+        "PHALANX_NODE_COUNT": str(len(layout.hostnames)),
+        "PHALANX_MASTER_ADDR": layout.master[0],
+        "PHALANX_MASTER_PORT": str(layout.master[1]),
+        "PHALANX_ROLE": process.role.upper(),
+        "PHALANX_WORKER_ENDPOINTS": ",".join(layout.endpoints["worker"]),
+        "PHALANX_SERVER_ENDPOINTS": ",".join(layout.endpoints["server"]),
+        "PHALANX_HETER_ENDPOINTS": ",".join(layout.endpoints["heter_worker"]),
+        "PHALANX_ENDPOINT": process.endpoint,
+        "PHALANX_ATTEMPT": str(facts.attempt),
+        "PHALANX_JOB_ID": layout.job_id,
+        "PHALANX_LOG_DIR": facts.log_dir,
+        "PHALANX_LOG_FILE": process.log_file,
+        "PHALANX_ERROR_FILE": error_file(process, facts.log_dir),
+        "PHALANX_EVENTS_FILE": events_file(process, facts.log_dir),
+        "PHALANX_RENDEZVOUS_TIMEOUT_S": f"{facts.timeout_s:g}",
+        "PHALANX_ENDPOINT_FD": None,
+        "PHALANX_JOB_SECRET": facts.secret or None,
+    }
+
+
+def _servers(process: Process, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    """What outlives the end of a server."""
+    variables: dict[str, str | None] = {
+        "PHALANX_SERVER_RETRY_S": inherited.get("PHALANX_SERVER_RETRY_S", RETRY_S if facts.max_restarts else "0")
+    }
+    if process.role == "server":
+        variables |= {
+            "PHALANX_SERVER_DIR": f"{facts.server_dir}/{process.rank}" if facts.server_dir else None,
+            "PHALANX_SERVER_DURABILITY": inherited.get("PHALANX_SERVER_DURABILITY", "process"),
+        }
+    return variables
+
+
+def error_file(process: Process, log_dir: str) -> str:
+    """Return where a process records the exception that ended it."""
+    return f"{log_dir}/error.{process.id}.json"
+
+
+def events_file(process: Process, log_dir: str) -> str:
+    """Return where a process writes its run events."""
+    return f"{log_dir}/events.{process.id}.jsonl"
+
+
+def _torchrun(process: Process, layout: Layout, facts: JobFacts) -> dict[str, str | None]:
+    before = sum(counts[process.role] for counts in layout.local_counts[: process.node_rank])
+    return {
+        "RANK": str(process.rank),
+        "WORLD_SIZE": str(layout.count(process.role)),
+        "LOCAL_RANK": str(process.local_rank),
+        "LOCAL_WORLD_SIZE": str(_local_world(process, layout)),
+        "GROUP_RANK": str(process.node_rank),
+        "GROUP_WORLD_SIZE": str(len(layout.hostnames)),
+        "ROLE_RANK": str(before + process.local_rank),
+        "ROLE_WORLD_SIZE": str(layout.count(process.role)),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": layout.master[0],
+        "MASTER_PORT": str(layout.master[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(facts.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
+        "TORCHELASTIC_RUN_ID": layout.job_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _fleet(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    variables: dict[str, str | None] = {
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(layout.endpoints["worker"]),
+        "PADDLE_TRAINERS_NUM": str(layout.count("worker")),
+        "PADDLE_CURRENT_ENDPOINT": process.endpoint,
+        "TRAINING_ROLE": _FLEET_ROLES[process.role],
+        "PADDLE_TRAINER_ID": None if process.role == "server" else str(process.rank),
+    }
+    if facts.mode == "ps":
+        host, _, port = process.endpoint.rpartition(":")
+        variables |= {
+            "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(layout.endpoints["server"]),
+            "PADDLE_HETER_TRAINER_IP_PORT_LIST": ",".join(layout.endpoints["heter_worker"]),
+            "PADDLE_WITH_GLOO": inherited.get("PADDLE_WITH_GLOO", "0"),
+            "PADDLE_GLOO_RENDEZVOUS": inherited.get("PADDLE_GLOO_RENDEZVOUS", "3"),
+            "PADDLE_GLOO_HTTP_ENDPOINT": f"{layout.master[0]}:{layout.master[1]}",
+            "PADDLE_GLOO_FS_PATH": inherited.get("PADDLE_GLOO_FS_PATH", facts.gloo_path),
+        }
+        if process.role != "worker":
+            variables |= {"POD_IP": host, "PADDLE_PORT": port}
+    return variables | _cards(process, facts)
+
+
+def _cards(process: Process, facts: JobFacts) -> dict[str, str | None]:
+    """Say which cards are this worker's.
+
+    In collective mode every rank sees all cards of the job, its own at the index of its local rank: that is where
+    scripts written for torchrun look. Parameter-server workers see only their own; servers and heter workers none.
+    """
+    if facts.mode == "ps" and (process.role != "worker" or not facts.cards):
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if not facts.cards:
+        return {}
+    own = facts.cards[process.local_rank]
+    seen = own
+    if facts.mode == "collective":
+        seen = tuple(cards[0] for cards in facts.cards) + tuple(card for cards in facts.cards for card in cards[1:])
+    visible, selected = ",".join(seen), ",".join(own)
+    return {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "XPU_VISIBLE_DEVICES": visible,
+        "FLAGS_selected_gpus": selected,
+        "FLAGS_selected_xpus": selected,
+    }
+
+
+_SHARED_BY_ROLES = (
+    "PADDLE_PSERVERS_IP_PORT_LIST",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_HETER_TRAINER_IP_PORT_LIST",
+    "PADDLE_WITH_GLOO",
+    "PADDLE_GLOO_RENDEZVOUS",
+    "PADDLE_GLOO_HTTP_ENDPOINT",
+    "PADDLE_GLOO_FS_PATH",
+)
+"""Rows of both parameter-server tables."""
+
+_SHOWN = {
+    "worker": (
+        "PADDLE_TRAINER_ENDPOINTS",
+        "PADDLE_TRAINER_ID",
+        "PADDLE_TRAINERS_NUM",
+        "PADDLE_CURRENT_ENDPOINT",
+        "FLAGS_selected_gpus",
+    ),
+    "ps server": (
+        "TRAINING_ROLE",
+        "POD_IP",
+        "PADDLE_PORT",
+        "PADDLE_TRAINERS_NUM",
+        *_SHARED_BY_ROLES,
+    ),
+    "ps worker": (
+        "TRAINING_ROLE",
+        "PADDLE_TRAINER_ID",
+        "PADDLE_TRAINERS_NUM",
+        *_SHARED_BY_ROLES,
+        "CUDA_VISIBLE_DEVICES",
+        "FLAGS_selected_gpus",
+        "XPU_VISIBLE_DEVICES",
+        "FLAGS_selected_xpus",
+    ),
+}
+_SHOWN["ps heter_worker"] = ("POD_IP", "PADDLE_PORT", *_SHOWN["ps worker"])
+
+
+def shown(process: Process, mode: str, variables: Mapping[str, str | None]) -> list[tuple[str, str]]:
+    """Return the rows of the environment table, from a fixed list: no secret can be among them."""
+    names = _SHOWN[process.role if mode == "collective" else f"ps {process.role}"]
+    return [(name, value) for name in names if (value := variables.get(name)) is not None]

@@ -1,0 +1,73 @@
+"""Notices ranks that train side by side and never met, which looks like training and is not.
+
+Nothing in such a script need be ours, so a hook that torch offers looks at the first steps of its optimizers.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+logger = logging.getLogger("phalanx.launch")
+
+PATIENCE = 3
+"""Steps before a look: a script may try its model before it joins the others."""
+
+
+def watch_steps(world_size: int) -> None:
+    """Warn once, at the third optimizer step of this process, if it trains as if it were alone.
+
+    Args:
+        world_size: Ranks of the job, at least 2.
+    """
+    steps = 0
+
+    def look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        nonlocal steps
+        # A compiler that traces the step must not see the counter.
+        if steps >= PATIENCE or torch.compiler.is_compiling():
+            return
+        steps += 1
+        if steps == PATIENCE and (what := _missing(optimizer)):
+            logger.warning(
+                "the %d ranks train side by side, each a model of its own: %s. Call model, optimizer, loader = "
+                "px.distribute(model, optimizer, data), or start one process with -n 1.",
+                world_size,
+                what,
+            )
+
+    register_optimizer_step_post_hook(look)
+
+
+def _missing(optimizer: Optimizer) -> str:
+    """Return what was not done that would join the ranks, empty if something was."""
+    if not dist.is_initialized():
+        return "the script never joins them"
+    context, watch = sys.modules.get("phalanx.comm.context"), sys.modules.get("phalanx.parallel.session")
+    if context is None or not context.is_initialized():
+        return ""  # a group the script made itself: it knows torch.distributed
+    if watch is not None and watch.is_anything_handed_over():
+        return ""
+    if "phalanx.comm.collectives" in sys.modules or _is_wrapped(optimizer):
+        return ""
+    return "it calls init, but gives no model to be distributed, so gradients are not averaged"
+
+
+def _is_wrapped(optimizer: Optimizer) -> bool:
+    """Return whether torch keeps the ranks together itself: by a wrapper (DDP, FSDP), or DTensors as parameters."""
+    plain = {nn.Parameter, torch.Tensor}
+    if any(type(p) not in plain for group in optimizer.param_groups for p in group["params"]):
+        return True
+    kinds = {type(made) for made in gc.get_objects()}
+    return any(
+        issubclass(kind, nn.Module) and kind.__module__.startswith("torch.") and "Parallel" in kind.__name__
+        for kind in kinds
+    )

@@ -1,0 +1,185 @@
+"""What this machine offers a job: cores, cards, addresses, ports. Looked at without importing torch."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cluster import network
+from phalanx.cluster.messages import messages
+from phalanx.errors import LaunchError
+from phalanx.launch.preload import is_cuda_build, torch_libraries
+
+logger = logging.getLogger("phalanx.launch")
+
+SAY_S = 3.0
+"""How often a host name that means nothing yet is mentioned."""
+
+POLL_S = 0.5
+"""How often it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts the launcher decides by; made by `look`, or by hand in a test."""
+
+    cores: int
+    cards: tuple[str, ...] = ()
+    """Names of the cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+
+    has_cuda_build: bool = False
+    """Whether the installed torch was built with CUDA."""
+
+    hidden_by: str = ""
+    """The setting that hides cards, for messages."""
+
+    pod_ip: str = ""
+    """POD_IP of the environment: this host's address when the list has several that are ours."""
+
+    @classmethod
+    def look(cls, environment: Mapping[str, str]) -> Machine:
+        """Look at this machine."""
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        present = tuple(str(i) for i in range(_cards_present()))
+        cards = present if visible is None else _visible(visible, present)
+        return cls(
+            cores=len(os.sched_getaffinity(0)),
+            cards=cards,
+            has_cuda_build=is_cuda_build(torch_libraries()),
+            hidden_by="" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
+            pod_ip=environment.get("POD_IP", ""),
+        )
+
+    @property
+    def usable_cards(self) -> tuple[str, ...]:
+        """The cards torch can use here."""
+        return self.cards if self.has_cuda_build else ()
+
+
+def _cards_present() -> int:
+    listed = Path("/proc/driver/nvidia/gpus")
+    if listed.is_dir():
+        return len(list(listed.iterdir()))
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def _visible(setting: str, present: tuple[str, ...]) -> tuple[str, ...]:
+    """The cards left by CUDA_VISIBLE_DEVICES; CUDA stops reading at the first entry it does not know."""
+    kept: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        is_name = entry.startswith(("GPU-", "MIG-"))
+        if not present or not (is_name or entry in present):
+            break
+        kept.append(entry)
+    return tuple(kept)
+
+
+def resolve(host: str) -> str:
+    """Return the IPv4 address of `host`.
+
+    Raises:
+        LaunchError: If it is neither an address nor a name that resolves.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(
+            f"'{host}' is no address and no host name this machine can resolve ({error.strerror or error}). "
+            "Write the host's IPv4 address, e.g. 10.0.0.1."
+        ) from None
+
+
+def is_numeric(host: str) -> bool:
+    """Return whether `host` is an IPv4 address rather than a name."""
+    return host.replace(".", "").isdigit()
+
+
+def resolve_within(host: str, timeout_s: float) -> str:
+    """Return the IPv4 address of a name that may come to be known only when its host has started.
+
+    Says every 3 s that it is waited for.
+
+    Raises:
+        LaunchError: If it still means nothing after `timeout_s`.
+    """
+    started = said = time.monotonic()
+    while True:
+        try:
+            return resolve(host)
+        except LaunchError:
+            now = time.monotonic()
+            if now - started >= timeout_s:
+                raise
+        if now - said >= SAY_S:
+            said = now
+            logger.info(messages.text("waiting"))
+            logger.info(messages.text("waiting because", names=[host], why=messages.text("unknown name")))
+        time.sleep(POLL_S)
+
+
+def is_ours(address: str) -> bool:
+    """Return whether `address` belongs to this host, that is, whether a socket can be bound to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def address_towards(peer: str) -> str:
+    """Return the address of this host from which packets to `peer` leave.
+
+    Raises:
+        LaunchError: If there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))
+        except OSError as error:
+            raise LaunchError(
+                f"No route from this host to {peer} ({error.strerror}). Check the address and the network."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def bind(address: str, port: int, *, flag: str, listen: bool = False) -> socket.socket:
+    """Return a TCP socket bound to `address`.
+
+    Args:
+        address: An address of this host.
+        port: Port, or 0 for one the system chooses.
+        flag: What asked for the port, for the message.
+        listen: Whether to listen at once, so that early clients wait instead of being refused.
+
+    Raises:
+        LaunchError: If the port is taken; names the process that has it.
+    """
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:
+            # A run that just ended leaves its fixed port in TIME_WAIT. For port 0 the option would let the
+            # system hand out a port that another bound, not yet listening socket has.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, port))
+        if listen:
+            made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise _bind_error(address, port, flag, error) from None
+    return made
+
+
+def _bind_error(address: str, port: int, flag: str, error: OSError) -> LaunchError:
+    if error.errno == errno.EADDRINUSE:
+        held = network.port_owner(port)
+        return LaunchError(messages.text("port in use", flag=flag, port=port, address=address, owner=held))
+    if error.errno == errno.EADDRNOTAVAIL:
+        return LaunchError(f"{flag} {port}: {address} is not an address of this host. Correct the address.")
+    return LaunchError(f"{flag} {port} on {address} cannot be bound ({error.strerror}). Choose another port.")

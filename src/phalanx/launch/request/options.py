@@ -1,0 +1,104 @@
+"""What the user typed, before anything was looked at: one field per flag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from phalanx.cluster.allocation import Counts
+from phalanx.cluster.rank_table.rank_table import RankTable
+from phalanx.cluster.role.rank_table_role import MEETING_PORT
+
+DEFAULT_PORT = MEETING_PORT
+"""Port on the first host at which the launchers of several hosts meet, unless `--http_port` says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The flags of `phalanx run`; None or empty where the user said nothing."""
+
+    training_script: str
+    training_script_args: tuple[str, ...] = ()
+    gpus: str | None = None
+    nproc_per_node: int | None = None
+    ips: str | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    http_port: int | None = None
+    servers: str = ""
+    workers: str = ""
+    heter_workers: str = ""
+    server_num: int | None = None
+    worker_num: int | None = None
+    heter_worker_num: int | None = None
+    rank_table: str | None = None
+    log_dir: str = "log"
+    per_rank_dir: bool = False
+    log_format: str | None = None
+    max_restarts: int = 0
+    server_dir: str | None = None
+    timeout_s: float = 60.0
+    world_size_counts: Counts | None = None
+    """What RANK and WORLD_SIZE of the launcher's own environment count."""
+
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Which environment variable filled a field that the user left open."""
+
+    table: RankTable | None = None
+    """What hosts, processes and cards were taken from."""
+
+    host_names: tuple[str, ...] = ()
+    """Every host in order, for messages, where a scheduler lists them."""
+
+    wants_servers: bool = field(default=False)
+    """Started as `launch_ps`, so parameter-server mode is meant whatever the flags."""
+
+    @property
+    def misplaced(self) -> str:
+        """The first of the script's arguments that looks as if it were meant for the launcher, or ""."""
+        return next((a for a in self.training_script_args if a.partition("=")[0].replace("-", "_") in _MISPLACED), "")
+
+    def named(self, name: str) -> str:
+        """Return a field as the user would find it: `--node_rank 1`, or `PET_NODE_RANK=1`."""
+        value = getattr(self, name)
+        return f"{self.origins[name]}={value}" if name in self.origins else f"--{name} {value}"
+
+    def banner_items(self) -> list[tuple[str, str]]:
+        """Return the 13 settings of the banner, sorted by name, as (name, shown value with its source)."""
+        shown = {f.name: str(getattr(self, f.name)) + self._source(f.name) for f in fields(self) if f.name in _BANNER}
+        shown["ips"] = f"{self.ips}{self._source('ips')}" if self.ips else self._hosts()
+        shown["training_script_args"] = str(list(self.training_script_args))
+        return sorted(shown.items())
+
+    def _source(self, name: str) -> str:
+        return f" (from {self.origins[name]})" if name in self.origins else ""
+
+    def _hosts(self) -> str:
+        if self.nnodes is None or self.nnodes == 1:
+            return "127.0.0.1"
+        return f"{self.master_addr} and {self.nnodes - 1} more{self._source('master_addr')}"
+
+
+_MISPLACED = {
+    f"__{name}"
+    for name in ("nproc_per_node", "gpus", "ips", "nnodes", "node_rank", "master_addr", "http_port", "server_num",
+                 "worker_num", "servers", "workers", "max_restarts", "rank_table", "per_rank_dir")
+} | {"_n"}  # fmt: skip
+"""The launcher's own flags, with _ for -; those that scripts have too are left out."""
+
+_BANNER = {
+    "gpus",
+    "heter_worker_num",
+    "heter_workers",
+    "http_port",
+    "ips",
+    "log_dir",
+    "nproc_per_node",
+    "server_num",
+    "servers",
+    "training_script",
+    "training_script_args",
+    "worker_num",
+    "workers",
+}

@@ -1,0 +1,80 @@
+"""Fill in what the user left open from the machines a scheduler gave the job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.cluster.allocation import Allocation, Fact, read_allocation
+from phalanx.errors import LaunchError
+from phalanx.launch.request.options import Options
+from phalanx.launch.request.request import detect_mode
+
+logger = logging.getLogger("phalanx.launch")
+
+_FIELDS: dict[Fact, str] = {
+    "node_count": "nnodes",
+    "node_rank": "node_rank",
+    "master_addr": "master_addr",
+    "master_port": "http_port",
+    "procs_per_node": "nproc_per_node",
+}
+
+
+def fill(options: Options, environment: Mapping[str, str]) -> Options:
+    """Return `options` with the gaps filled from the launcher's environment; what the user typed always wins.
+
+    Args:
+        options: What the user typed.
+        environment: The launcher's own variables.
+
+    Raises:
+        LaunchError: If the variables disagree, or give a parameter-server job several hosts without saying where its
+            servers are.
+    """
+    # The hosts are all named already, or there is only this one.
+    if options.ips or options.nnodes == 1 or options.servers or options.workers:
+        return options
+    found = read_allocation(environment, options.world_size_counts)
+    if detect_mode(options)[0] == "ps":
+        _check_one_node(found)
+        return options
+    if options.nnodes is not None and options.nnodes != found.node_count:
+        return options
+    return _filled(options, found)
+
+
+def _check_one_node(found: Allocation) -> None:
+    if found.node_count > 1:
+        raise LaunchError(
+            f"--server_num and --worker_num start processes on this host only, but "
+            f"{found.origins['node_count']}={found.node_count} says the job has {found.node_count} hosts. Say where "
+            "each process runs with --servers ip:port,... and --workers ip:port,..."
+        )
+
+
+def _filled(options: Options, found: Allocation) -> Options:
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for fact, name in _FIELDS.items():
+        # One host needs no place and no port to meet at.
+        if fact != "procs_per_node" and found.node_count == 1:
+            continue
+        value = getattr(found, fact)
+        if fact in found.origins and getattr(options, name) is None:
+            values[name], origins[name] = value, found.origins[fact]
+    if found.node_count > 1:
+        values["host_names"] = found.host_names
+        _note_batch_script(found)
+    return replace(options, origins=origins, **values)
+
+
+def _note_batch_script(found: Allocation) -> None:
+    if found.in_batch_script and found.node_rank == 0:
+        logger.warning(
+            "this is the first of %d nodes; a batch script runs on this one only. To start on all: "
+            "srun --ntasks-per-node=1 phalanx run ...; to use this one alone: --nnodes 1",
+            found.node_count,
+        )

@@ -1,0 +1,151 @@
+"""Who is who: from what every node offers to the rank, endpoint and device of every process. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch.request.request import ROLES, RoleName
+
+LOG_STEMS: dict[RoleName, str] = {"server": "serverlog", "worker": "workerlog", "heter_worker": "heterlog"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What one node brings into the job; exchanged between launchers, so plain values only."""
+
+    node_rank: int
+    address: str
+    hostname: str
+    endpoints: dict[RoleName, list[str]]
+    """Bound `ip:port` of each local process, by role."""
+
+    job_id: str
+    store_port: int = 0
+    """Port of the job's store; only node 0 has one."""
+
+    terms: dict[str, str] = field(default_factory=dict)
+    """Settings every node must have the same, by flag."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """One process of the job."""
+
+    role: RoleName
+    rank: int
+    """Place among all processes of this role."""
+
+    local_rank: int
+    node_rank: int
+    endpoint: str
+    log_file: str
+    env_file: str = ""
+    """Where the process writes the environment it starts with; empty for nowhere."""
+
+    @property
+    def id(self) -> str:
+        """Name of the process between launcher and fork server."""
+        return f"{self.role}.{self.rank}"
+
+    @property
+    def title(self) -> str:
+        """How messages call it: `rank 1` for workers, `server 0`, `heter worker 0`."""
+        return f"rank {self.rank}" if self.role == "worker" else f"{self.role.replace('_', ' ')} {self.rank}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The whole job."""
+
+    job_id: str
+    master: tuple[str, int]
+    """Address and port of the job's store."""
+
+    hostnames: tuple[str, ...]
+    local_counts: tuple[dict[RoleName, int], ...]
+    endpoints: dict[RoleName, tuple[str, ...]]
+    """Every endpoint of a role, by rank."""
+
+    local: tuple[Process, ...]
+    """The processes of this node, in start order."""
+
+    node_rank: int
+
+    def count(self, role: RoleName) -> int:
+        """Return the number of processes of a role in the whole job."""
+        return len(self.endpoints[role])
+
+
+def check_terms(offers: Sequence[Offer]) -> None:
+    """Raise LaunchError if the nodes were started with settings that differ where they must not."""
+    first = offers[0]
+    for offer in offers[1:]:
+        # The last differing term says most: a list of hosts rather than their number.
+        for name in reversed([n for n in first.terms if n in offer.terms]):
+            if offer.terms[name] != first.terms[name]:
+                raise LaunchError(
+                    f"{name} is {first.terms[name]} on {first.hostname} (node {first.node_rank}) and "
+                    f"{offer.terms[name]} on {offer.hostname} (node {offer.node_rank}). "
+                    "Start every node with the same value."
+                )
+
+
+def arrange(
+    offers: Sequence[Offer],
+    node_rank: int,
+    listed: dict[RoleName, tuple[str, ...]],
+    log_dir: str,
+    *,
+    ranks: Sequence[Sequence[int]] = (),
+    per_rank_dir: bool = False,
+) -> Layout:
+    """Give every process its rank.
+
+    Ranks follow the user's endpoint list where there is one, or a rank table, else the nodes in order.
+
+    Args:
+        offers: One per node, by node rank.
+        node_rank: The node whose processes are wanted.
+        listed: Endpoints the user listed, by role.
+        log_dir: Folder of the log files on this node.
+        ranks: Ranks of each node's workers, where a rank table says them.
+        per_rank_dir: Whether each process has a folder of its own there.
+    """
+    endpoints: dict[RoleName, tuple[str, ...]] = {}
+    local: list[Process] = []
+    for role in ROLES:
+        offered = [endpoint for offer in offers for endpoint in offer.endpoints.get(role, [])]
+        if role == "worker" and ranks:
+            in_order = [rank for own in ranks for rank in own]
+            offered = [endpoint for _, endpoint in sorted(zip(in_order, offered, strict=True))]
+        endpoints[role] = listed.get(role) or tuple(offered)
+        for local_rank, endpoint in enumerate(offers[node_rank].endpoints.get(role, [])):
+            rank = endpoints[role].index(endpoint)
+            own = f"{log_dir}/{'rank' if role == 'worker' else role}_{rank}"
+            local.append(
+                Process(
+                    role=role,
+                    rank=rank,
+                    local_rank=local_rank,
+                    node_rank=node_rank,
+                    endpoint=endpoint,
+                    log_file=f"{log_dir}/{LOG_STEMS[role]}.{rank}" if not per_rank_dir else f"{own}/train.log",
+                    env_file="" if not per_rank_dir else f"{own}/env.log",
+                )
+            )
+    return Layout(
+        job_id=offers[0].job_id,
+        master=(offers[0].address, offers[0].store_port),
+        hostnames=tuple(offer.hostname for offer in offers),
+        local_counts=tuple({role: len(offer.endpoints.get(role, [])) for role in ROLES} for offer in offers),
+        endpoints=endpoints,
+        local=tuple(local),
+        node_rank=node_rank,
+    )

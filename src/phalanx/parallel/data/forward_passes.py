@@ -1,0 +1,93 @@
+"""Watch the forward passes of a distributed model: the batch each is of, and what arrives at its outputs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import phalanx.comm.context as context_of
+from phalanx.comm.batches import Shares, tensors_in
+from phalanx.comm.passes import ForwardPass
+from phalanx.parallel.data.sample_weights import times, weighted_outputs, without_views
+
+_entered: list[tuple[int, Shares]] = []
+"""Forward passes that have begun, the outer ones first: the identity of the model, and what its inputs are of."""
+
+
+def follow_forward_passes(model: nn.Module, *, is_sum: bool) -> None:
+    """Let gradients of a model be of the batch that its forward passes are of.
+
+    Args:
+        model: The model, distributed.
+        is_sum: Whether its gradients are summed over the ranks.
+    """
+    # Without state of their own, so that a copy of the model has them too.
+    leave = partial(_leave, is_sum=is_sum)
+    model.register_forward_pre_hook(_enter, with_kwargs=True)
+    model.register_forward_hook(leave, with_kwargs=True)
+    if model._compiled_call_impl is not None:
+        # Hooks are part of the graph, which cannot look up a batch.
+        model._compiled_call_impl = partial(_call, weakref.ref(model), model._compiled_call_impl, leave)
+
+
+def _call(
+    model: weakref.ref[nn.Module], compiled: Callable[..., Any], leave: Callable[..., Any], *inputs: Any, **named: Any
+) -> Any:
+    module = model()
+    if module is None or torch.compiler.is_compiling():
+        return compiled(*inputs, **named)
+    _enter(module, inputs, named)
+    outputs = compiled(*inputs, **named)
+    weighted = leave(module, inputs, named, outputs)
+    return outputs if weighted is None else weighted
+
+
+def _enter(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or not context_of.is_initialized():
+        return
+    _entered.append((id(model), context_of.current().passes.enter((inputs, named))))
+
+
+def _leave(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any, *, is_sum: bool) -> Any:
+    if torch.compiler.is_compiling() or not context_of.is_initialized():
+        return None
+    while _entered:
+        entered, shares = _entered.pop()
+        if entered == id(model):  # else an error ended it
+            break
+    else:
+        return None
+    return _watched(shares, outputs, (inputs, named), is_sum=is_sum) if torch.is_grad_enabled() else None
+
+
+def _watched(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -> Any:
+    """Return outputs that refer to their forward pass, and weigh what arrives at them if need be."""
+    here = context_of.current()
+    ranks, seen = here.readers.count, [x for x in tensors_in(outputs) if x.grad_fn is not None]
+    is_tree = len(seen) == sum(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(outputs))
+    mixes = is_tree and here.passes.may_mix(shares, ranks)
+    # Torch drops the hooks of a view that is changed in place.
+    is_single = len(seen) == 1 and not seen[0]._is_view()
+    forward = ForwardPass(shares, weighs=mixes or is_single, is_sum=is_sum)
+    here.passes.add(forward, is_seen=bool(seen))
+    if mixes:
+        return weighted_outputs(without_views(outputs, inputs), partial(_factor, forward))
+    for tensor in seen:
+        tensor.register_hook(partial(_arrive, forward))
+    return None
+
+
+def _factor(forward: ForwardPass) -> float:
+    here = context_of.current()
+    return here.passes.factor_at(forward, here.readers.count)
+
+
+def _arrive(forward: ForwardPass, gradient: Tensor) -> Tensor | None:
+    factor = _factor(forward)
+    return None if factor == 1.0 else times(gradient, factor)

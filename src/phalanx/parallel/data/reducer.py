@@ -1,0 +1,365 @@
+"""Data parallel: gradients of all ranks are averaged in buckets while the backward pass still runs.
+
+Each bucket is one flat buffer. When the last gradient of a bucket has been accumulated, the bucket is scaled and its
+all-reduce is issued; buckets are always issued in the same order, from the one thread that runs backward, so ranks
+cannot disagree (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). Three things ride along at no extra
+collective:
+
+* behind the gradients of a bucket, one flag per parameter, so that a parameter unused on this rank but used elsewhere
+  gets its gradient, and one unused everywhere keeps `grad = None`;
+* behind the last bucket of a dtype, the module's floating-point buffers of that dtype: batch-norm statistics are
+  averaged, others are rank 0's. (Buffers of a dtype that no gradient has travel in a bucket of their own.)
+* the number of the model and the bucket, so that ranks which issue buckets of two models in different orders are told,
+  whatever the backend. (Over shared memory a label says it in words, before anything is added up.)
+
+What is averaged is `param.grad` whole. A part of it that was reduced before is equal on all ranks, so its mean is
+itself; that makes accumulation exact with and without `no_sync`.
+
+After backward, each `param.grad` is a view into its bucket. A bucket whose gradients a script keeps, as gradient
+surgery does, moves to new memory before the next backward pass writes to it.
+
+Several models may be trained by one backward pass. The one whose gradient comes first reduces while it runs, the others
+after it, in the order in which they were distributed: which branches a rank uses does not change the order of issue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.context import Context
+from phalanx.comm.labels import label_calls
+from phalanx.errors import ConfigError, PeerLostError
+from phalanx.parallel.data.bucket_buffers import (
+    Bucket,
+    Carried,
+    Gradient,
+    allocate,
+    are_of_one_bucket,
+    mark,
+    require_same_kind,
+    require_still_frozen,
+)
+from phalanx.parallel.data.grad_reduction import Plain, wire_for
+from phalanx.parallel.data.sample_weights import weigher
+from phalanx.parallel.mesh import Mesh
+from phalanx.plan.buckets import GradientBucket
+
+logger = logging.getLogger("phalanx.parallel")
+
+_numbers = count(1)
+"""Of models, in the order in which they are distributed, which is the same on every rank."""
+
+
+class _Running:
+    """The reducers of the backward pass that runs now; the first may issue buckets before its end."""
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._reducers: list[Reducer] = []
+
+    def join(self, reducer: Reducer) -> None:
+        """Add one whose gradients have begun to come."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:  # else a pass that raised an error has left its own
+            self._pass, self._reducers = now, []
+        self._reducers.append(reducer)
+
+    def is_first(self, reducer: Reducer) -> bool:
+        """Return whether a reducer was the first to join."""
+        return bool(self._reducers) and self._reducers[0] is reducer
+
+    def leave(self, reducer: Reducer) -> list[Reducer]:
+        """Return all that have to finish now, in an order that is the same on every rank."""
+        if reducer not in self._reducers:  # of a pass within this one
+            return [reducer]
+        first, *others = self._reducers
+        self._reducers = []
+        return [first, *sorted(others, key=lambda other: other.number)]
+
+
+_running = _Running()
+"""In this process."""
+
+
+def check_no_graph() -> None:
+    """Raise if the backward pass that runs creates a graph.
+
+    Raises:
+        ConfigError: Says what to call instead.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "a backward pass with create_graph=True came to a distributed model, whose gradients are averaged over "
+            "the ranks outside of any graph: what is computed from them would have wrong gradients. For a penalty "
+            "of the gradients of inputs use torch.autograd.grad(output, inputs, create_graph=True), and no "
+            "sharding."
+        )
+
+
+class Reducer:
+    """Averages gradients over the ranks that read other rows, overlapped with the backward pass.
+
+    Args:
+        model: The module whose parameters and buffers are kept together; parameters are hooked, nothing is replaced.
+        buckets: What travels together, in the order of issue; the same on every rank.
+        mesh: Tells the ranks over which each bucket is reduced.
+        context: Tells the rank and the weight of its current batch.
+        sync_buffers: Whether floating-point buffers ride along.
+        overlapped: Whether backward passes start the reduction; only `reduce` does otherwise, of gradients that are
+            weighted by rows already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[GradientBucket],
+        mesh: Mesh,
+        context: Context,
+        *,
+        sync_buffers: bool = True,
+        overlapped: bool = True,
+    ) -> None:
+        self._context = context
+        self._readers = mesh.readers()
+        self.number = next(_numbers)
+        """Its place among those of this process."""
+
+        self._syncing = True
+        self._running = False
+        self._next = 0
+        self.steps = 0
+        self.collectives_issued = 0
+        """All-reduces issued since the start."""
+
+        self.unused: tuple[str, ...] = ()
+        """Parameters that no rank used in the first step."""
+
+        self.is_resting = False
+        """Whether ranks train apart: nothing is reduced until this is False again."""
+
+        self.after_exchange: Callable[[], None] | None = None
+        """Called after every reduction, on every rank equally often."""
+
+        self._is_first_step = True
+        self._touched: set[str] = set()
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+
+        self._model = type(model).__name__
+        routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
+        self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers)
+        sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
+        self._unscaled = frozenset() if overlapped else frozenset(sums)
+        for index, bucket in enumerate(self._buckets if overlapped else ()):
+            for gradient in bucket.gradients:
+                is_sum = gradient.name in sums
+                gain = float(self._readers.count) if is_sum else 1.0  # of a sum the mean is taken too
+                gradient.param.register_hook(weigher(context, self._readers, is_sum=is_sum, gain=gain))
+                gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a backward pass has begun and not ended: during it, or after one that raised."""
+        return self._running
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of parameters travel in its buckets, not only buffers."""
+        return any(bucket.gradients for bucket in self._buckets)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate on this rank; the first backward outside the block reduces all of them."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def _on_gradient(self, index: int, gradient: Gradient, _: Tensor) -> None:
+        if not self._syncing or self.is_resting:
+            return
+        self.begin()
+        if gradient.touched:
+            raise ConfigError(
+                f"parameter {gradient.name!r} got a second gradient before the first was reduced. Either the backward "
+                "pass before raised an error: end the job. Or several re-entrant checkpoints use the parameter: pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        gradient.touched = True
+        self._take(gradient)
+        bucket = self._buckets[index]
+        bucket.pending -= 1
+        if _running.is_first(self):
+            self._issue_complete()
+
+    def begin(self) -> None:
+        """Say that a backward pass runs now; what waits for its end is then reduced. Again is no matter."""
+        if self._running or not self._syncing or self.is_resting:
+            return
+        check_no_graph()
+        self._open()
+        _running.join(self)
+        # Runs in the thread that called backward, once its last gradient has been accumulated.
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+
+    def reduce(self) -> None:
+        """Reduce what several backward passes have accumulated. Collective, as a backward pass is."""
+        if not self._syncing or self.is_resting:
+            return
+        self._open()
+        for bucket in self._buckets:
+            for gradient in bucket.gradients:
+                if gradient.param.grad is not None:
+                    gradient.touched = True
+                    self._take(gradient)
+                    bucket.pending -= 1
+        self._finish()
+
+    def _open(self) -> None:
+        require_still_frozen(self._frozen)
+        self._running = True
+        self._next = 0
+        for bucket in self._buckets:
+            if bucket.is_kept():
+                bucket.renew()
+            bucket.pending = len(bucket.gradients)
+            for gradient in bucket.gradients:
+                gradient.touched = False
+
+    def _on_end(self) -> None:
+        # The first to end finishes all: none issues a bucket before those in front of it have issued theirs.
+        # A re-entrant checkpoint ends a backward pass of its own; what came so far is then reduced already.
+        if self._running:
+            for reducer in _running.leave(self):
+                reducer._finish()
+
+    def _issue_complete(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._issue(self._buckets[self._next])
+
+    @torch.no_grad()
+    def _take(self, gradient: Gradient) -> None:
+        """Move a new gradient into its bucket while it is still in the cache."""
+        require_same_kind(gradient)
+        scale, found = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.count, gradient.param.grad
+        assert found is not None
+        if found.data_ptr() == gradient.view.data_ptr():
+            gradient.view.mul_(scale)
+        else:
+            torch.mul(found, scale, out=gradient.view)
+            gradient.param.grad = gradient.view
+
+    @torch.no_grad()
+    def _issue(self, bucket: Bucket) -> None:
+        for gradient in bucket.gradients if bucket.pending else ():
+            if gradient.touched:
+                continue
+            if gradient.param.grad is not None:
+                self._take(gradient)
+            else:
+                gradient.view.zero_()
+        if bucket.pending:
+            bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
+        else:
+            bucket.flags.fill_(1)
+        mark(bucket, self.number % 64 << 10 | self._next % 1024)
+        self._load_buffers(bucket.carried)
+        try:
+            with label_calls(self._label_of(bucket)):
+                bucket.work = bucket.wire.send(bucket.flat)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self.collectives_issued += 1
+        self._next += 1
+
+    def _load_buffers(self, carried: Sequence[Carried]) -> None:
+        share = self._context.batch
+        weight = share.weight if share is not None else 1.0 / self._readers.count
+        for item in carried:
+            factor = weight if item.averaged else float(self._readers.index == 0)
+            buffer = item.found()
+            if factor and buffer is not None:
+                torch.mul(buffer, factor, out=item.view)
+            else:
+                item.view.zero_()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            self._issue(bucket)
+        unused: list[str] = []
+        for bucket in self._buckets:
+            self._wait(bucket)
+            unused += self._hand_back(bucket)
+        self._running = False
+        self.steps += 1
+        if self._is_first_step:
+            self._look_for_unused(unused)
+        if self.after_exchange is not None:
+            self.after_exchange()
+
+    def _look_for_unused(self, unused: list[str]) -> None:
+        """Name what no rank used in the first step, once a parameter comes round again and shows that it is over.
+
+        Not at the first round: a re-entrant checkpoint has one of its own before the rest of the backward pass.
+        """
+        touched = {g.name for bucket in self._buckets for g in bucket.gradients if g.touched}
+        if self._touched.isdisjoint(touched):
+            self.unused = tuple(name for name in unused if name in self.unused or not self._touched)
+            self._touched |= touched
+            return
+        self._is_first_step = False
+        if self.unused:
+            names = ", ".join(self.unused[:8]) + (f" and {len(self.unused) - 8} more" if len(self.unused) > 8 else "")
+            logger.warning("no rank used these parameters in the first step; they keep grad=None: %s", names)
+
+    def _wait(self, bucket: Bucket) -> None:
+        work, bucket.work = bucket.work, None
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _hand_back(self, bucket: Bucket) -> list[str]:
+        """Give every parameter its reduced gradient; return the names of those that nobody used."""
+        # Where no parameter is missing, looking would only make the host wait for a card.
+        if (bucket.flat.is_cpu or bucket.pending) and not are_of_one_bucket(bucket):
+            raise ConfigError(
+                f"Ranks added up {self._label_of(bucket)} with gradients of another model: one backward pass went "
+                "through both, and a rank did not use a part that others used. Models that one backward pass trains "
+                "belong in one module: distribute that."
+            )
+        used_somewhere = bucket.flags.tolist() if bucket.pending else None
+        unused = []
+        for position, gradient in enumerate(bucket.gradients):
+            if used_somewhere is not None and not used_somewhere[position]:
+                unused.append(gradient.name)
+                continue
+            gradient.param.grad = gradient.view
+        for item in bucket.carried:
+            buffer = item.found()
+            if buffer is not None:
+                # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
+                buffer.data.copy_(item.view)
+        return unused
+
+    def _label_of(self, bucket: Bucket) -> str:
+        names = [gradient.name for gradient in bucket.gradients]
+        parts = f"gradients of {' to '.join(dict.fromkeys((names[0], names[-1])))}" if names else "buffers"
+        return f"the {parts} of model {self.number}, {self._model}"
+
+    def _lost(self, error: RuntimeError) -> PeerLostError:
+        rank, world = self._context.rank, self._context.world_size
+        why = str(error).rstrip(".")
+        return PeerLostError(
+            f"rank {rank} of {world}: the all-reduce of gradients in step {self.steps + 1} failed: {why}. "
+            "Another rank ended or stopped answering; its log says why."
+        )

@@ -1,0 +1,118 @@
+"""Keep less of a forward pass and compute it again in backward (Chen et al., arXiv:1604.06174).
+
+A checkpointed module keeps its inputs only. `selective` also keeps the results of matrix products, convolutions and
+attention, which are what is expensive to compute again (Korthikanti et al., arXiv:2205.05198, section 5).
+Random numbers and autocast are the same in both passes, and buffers, such as batch-norm statistics, move once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from phalanx.errors import PlanError, did_you_mean
+from phalanx.parallel.data.forward_hooks import Forward, buffers_kept, wrap_forward
+from phalanx.parallel.tensor.context import part_in_force
+from phalanx.plan.value import ModuleRule, matches
+
+logger = logging.getLogger("phalanx.parallel")
+
+_KEPT = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+"""Operators whose results `selective` keeps."""
+
+Context = AbstractContextManager[Any]
+
+
+def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str, ...]:
+    """Make the modules that rules name compute their forward pass again in backward, in place.
+
+    The outermost module that is to be recomputed decides for all in it. A list of modules, which has no forward pass of
+    its own, stands for its members. The model itself is never checkpointed as a whole: that would save nothing.
+
+    Args:
+        rules: Of a Plan, the last match wins; only `match`, `recompute` and `offload` are read.
+        model: The module, on its device.
+
+    Returns:
+        The names of the modules that are recomputed.
+
+    Raises:
+        PlanError: If a rule to recompute names no module, or offloads what is not recomputed.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for rule in rules:
+        if rule.offload and rule.recompute == "none":
+            raise PlanError(
+                f"modules[{rule.match}].offload moves what a recomputed module keeps, and the module is not "
+                'recomputed. Add recompute = "full", or remove offload.'
+            )
+        if rule.recompute != "none" and not any(matches(rule.match, name) for name in names):
+            raise PlanError(
+                f"recompute names {rule.match!r}, and the model has no such module.{did_you_mean(rule.match, names)} "
+                "print(model) shows the names; * stands for anything."
+            )
+    chosen = dict(_chosen(rules, model, ""))
+    for name, rule in chosen.items():
+        module = model.get_submodule(name)
+        wrap_forward(module, _recomputed, module, rule)
+    if any(rule.offload for rule in chosen.values()) and all(p.device.type == "cpu" for p in model.parameters()):
+        logger.warning("offload of recomputed modules does not act: the model computes in host memory already.")
+    return tuple(chosen)
+
+
+def _chosen(rules: Sequence[ModuleRule], module: nn.Module, prefix: str) -> Iterator[tuple[str, ModuleRule]]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        found = [rule for rule in rules if matches(rule.match, full)]
+        is_wanted = bool(found) and found[-1].recompute != "none"
+        if is_wanted and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield full, found[-1]
+        elif is_wanted:
+            members = [found[-1].model_copy(update={"match": f"{full}.{own}"}) for own, _ in child.named_children()]
+            yield from _chosen([*members, *rules], child, f"{full}.")
+        elif not any(rule.recompute != "none" for rule in found):  # else the last one is an exception for all in it
+            yield from _chosen(rules, child, f"{full}.")
+
+
+def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    keep = save_on_cpu(pin_memory=torch.cuda.is_available()) if rule.offload else nullcontext()
+    selective = rule.recompute == "selective"
+    with keep:
+        if not torch.compiler.is_compiling():
+            contexts = partial(_contexts, module, selective)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if selective:
+            contexts = partial(create_selective_checkpoint_contexts, _kept())
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # a graph moves buffers once by itself
+
+
+def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
+    """Return what surrounds the forward pass and its repetition."""
+    first, again = create_selective_checkpoint_contexts(_kept()) if selective else (nullcontext(), nullcontext())
+    return first, _repeat(again, module, part_in_force())
+
+
+@contextmanager
+def _repeat(around: Context, module: nn.Module, part: Context) -> Iterator[None]:
+    """Compute again without moving the module's buffers again, on the part of the sequence that it was."""
+    with buffers_kept(module), around, part:
+        yield
+
+
+def _kept() -> list[Any]:
+    return [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]

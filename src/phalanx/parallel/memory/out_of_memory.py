@@ -1,0 +1,133 @@
+"""Say what fills the memory when training runs out of it: a note on the error, with what would save most."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import phalanx.comm.context as context_of
+from phalanx.data.loader.binding import Inputs
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import Applied, applied_to, distributed_models
+from phalanx.parallel.explain import computes_elsewhere
+from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
+from phalanx.parallel.session import assembly
+from phalanx.plan.memory import StateOf, memory_of, memory_table
+from phalanx.plan.rules.mesh import STAGE_AXIS
+from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
+from phalanx.strategy.table import as_text
+
+logger = logging.getLogger("phalanx.parallel")
+
+_TRIAL_ROWS = 2
+"""Rows of the forward pass that measures activations; batch normalisation takes no fewer."""
+
+_HEAD = "Out of memory:"
+
+
+@contextmanager
+def memory_explained(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Add a note to an error of the block that says that memory ran out: what holds it, and what would save most.
+
+    Args:
+        model: Trained in the block; a plain one gets no note.
+        inputs: Its arguments, of which a few rows are computed once more to measure activations.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        made = applied_to(model)
+        if made is not None and is_out_of_memory(error):
+            _add_note(error, [_account(made, model, inputs)])
+        raise
+
+
+def explain_memory(error: BaseException) -> None:
+    """Add the note for all distributed models to an error that says that memory ran out, unless it has one."""
+    if is_out_of_memory(error) and not any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
+        models = [(model, made) for model in distributed_models() if (made := applied_to(model)) is not None]
+        _add_note(error, [_account(made, model, None) for model, made in models])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that host or device memory ran out."""
+    is_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def _add_note(error: BaseException, accounts: list[str]) -> None:
+    if accounts:
+        head = f"{_HEAD} what rank {context_of.current().rank} holds, and what would save most."
+        error.add_note("\n".join((head, *accounts)))
+
+
+def _account(made: Applied, model: nn.Module, inputs: Inputs | None) -> str:
+    """Return the table of a model's memory, and what would save most of it."""
+    rank, shape = context_of.current().rank, as_trained(made.shape, model)
+    state, averaged = _state_of(model), is_averaged(model)
+    memory = memory_of(made.plan, shape, rank, state, averaged=averaged)
+    lines = as_text(memory_table(memory, rank), width=100).splitlines()
+    activations = None if inputs is None else _activations(made, model, inputs)
+    if activations is not None:
+        lines.append(f"one forward pass of this batch keeps about {activations:,} bytes of activations")
+    sharded = _as_sharded(made.plan)
+    saved = None if sharded is None else memory.total - memory_of(sharded, shape, rank, state, averaged=averaged).total
+    return "\n".join(lines + _settings(made.plan, activations, saved))
+
+
+def _settings(plan: Plan, activations: int | None, sharding: int | None) -> list[str]:
+    """Return a line for each setting that would save memory, the most first; what was not measured comes before."""
+    of_pass = math.inf if activations is None else float(activations)
+    found = [(of_pass / 2, f"half the rows in a batch, with gradient_merge over {2 * plan.step.accumulate} batches")]
+    if all(rule.recompute == "none" for rule in plan.modules):
+        found.append((of_pass, "recompute, which keeps no more of most modules than their inputs"))
+    if sharding is not None:
+        found.append((sharding, "sharding at stage 3"))
+    return [
+        f"- {name}: saves {'what px.explain(model, inputs) tells' if math.isinf(size) else f'about {size:,.0f} bytes'}"
+        for size, name in sorted(found, reverse=True)
+    ]
+
+
+def _as_sharded(plan: Plan) -> Plan | None:
+    """Return the Plan with sharding, if it could have it and has not."""
+    ranks = math.prod(plan.axis_size(name) for name in plan.step.batch_axes)
+    is_staged = any(axis.name == STAGE_AXIS for axis in plan.mesh)
+    if ranks == 1 or is_staged or not all(isinstance(rule.update, (AllReduce, Frozen)) for rule in plan.params):
+        return None
+    rules = (
+        rule.model_copy(update={"update": ReduceScatter(zero=3)}) if isinstance(rule.update, AllReduce) else rule
+        for rule in plan.params
+    )
+    return plan.model_copy(update={"params": tuple(rules)})
+
+
+def _state_of(model: nn.Module) -> StateOf | None:
+    """Return what the model's optimizer keeps, if there is one and its class is known."""
+    mine = {id(param) for param in model.parameters()}
+    held = {o: {id(param) for group in o.param_groups for param in group["params"]} for o in assembly.optimizers}
+    optimizers = [optimizer for optimizer, params in held.items() if not mine.isdisjoint(params)]
+    try:
+        return state_of(optimizers[0]) if len(optimizers) == 1 else None
+    except ConfigError:  # the table then has no row of it
+        return None
+
+
+def _activations(made: Applied, model: nn.Module, inputs: Inputs) -> int | None:
+    """Return about what one forward pass of a batch keeps; None where this process alone cannot tell."""
+    rows = next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
+    meets_others = made.plan.step.sync_bn or any(rule.managed == "module" for rule in made.plan.params)
+    if rows < _TRIAL_ROWS or meets_others or computes_elsewhere(made):
+        return None
+    few = tree_map_only(Tensor, lambda x: x[:_TRIAL_ROWS] if x.dim() and len(x) == rows else x, inputs)
+    try:
+        return activation_bytes(model, few) * rows // _TRIAL_ROWS
+    except Exception as error:  # noqa: BLE001 -- the script's own code, and the first error must be seen whatever it does
+        logger.info("activations could not be measured: %s", error)
+        return None

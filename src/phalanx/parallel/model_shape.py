@@ -1,0 +1,114 @@
+"""Read the shape of a torch module into the pure value that Plans are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from phalanx.comm.groups import Group
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import Table
+
+if TYPE_CHECKING:  # a job without tables does not wait for what they need
+    from phalanx.ps.client.parameter import Handle
+    from phalanx.ps.table.rules import Entry, Rule
+
+
+def is_module_held(tensor: Tensor) -> bool:
+    """Return whether a layer holds one shard of this parameter on each rank (`param.is_distributed = True`)."""
+    # torch has a method of that name, so only the value True counts.
+    return getattr(tensor, "is_distributed", None) is True
+
+
+_held_over = WeakTensorKeyDictionary()
+"""The groups over which layers of ours hold parameters, by identity."""
+
+
+def mark_held(param: Tensor, group: Group) -> None:
+    """Mark a parameter as `is_distributed`, and remember over which ranks its layer holds it."""
+    param.is_distributed = True  # type: ignore[assignment, method-assign]  # the users' own word for it
+    _held_over[param] = group
+
+
+def held_over(param: Tensor) -> Group:
+    """Return the ranks over which a layer holds a parameter; all, unless it was noted."""
+    return _held_over.get(param, None)  # type: ignore[no-any-return]
+
+
+_staged_over = WeakTensorKeyDictionary()
+"""The groups over whose ranks the stages of a parameter's model lie, by identity of all its parameters."""
+
+
+def note_stages(param: Tensor, group: Group) -> None:
+    """Remember that the model of a parameter is cut into stages, each of which one rank of the group holds."""
+    _staged_over[param] = group
+
+
+def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
+    """Return the groups over whose ranks the models of these parameters are cut into stages."""
+    if not _staged_over:
+        return ()
+    return tuple(dict.fromkeys(_staged_over[param] for param in params if param in _staged_over))
+
+
+def is_handle(param: Tensor) -> TypeGuard[Handle]:
+    """Return whether a parameter stands for a table."""
+    made_by = sys.modules.get("phalanx.ps.client.parameter")
+    return made_by is not None and isinstance(param, made_by.Handle)
+
+
+def owner_of(name: str, model: nn.Module) -> nn.Module:
+    """Return the module that has the parameter of this name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Return names, shapes and dtypes of a module's parameters, in registration order.
+
+    A parameter shared by several layers appears once, under its first name.
+    """
+    return ModelShape(
+        tuple(
+            ParamShape(
+                name=name,
+                shape=(0, param.settings.dim) if is_handle(param) else tuple(param.shape),
+                dtype=str(param.dtype).removeprefix("torch."),
+                item_bytes=param.element_size(),
+                trainable=param.requires_grad,
+                is_distributed=is_module_held(param),
+                table=_table(name, param) if is_handle(param) else None,
+            )
+            for name, param in model.named_parameters()
+        )
+    )
+
+
+def _table(name: str, handle: Handle) -> Table:
+    """Return the table that a handle stands for, named after its module where nobody named it."""
+    module, settings = name.rpartition(".")[0], handle.settings
+    return Table(
+        name=handle.table or default_table_name(module),
+        module=module,
+        dim=settings.dim,
+        optimizer=_words(settings.optimizer),
+        entry=_words(settings.entry),
+        dtype=settings.dtype,
+    )
+
+
+def default_table_name(module: str) -> str:
+    """Return the name of the table of a module at this place in a model."""
+    return module or "embedding"
+
+
+def _words(value: Rule | Entry | None) -> str | None:
+    """Return a rule or policy as a person would write it: `adagrad(lr=0.05)`."""
+    if value is None:
+        return None
+    decided = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+    return f"{value.kind}({', '.join(f'{name}={found}' for name, found in decided.items())})"

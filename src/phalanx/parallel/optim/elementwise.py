@@ -1,0 +1,64 @@
+"""Which optimizers may update slices of parameters: those that treat every element by itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.model_shape import is_module_held
+
+
+def check_elementwise(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise if an optimizer looks at more than one element at a time, and this rank holds slices of what it trains.
+
+    Raises:
+        ConfigError: Says which optimizers can.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_cut = any(is_module_held(param) and param.dim() > 1 for param in params)
+    needs_all = isinstance(optimizer, LBFGS)
+    if needs_all:
+        is_cut = is_cut or any(param.is_meta or hasattr(param, "full_tensor") for param in params)
+    if is_cut and (needs_all or not is_elementwise(optimizer)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes an update from whole {'gradients' if needs_all else 'matrices'}, and "
+            f"ranks hold slices of the parameters of this {type(model).__name__}, so each would compute another one. "
+            "Use an optimizer that treats every element by itself (SGD, Adam, AdamW), strategy.lars or lamb, or do not "
+            "cut the model."
+        )
+
+
+@torch.random.fork_rng(devices=())
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer of this kind updates the halves of a matrix as it updates the whole; by trial.
+
+    True where no trial is possible.
+    """
+    torch.manual_seed(0)
+    first = optimizer.param_groups[0]
+    settings = {
+        name: copy.deepcopy(first[name])
+        for name in inspect.signature(type(optimizer)).parameters
+        if name in first and name not in ("params", "capturable", "fused", "foreach")
+    }
+    value, gradients = torch.randn(4, 6), torch.randn(2, 4, 6)
+    whole, halves = nn.Parameter(value.clone()), [nn.Parameter(half.clone()) for half in value.split(2)]
+    try:
+        trials = [type(optimizer)([param], **settings) for param in (whole, *halves)]
+        for gradient in gradients:
+            for param, part in zip((whole, *halves), (gradient, *gradient.split(2)), strict=True):
+                param.grad = part.clone()
+            for trial in trials:
+                trial.step()
+    except Exception:  # noqa: BLE001 -- a constructor or step of a kind of its own
+        return True
+    return _is_close(whole, torch.cat([half.detach() for half in halves]))
+
+
+def _is_close(whole: Tensor, parts: Tensor) -> bool:
+    return bool(torch.allclose(whole.detach(), parts, rtol=1e-4, atol=1e-6))

@@ -1,0 +1,298 @@
+"""Add up the gradients of several batches before one update, so that k small batches train as one large one.
+
+The script stays as it is: it calls `backward`, `step` and `zero_grad` for every batch. Between updates `step` and
+`zero_grad` hold back, gradients accumulate on each rank, and the last backward pass of a group reduces their sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import phalanx.comm.context as context_of
+from phalanx.errors import ConfigError
+from phalanx.parallel.model_shape import is_handle
+from phalanx.parallel.step.gate import gate_steps
+
+logger = logging.getLogger("phalanx.parallel")
+
+_merged_by = WeakTensorKeyDictionary()
+"""Parameters whose gradients are merged, by identity: a weak reference to their GradientMerge (it knows the model)."""
+
+
+def is_partial(param: Tensor) -> bool:
+    """Return whether the next `optimizer.step()` will only hold this parameter's gradient."""
+    merge = _merge_of(param)
+    return merge is not None and not merge.is_last
+
+
+def _merge_of(param: Tensor) -> GradientMerge | None:
+    found = _merged_by.get(param) if _merged_by else None
+    return None if found is None else found()
+
+
+class _Quiet:
+    """Keeps a model's backward passes from reducing while none of its optimizers is about to update."""
+
+    def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._block = block
+        self._now: ExitStack | None = None
+        self.merges: list[GradientMerge] = []
+
+    def follow(self) -> None:
+        if not self.merges or any(merge.is_last for merge in self.merges):
+            if self._now is not None:
+                self._now.close()
+            self._now = None
+        elif self._now is None:
+            self._now = ExitStack()
+            self._now.enter_context(self._block())
+
+
+class GradientMerge:
+    """The group of batches that one optimizer is adding up; made by `merge_gradients`."""
+
+    def __init__(self, steps: int, avg: bool, quiet: _Quiet) -> None:
+        self._steps = steps
+        self._avg = avg
+        self._quiet = quiet
+        self.hooks: list[RemovableHandle] = []
+        self._begin()
+        quiet.merges.append(self)
+        quiet.follow()
+
+    def _begin(self) -> None:
+        self.held = 0
+        """Batches whose gradients wait for the update."""
+
+        self._first_rows: tuple[int, ...] | None = None
+        self._batches = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next step updates."""
+        return self.held == self._steps - 1
+
+    def weight(self, gradient: Tensor) -> Tensor | None:
+        """Give an incoming gradient its share of the mean, by the rows of its batch."""
+        if not self._avg:
+            return None
+        here = context_of.current()
+        here.passes.of_backward(here.readers.count)
+        return gradient * (self._relative_rows() / self._steps)
+
+    def admit(self, optimizer: Optimizer) -> bool:
+        """Hold a step back, or complete the group and let it through."""
+        self._batches += self._relative_rows()
+        completes = self.is_last
+        if not completes:
+            self.held += 1
+        else:
+            if self._avg and self._batches != self._steps:
+                _multiply(optimizer, self._steps / self._batches)
+            self._begin()
+        self._quiet.follow()
+        return completes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the group is."""
+        return {"held": self.held, "batches": self._batches, "first_rows": list(self._first_rows or ()) or None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.held, self._batches = state["held"], state["batches"]
+        first = state["first_rows"]
+        self._first_rows = (first,) if isinstance(first, int) else tuple(first or ()) or None
+        self._quiet.follow()
+
+    def end(self) -> None:
+        """Leave gradients alone from now on."""
+        for hook in self.hooks:
+            hook.remove()
+        self._quiet.merges.remove(self)
+        self._quiet.follow()
+
+    def _relative_rows(self) -> float:
+        """Return the rows of the global batch that was trained on, in those of the group's first.
+
+        Raises:
+            ConfigError: If it is of several batches, of which one is not full, so that it has no one weight.
+        """
+        rows = tuple(share.global_rows for share in context_of.current().passes.of_update())
+        if not rows:
+            return 1.0
+        self._first_rows = self._first_rows or rows
+        if rows == self._first_rows:
+            return 1.0
+        if len(rows) == len(self._first_rows) == 1:
+            return rows[0] / self._first_rows[0]
+        raise ConfigError(
+            f"gradient_merge weighs each batch by its rows, and a backward pass was of batches of {rows} rows after "
+            f"batches of {self._first_rows}. Leave out last batches that are not full (drop_last=True), call "
+            "backward() for each batch, or px.use_batch(batch) where the loader's tensors do not reach the model."
+        )
+
+
+def merge_gradients(
+    optimizer: Optimizer,
+    model: nn.Module,
+    k_steps: int,
+    *,
+    avg: bool = True,
+    quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> GradientMerge:
+    """Update once every `k_steps` calls of `optimizer.step()`.
+
+    Groups run on over the ends of epochs. Batches left over when training ends are not applied; a warning says how
+    many. A scheduler that is stepped for every batch belongs in `follow_updates`.
+
+    Args:
+        optimizer: Any torch optimizer over parameters of the model; its and the model's `zero_grad` hold back too.
+        model: The model, distributed or not.
+        k_steps: Batches of a group, at least 1.
+        avg: Whether the mean over the rows of the group is applied, or the sum of the batches' gradients.
+        quiet: Makes the block inside which backward passes do not reduce: `partial(no_sync, model)`.
+
+    Returns:
+        The group, for those who ask how many batches wait.
+
+    Raises:
+        ConfigError: If `k_steps` is below 1, the gradients of the optimizer are merged already, or it trains a table.
+    """
+    if k_steps < 1:
+        raise ConfigError(f"gradient_merge needs k_steps of at least 1, found {k_steps}.")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(_merge_of(param) for param in params):
+        raise ConfigError("the gradients of these parameters are merged already. Call merge_gradients once.")
+    if any(is_handle(param) for param in params):
+        raise ConfigError(
+            "gradient_merge holds gradients back between updates, and the optimizer trains rows of a table "
+            "(SparseEmbedding), which change at every step. Turn gradient_merge off."
+        )
+    before = model.__dict__.get("zero_grad")
+    zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _Quiet(quiet))
+    merge = GradientMerge(k_steps, avg, zero_grad.quiet)
+    for param in params:
+        _merged_by[param] = weakref.ref(merge)
+        if param.requires_grad:
+            merge.hooks.append(param.register_hook(merge.weight))
+    if _is_sharded(model):
+        from phalanx.parallel.zero import sharded  # a job that shards nothing does not wait for this
+
+        # Hooks of slices see only what comes from outside the forward pass.
+        own = {id(param) for param in params}
+        names = {name for name, param in model.named_parameters() if id(param) in own}
+        merge.hooks.append(sharded.hook_gathered(model, merge.weight, names))
+    gate_steps(optimizer, merge.admit, first=True)
+    optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    weakref.finalize(optimizer, _end, merge, k_steps, context_of.current().rank)
+    return merge
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    made_by = sys.modules.get("torch.distributed.fsdp")
+    return made_by is not None and isinstance(model, made_by.FSDPModule)
+
+
+class HeldGradients:
+    """What waits for the update of an optimizer, as checkpoints hold it (`keep_state`).
+
+    Args:
+        optimizer: Its gradients are merged.
+        merge: Its group.
+        is_sharded: Whether torch keeps the gradients of a group to itself; the group then begins anew.
+    """
+
+    def __init__(self, optimizer: Optimizer, merge: GradientMerge, *, is_sharded: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._merge = merge
+        self._is_sharded = is_sharded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the group is, and the gradients of this rank; those of unused parameters as zeros."""
+        if self._merge.held and self._is_sharded:
+            logger.warning(
+                "gradient_merge: the checkpoint is without the gradients of %d batches that wait for an update, which "
+                "sharding cannot save. Save after an update.",
+                self._merge.held,
+            )
+        elif self._merge.held:
+            kept = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
+            return {"group": self._merge.state_dict(), "gradients": kept}
+        return {"group": None, "gradients": {}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what waited here is forgotten."""
+        self._merge.load_state_dict(state["group"] or {"held": 0, "batches": 0.0, "first_rows": None})
+        for name, param in self._params().items():
+            gradient = state["gradients"].get(name)
+            is_used = gradient is not None and bool(gradient.any())
+            param.grad = gradient.to(param.device, param.dtype, copy=True) if is_used else None
+
+    def _params(self) -> dict[str, Tensor]:
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        return {str(number): p for number, p in enumerate(params) if p.requires_grad and not p.is_meta}
+
+
+class _ZeroGrad:
+    """A model's `zero_grad` that leaves held gradients alone; a copy of the model gets the plain one."""
+
+    def __init__(self, model: nn.Module, quiet: _Quiet) -> None:
+        self._model = model
+        self.quiet = quiet
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        held = [(param, param.grad) for param in self._model.parameters() if _is_held(param)]
+        for param, _ in held:
+            param.grad = None
+        type(self._model).zero_grad(self._model, set_to_none)
+        for param, gradient in held:
+            param.grad = gradient
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (nn.Module.zero_grad, self._model)
+
+
+def _is_held(param: Tensor) -> bool:
+    merge = _merge_of(param)
+    return merge is not None and merge.held > 0
+
+
+def _zero_grad(optimizer: weakref.ref[Optimizer], merge: GradientMerge, set_to_none: bool = True) -> None:
+    found = optimizer()
+    if found is not None and not merge.held:
+        type(found).zero_grad(found, set_to_none)
+
+
+@torch.no_grad()
+def _multiply(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+def _end(merge: GradientMerge, k_steps: int, rank: int) -> None:
+    merge.end()
+    if merge.held and rank == 0:
+        logger.warning(
+            "gradient_merge: training ended with the gradients of %d batches not applied; %d make one update. Train a "
+            "multiple of %d batches to use all.",
+            merge.held,
+            k_steps,
+            k_steps,
+        )

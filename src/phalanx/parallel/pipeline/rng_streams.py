@@ -1,0 +1,70 @@
+"""Random numbers in a pipeline: a stream of its own for each micro-batch in each stage, and in the loss.
+
+Ranks of a pipeline share one random stream, and take one number of it for a step. From that each stage seeds a stream
+for every micro-batch. Which rank holds a stage, and in what order a schedule runs, then makes no difference: one
+process that runs the micro-batches in turn, and seeds before each stage, drops the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from phalanx.data.sampling.hash64 import GOLDEN, WORD, mix_one
+from phalanx.data.sampling.seeding import seeded
+
+
+class Streams:
+    """The streams of one rank's stages.
+
+    Args:
+        stages: Number of stages of the model.
+        device: Whose random numbers are seeded, beside those of the CPU.
+    """
+
+    def __init__(self, stages: int, device: torch.device) -> None:
+        self._stages = stages
+        self._device = device
+        self._base: int | None = None
+        self._turns: Counter[int] = Counter()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one step: all ranks of a pipeline take a number of their stream."""
+        self._base = draw_base()
+        self._turns.clear()
+        try:
+            yield
+        finally:
+            self._base = None
+
+    @contextmanager
+    def of_next(self, stage: int) -> Iterator[None]:
+        """Run a stage on its next micro-batch, or the loss, which counts as the stage behind the last.
+
+        Outside a step the random numbers are this rank's.
+        """
+        if self._base is None:
+            yield
+            return
+        number = self._turns[stage]
+        self._turns[stage] += 1
+        seed = seed_of(self._base, number * (self._stages + 1) + stage)
+        on_card = self._device.type == "cuda"
+        with seeded(seed), torch.random.fork_rng([self._device] if on_card else [], enabled=on_card):
+            if on_card:
+                torch.cuda.manual_seed(seed)
+            yield
+
+
+def draw_base() -> int:
+    """Return what the streams of a step are made of, from torch's default generator."""
+    return int(torch.randint(2**62, ()))
+
+
+def seed_of(base: int, index: int) -> int:
+    """Return the seed of one place of a step: `index` is micro-batch x (stages + 1) + stage, of the loss the last."""
+    return mix_one((base + GOLDEN * (index + 1)) & WORD)

@@ -1,1 +1,0 @@
-"""What belongs to the optimizer and is right under every placement: clipping, LARS, LAMB, averages of weights."""

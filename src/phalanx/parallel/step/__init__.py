@@ -1,0 +1,4 @@
+"""Hooks around `optimizer.step()` and what is done there whatever the Plan.
+
+Start with `hooks`.
+"""

@@ -1,0 +1,251 @@
+"""`px.shard`: say which layers of a model are to be cut, before it is distributed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import nn
+
+from phalanx.errors import ConfigError, PlanError, did_you_mean
+from phalanx.parallel.apply import applied_to
+from phalanx.parallel.model_shape import is_module_held
+from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
+from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS
+from phalanx.plan.rules.tensor import ON_TOKENS, STYLES, Style, Styled, with_cut_layers
+from phalanx.plan.value import OnRanks, Plan, Shard, matches
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_ELEMENTWISE = (
+    nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+"""Modules that compute the same of a slice as of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    styled: tuple[Styled, ...]
+    axis: str | None
+    size: int | None
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, list[_Asked]] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: ModelT,
+    styles: Mapping[str, Style],
+    *,
+    axis: str | None = None,
+    size: int | None = None,
+    sequence_dim: int = -2,
+) -> ModelT:
+    """Mark layers to be cut over ranks when the model is distributed.
+
+    Not collective; every rank says the same. Nothing changes until `distribute` or `distributed_model`, which cut the
+    layers in place: class and parameters' shapes change, names, keys and Parameter objects stay.
+
+    Args:
+        model: A plain module.
+        styles: From a module's name, or a glob over names, to how it is cut; a later match wins.
+            `column`: an `nn.Linear` by output features; by its full name, also what works on cut features between a
+            column and its row, such as a dropout or a norm of each head. `row`: an `nn.Linear` by input features.
+            `vocab`: an `nn.Embedding` by rows, or the `nn.Linear` that makes logits, which stay cut
+            (`vocab_cross_entropy` takes them).
+            `sequence`: anything that works on each token alone (a norm, a dropout), on this rank's part of the
+            sequence. `context`: blocks of a transformer, or the list of them, on this rank's part of the sequence, with
+            attention (`F.scaled_dot_product_attention`) to all of it; inputs are cut, outputs put together.
+        axis: Mesh axis whose ranks hold the slices. `data`, or another along which ranks read rows of their own: each
+            layer gathers the rows of all. `model`: ranks read the same rows. When None, the mesh's `model` axis if the
+            strategy made one, else `data`; `context` for that style.
+        size: Ranks along an axis that the strategy does not make; all ranks when None.
+        sequence_dim: Dim of activations along which `sequence` and `context` cut them.
+
+    Returns:
+        The same module.
+
+    Columns followed by a row in the same parent leave their outputs cut for it; in an `nn.Sequential`, only the last
+    column does, over elementwise modules. Other outputs are put together.
+
+    Raises:
+        ConfigError: If a pattern matches no module that can have the style, or the model is distributed already.
+    """
+    if applied_to(model) is not None:
+        raise ConfigError("this model is distributed already. Call px.shard before distribute or distributed_model.")
+    chosen: dict[str, Style] = {}
+    for pattern, style in styles.items():
+        chosen.update(dict.fromkeys(_fitting(model, pattern, style), style))
+    if "context" in chosen.values():
+        cut, axis = _parts(chosen, sequence_dim), axis or CONTEXT_AXIS
+    else:
+        cut = _flows(model, chosen, sequence_dim if "sequence" in chosen.values() else None)
+    first = {id(param): name for name, param in model.named_parameters()}
+    styled = tuple(_styled(model.get_submodule(name), one, first) for name, one in cut.items())
+    _asked.setdefault(model, []).append(_Asked(styled, axis, size))
+    return model
+
+
+def with_marks(plan: Plan, model: nn.Module) -> Plan:
+    """Return a strategy's Plan with what `shard` was told of this model, and with layers that were made cut.
+
+    Raises:
+        PlanError: If it does not fit the mesh.
+    """
+    for asked in _asked.get(model, ()):
+        has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
+        axis = asked.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
+        plan = with_cut_layers(plan, asked.styled, axis, asked.size)
+    sizes, styles = {axis.name: axis.size for axis in plan.mesh}, {rule.style for rule in plan.modules} - {None}
+    if sizes.get(CONTEXT_AXIS, 1) > 1 and "context" not in styles:
+        raise PlanError(
+            f"the strategy asks for {sizes[CONTEXT_AXIS]} ranks that compute parts of the same sequences "
+            "(context_parallel, sep_degree), and no module of this model is to. Say which before it is distributed: "
+            'px.shard(model, {"blocks": "context"}).'
+        )
+    is_cut = bool(styles - {"context"}) or any(is_module_held(p) for p in model.parameters())
+    if sizes.get(MODEL_AXIS, 1) > 1 and not is_cut:
+        raise PlanError(
+            f"the strategy asks for {sizes[MODEL_AXIS]} ranks that hold one copy of the layers together "
+            "(tensor_parallel, mp_degree), and no layer of this model is cut. Say which before it is distributed: "
+            'px.shard(model, {"classifier.*": "column"}).'
+        )
+    return _with_layers_made_cut(plan, model)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Return whether `shard` was told of this model."""
+    return model in _asked
+
+
+def told(model: nn.Module) -> dict[str, str]:
+    """Return what `shard` was told of this model, in words: the style and axis of each module."""
+    return {
+        one.module: f"{one.style} along {asked.axis or 'the model axis'}"
+        for asked in _asked.get(model, ())
+        for one in asked.styled
+    }
+
+
+def set_aside(model: nn.Module) -> list[str]:
+    """Forget what `shard` was told of this model; return the names of the modules. Before it is distributed."""
+    return [one.module for asked in _asked.pop(model, ()) for one in asked.styled]
+
+
+def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
+    """Say of each `ModelParallelLinear` over all ranks how it is cut, for checkpoints and explanations."""
+    if len(plan.step.batch_axes) != 1:
+        return plan
+    layout = OnRanks(layout={plan.step.batch_axes[0]: Shard(dim=0)})
+    held = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, ModelParallelLinear) and m.cut.group is None and len(m.cut.sizes) == plan.world_size
+        for p in m.parameters(recurse=False)
+    }
+    rules = (
+        plan.rule_for(name).model_copy(update={"match": name, "place": layout, "managed": "module"})
+        for name, param in model.named_parameters()
+        if id(param) in held and is_module_held(param)
+    )
+    return plan.model_copy(update={"params": (*plan.params, *rules)})
+
+
+def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
+    """Yield the names of the modules that a pattern gives a style."""
+    if style not in STYLES:
+        raise ConfigError(f"px.shard knows the styles {', '.join(STYLES)}, found {style!r} for {pattern!r}.")
+    names = [name for name, _ in model.named_modules() if matches(pattern, name)]
+    fitting = [name for name in names if _can_be(model.get_submodule(name), style, is_named=name == pattern)]
+    if not fitting:
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
+        found = f"matches only {', '.join(kinds)}" if names else "matches no module"
+        hint = "" if names else did_you_mean(pattern, [name for name, _ in model.named_modules()])
+        shown = "" if names or hint else " print(model) shows the names; * stands for anything."
+        raise ConfigError(
+            f"px.shard({pattern!r}: {style!r}) {found}.{hint}{shown} Styles column and row are for nn.Linear itself, "
+            "vocab for nn.Embedding and nn.Linear; subclasses may compute something else."
+        )
+    yield from fitting
+
+
+def _can_be(module: nn.Module, style: Style, *, is_named: bool) -> bool:
+    if style in ON_TOKENS:
+        return type(module) is nn.Dropout or next(module.parameters(), None) is not None
+    if style == "column" and is_named and not isinstance(module, nn.Linear | nn.Embedding):
+        return type(module) is nn.Dropout or next(module.parameters(), None) is not None
+    return type(module) is nn.Linear or (style == "vocab" and type(module) is nn.Embedding)
+
+
+def _parts(chosen: Mapping[str, Style], dim: int) -> dict[str, Styled]:
+    """Return the outermost of the modules that compute a part of the sequence each.
+
+    Raises:
+        ConfigError: If others of the call are cut another way.
+    """
+    other = next((name for name, style in chosen.items() if style != "context"), None)
+    if other is not None:
+        raise ConfigError(
+            f'px.shard got style "context" beside {chosen[other]!r} for {other!r}, and they are cut along axes of '
+            "their own. Call it once for each."
+        )
+    names = [
+        name for name in chosen if not any(name != outer and f"{name}.".startswith(f"{outer}.") for outer in chosen)
+    ]
+    return {name: Styled(module=name, style="context", inputs=dim, outputs=dim) for name in names}
+
+
+def _flows(model: nn.Module, chosen: Mapping[str, Style], sequence: int | None) -> dict[str, Styled]:
+    """Return how each chosen module's inputs arrive and its outputs leave."""
+    plain = {name: _alone(name, style, model.get_submodule(name), sequence) for name, style in chosen.items()}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in chosen):
+        module = model.get_submodule(parent)
+        children = [f"{parent}.{child}".lstrip(".") for child, _ in module.named_children()]
+        is_chain = type(module) is nn.Sequential
+        for row, columns, between in _pairs(model, children, chosen, is_chain):
+            plain[row] = replace(plain[row], inputs=-1)
+            plain |= {name: replace(plain[name], outputs=-1) for name in columns}
+            plain |= {name: Styled(module=name, style="column", inputs=-1) for name in between}
+    return plain
+
+
+def _alone(name: str, style: Style, module: nn.Module, sequence: int | None) -> Styled:
+    if style == "sequence":
+        return Styled(module=name, style=style, inputs=sequence, outputs=sequence)
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return Styled(module=name, style=style, inputs=-1, outputs=-1)
+    if style == "row" or isinstance(module, nn.Embedding):
+        return Styled(module=name, style=style, outputs=sequence)
+    return Styled(module=name, style=style, inputs=sequence, outputs=-1 if style == "vocab" else None)
+
+
+def _pairs(
+    model: nn.Module, children: list[str], chosen: Mapping[str, Style], is_chain: bool
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each row with the columns before it whose outputs it takes cut, and the dropouts between them."""
+    columns: list[str] = []
+    between: list[str] = []
+    for name in children:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear) and chosen.get(name) == "column":
+            columns = [name] if is_chain else [*columns, name]
+            between = []
+        elif isinstance(module, nn.Linear) and chosen.get(name) == "row":
+            if columns:
+                yield name, columns, between
+            columns, between = [], []
+        elif is_chain and type(module) is nn.Dropout:
+            between.append(name)
+        elif is_chain and not isinstance(module, _ELEMENTWISE):
+            columns, between = [], []
+
+
+def _styled(module: nn.Module, one: Styled, first: Mapping[int, str]) -> Styled:
+    """Return it with the plain names of the module's parameters."""
+    if one.style in ON_TOKENS or not isinstance(module, nn.Linear | nn.Embedding):
+        return replace(one, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
+    own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
+    return replace(one, weight=own.get("weight"), bias=own.get("bias"))

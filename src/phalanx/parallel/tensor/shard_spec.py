@@ -1,0 +1,87 @@
+"""How a layer's parameters are cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from phalanx.comm.groups import Group
+from phalanx.data.sampling.shards import even_split
+from phalanx.parallel.model_shape import mark_held
+
+
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of an even cut, the larger slices first."""
+    return tuple(even_split(length, parts, index)[1] for index in range(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Slices of one dim over the ranks of a group, as one of them sees it."""
+
+    group: Group
+    index: int
+    """This rank's place in the group."""
+
+    sizes: tuple[int, ...]
+    """Size of every rank's slice, in rank order."""
+
+    @property
+    def start(self) -> int:
+        """Where this rank's slice begins."""
+        return sum(self.sizes[: self.index])
+
+    @property
+    def mine(self) -> int:
+        """Size of this rank's slice."""
+        return self.sizes[self.index]
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice of a whole tensor, sharing its memory."""
+        return x.narrow(dim, self.start, self.mine)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Cut:
+        return self  # A copied layer is of the same group, and groups cannot be copied.
+
+
+_held = WeakTensorKeyDictionary()
+"""How parameters are cut, by identity: the dim and the slices."""
+
+
+@torch.no_grad()
+def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
+    """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
+
+    Args:
+        param: A whole parameter, equal on all ranks of the group. Marked `is_distributed` afterwards.
+        dim: Dim to cut.
+        cut: How.
+    """
+    grad, param.grad = param.grad, None
+    param.data = cut.part(param.data, dim).clone(memory_format=torch.contiguous_format)
+    if grad is not None:
+        param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
+    mark_held(param, cut.group)
+    _held[param] = dim, cut
+
+
+def held_part(param: Tensor, value: Tensor) -> Tensor | None:
+    """Return this rank's slice of what an optimizer keeps of a whole parameter; None if `value` is nothing of that.
+
+    Args:
+        param: The parameter, which may be cut.
+        value: Some of its optimizer's state.
+    """
+    if param not in _held:
+        return None
+    dim, cut = _held[param]
+    whole = list(param.shape)
+    whole[dim] = sum(cut.sizes)
+    if list(value.shape) != whole:
+        return None
+    part: Tensor = cut.part(value, dim).clone(memory_format=torch.contiguous_format)
+    return part

@@ -1,0 +1,148 @@
+"""What an optimizer and a model need once both are there: the Plan's part of a step, then the recipe's.
+
+One stated order around an update: gradients of several batches are merged; losses are unscaled; the Plan's updates
+exchange what they exchange; gradients are clipped; LARS or LAMB replaces the rule; a running mean follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import Applied
+from phalanx.parallel.model_shape import is_module_held
+from phalanx.parallel.optim.elementwise import check_elementwise
+from phalanx.parallel.stateful import keep_state
+from phalanx.parallel.step.gate import refuse_torch_scaler
+from phalanx.parallel.step.param_remap import rebind
+from phalanx.strategy import DistributedStrategy
+
+logger = logging.getLogger("phalanx.parallel")
+
+_paired: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def pair(
+    optimizer: Optimizer,
+    model: nn.Module,
+    made: Applied,
+    strategy: DistributedStrategy,
+    quiet: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Prepare an optimizer for a distributed model whose parameters it trains; others it leaves alone.
+
+    Args:
+        optimizer: Any torch optimizer; stays the same object.
+        model: The model.
+        made: What was made of it.
+        strategy: Says the recipe.
+        quiet: Makes a block in which the model's backward passes do not reduce.
+
+    Raises:
+        ConfigError: If a setting asks for one model to each optimizer, and this is the optimizer's second; or the
+            optimizer looks at whole parameters, of which ranks hold slices.
+    """
+    rebind(optimizer)
+    known = _paired.setdefault(optimizer, weakref.WeakSet())
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if model in known or not any(id(param) in params for param in model.parameters()):
+        return
+    is_first = not known
+    if not is_first and (made.plan.step.accumulate > 1 or made.plan.step.scaler is not None):
+        raise ConfigError(
+            "one optimizer trains two distributed models, which gradient_merge and float16 do not take. Distribute one "
+            "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
+        )
+    check_elementwise(optimizer, model)
+    known.add(model)
+    why = _why_no_torch_scaler(optimizer, made)
+    if why is not None:
+        refuse_torch_scaler(optimizer, why)
+    _follow_plan(optimizer, model, made, quiet)
+    if is_first:
+        _follow_recipe(optimizer, strategy)
+    if strategy.ema:
+        from phalanx.parallel.optim.ema import keep_average
+
+        ema = strategy.ema_configs
+        keep_average(model, optimizer, ema.get("decay", 0.999), warmup=ema.get("warmup", True))
+
+
+def _why_no_torch_scaler(optimizer: Optimizer, made: Applied) -> str | None:
+    """Return why torch's GradScaler cannot take the steps of an optimizer, as a sentence without its end; or None."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if made.plan.step.accumulate > 1:
+        return "gradient_merge adds up gradients over several steps, each of which would divide the sum by the scale"
+    if made.plan.step.scaler is not None:
+        return "strategy.amp scales its losses already"
+    if made.updaters:
+        return "ranks would leave out different steps, as each sees its own gradients (localsgd, dgc)"
+    if made.pipeline is not None or any(map(is_module_held, params)):
+        return "ranks that hold slices or stages of the model would leave out different steps, as each sees its own"
+    return None
+
+
+def _follow_plan(
+    optimizer: Optimizer, model: nn.Module, made: Applied, quiet: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    step = made.plan.step
+    if step.accumulate > 1:
+        from phalanx.parallel.optim.gradient_accumulation import HeldGradients, merge_gradients
+
+        merge = merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
+        held = HeldGradients(optimizer, merge, is_sharded=made.is_sharded)
+        is_summed = any(getattr(rule.update, "reduce", "mean") == "sum" for rule in made.plan.params)
+        keep_state(optimizer, "gradient_merge", held, elsewhere="share" if is_summed else "mean")
+    if any(rule.pure for rule in made.plan.modules):
+        from phalanx.parallel.precision.master_weights import keep_master_weights
+
+        keep_master_weights(optimizer)
+    if step.scaler is not None:
+        from phalanx.parallel.precision.loss_scale import LossScale
+
+        scale = LossScale(step.scaler)
+        scale.bind(optimizer)
+        keep_state(optimizer, "loss_scale", scale, elsewhere="first")
+    for updater in made.updaters:
+        updater.bind(optimizer)
+    if made.drift is not None:
+        made.drift.bind(optimizer, counts=made.is_sharded or (made.reducer is None and bool(made.updaters)))
+
+
+def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
+    if strategy.amp:
+        from phalanx.parallel.precision.autocast import accept_amp_init
+
+        accept_amp_init(optimizer)
+    if strategy.clip:
+        from phalanx.parallel.optim.clip import clip_steps
+
+        limits = strategy.clip_configs
+        clip_steps(optimizer, max_norm=limits.get("norm"), max_value=limits.get("value"))
+    if strategy.lars:
+        from phalanx.parallel.optim.lars import use_lars
+
+        lars = strategy.lars_configs
+        use_lars(
+            optimizer,
+            coeff=lars.get("lars_coeff", 0.001),
+            weight_decay=lars.get("lars_weight_decay", 0.0005),
+            epsilon=lars.get("epsilon", 0.0),
+            exclude=lars.get("exclude_from_weight_decay", ()),
+        )
+    if strategy.lamb:
+        from phalanx.parallel.optim.lamb import use_lamb
+
+        lamb = strategy.lamb_configs
+        use_lamb(
+            optimizer,
+            weight_decay=lamb.get("lamb_weight_decay", 0.01),
+            exclude=lamb.get("exclude_from_weight_decay", ()),
+        )

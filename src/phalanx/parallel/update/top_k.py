@@ -1,0 +1,240 @@
+"""Deep gradient compression: only the largest entries of each gradient travel, the rest waits on its rank.
+
+Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887), algorithm 4: momentum is applied before the
+choice (momentum correction, equation 4), entries that were sent lose their momentum (factor masking, equation 6), and
+the sparsity rises over the first steps (warm-up). The optimizer then updates without momentum.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from phalanx.comm.groups import Group
+from phalanx.comm.transfers import peers_named
+from phalanx.errors import ConfigError
+from phalanx.parallel.step.hooks import hook_steps
+from phalanx.plan.value import TopK
+
+logger = logging.getLogger("phalanx.parallel")
+
+_Moved = tuple[Tensor, Tensor]
+"""A parameter, and what this rank adds to its update."""
+
+
+class Compressor:
+    """Exchanges the largest entries of gradients just before an optimizer's step.
+
+    Of a parameter that is cut over other ranks, each compresses the part it has.
+
+    Args:
+        params: What this rank has of parameters, by plain name.
+        update: How much stays behind, and from which step on.
+        groups: By name, the ranks whose gradients are added.
+        shares: By how much sums are divided for a mean; 1 for a sum.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], update: TopK, groups: Mapping[str, Group], shares: int
+    ) -> None:
+        self._names = {id(param): name for name, param in params.items()}
+        self._shapes = {name: param.shape for name, param in params.items()}
+        self._update = update
+        self._groups = dict(groups)
+        self._scale = 1.0 / shares
+        self._velocity: dict[str, Tensor] = {}
+        self._residual: dict[str, Tensor] = {}
+        self._held: list[tuple[dict[str, Any], float, float]] = []
+        if params and all(param.numel() < update.dense_below for param in params.values()):
+            logger.warning(
+                "dgc does not compress: every parameter has fewer than %d elements, and travels whole.",
+                update.dense_below,
+            )
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._resumed_at = 0
+        self.sent = 0
+        """Entries this rank sent in the last step."""
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Exchange gradients before each step of an optimizer from now on.
+
+        Raises:
+            ConfigError: If it is not SGD, or damps its momentum.
+        """
+        if not isinstance(optimizer, SGD) or any(group["dampening"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"strategy.dgc corrects the momentum of torch.optim.SGD without dampening, found "
+                f"{type(optimizer).__name__}. Use that, or turn dgc off."
+            )
+        self._steps.setdefault(optimizer, self._resumed_at)
+        hook_steps(optimizer, before=self._exchange, after=self._give_back, on_gradients=True)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a block that does nothing: all ranks have the same weights."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps, and what waits on this rank."""
+        steps = max(self._steps.values(), default=self._resumed_at)
+        kept = {"velocity": dict(self._velocity), "residual": dict(self._residual)}
+        return {"steps": steps, "over": self._over(), **kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what waited begins anew where ranks had other parts of the model."""
+        self._resumed_at = state["steps"]
+        self._steps.update(dict.fromkeys(self._steps, state["steps"]))
+        waited = [*state["velocity"].items(), *state["residual"].items()]
+        fits = all(self._shapes.get(name) == tensor.shape for name, tensor in waited)
+        if fits and state.get("over", []) == self._over():
+            self._velocity, self._residual = dict(state["velocity"]), dict(state["residual"])
+            return
+        self._velocity, self._residual = {}, {}
+        if waited:
+            logger.warning(
+                "dgc: gradients that waited to travel when this was saved are dropped, because ranks now hold other "
+                "parts of the model. Load with the same mesh to keep them."
+            )
+
+    def _over(self) -> list[list[int]]:
+        """Return which ranks' gradients are added, all of the job's left out."""
+        found = {tuple(dist.get_process_group_ranks(group)) for group in self._groups.values()}
+        return sorted(list(ranks) for ranks in found if len(ranks) < dist.get_world_size())
+
+    @torch.no_grad()
+    def _exchange(self, optimizer: Optimizer) -> None:
+        """Put the exchanged gradients in the place of this rank's own. Collective."""
+        self._give_back(optimizer)  # the step before may have been interrupted
+        self._steps[optimizer] += 1
+        sparsity = self._sparsity(self._steps[optimizer])
+        members = [(p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        used = self._used_anywhere([param for param, _ in members])
+        whole: list[_Moved] = []
+        chosen: list[_Moved] = []
+        for (param, group), is_used in zip(members, used, strict=True):
+            if not is_used:
+                continue
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            if sparsity is None:
+                whole.append((param, gradient))
+                continue
+            moved = whole if param.numel() < self._update.dense_below else chosen
+            moved.append((param, self._with_momentum(param, gradient, group, optimizer)))
+        self._exchange_whole(whole)
+        if sparsity is not None:
+            self._exchange_chosen(chosen, sparsity)
+            for group in {id(group): group for _, group in members}.values():
+                self._held.append((group, group["momentum"], group["weight_decay"]))
+                group["momentum"] = group["weight_decay"] = 0.0
+
+    def _give_back(self, _optimizer: Optimizer) -> None:
+        """Give the optimizer its momentum back."""
+        for group, momentum, decay in self._held:
+            group["momentum"], group["weight_decay"] = momentum, decay
+        self._held.clear()
+
+    def _sparsity(self, step: int) -> float | None:
+        """Return the share of entries that stay behind in a step; None while gradients travel whole."""
+        since = step - 1 - self._update.rampup_begin_step
+        if since < 0:
+            return None
+        ramp = self._update.sparsity
+        return ramp[min(since * len(ramp) // self._update.rampup_steps, len(ramp) - 1)]
+
+    def _group_of(self, param: Tensor) -> Group:
+        return self._groups[self._names[id(param)]]
+
+    def _used_anywhere(self, params: Sequence[Tensor]) -> list[bool]:
+        """Return which parameters have a gradient, or something that waits, on any of the ranks that add theirs."""
+        used = [param.grad is not None or self._names[id(param)] in self._residual for param in params]
+        for group in dict.fromkeys(map(self._group_of, params)):
+            members = [index for index, param in enumerate(params) if self._group_of(param) is group]
+            flags = torch.tensor([used[i] for i in members], dtype=torch.uint8, device=params[0].device)
+            with peers_named("the exchange of gradients", group):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            for index, flag in zip(members, flags.tolist(), strict=True):
+                used[index] = bool(flag)
+        return used
+
+    def _together(self, moved: Sequence[_Moved]) -> Iterator[tuple[Group, list[_Moved]]]:
+        """Yield what can travel together: gradients of one dtype that are added over the same ranks."""
+        for kind in dict.fromkeys((param.dtype, self._group_of(param)) for param, _ in moved):
+            yield kind[1], [one for one in moved if (one[0].dtype, self._group_of(one[0])) == kind]
+
+    def _with_momentum(self, param: Tensor, gradient: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Tensor:
+        """Return what this rank adds to a parameter's update: its gradient with decay, and its own velocity."""
+        if group["weight_decay"]:
+            gradient = gradient + group["weight_decay"] * self._part_of(param, param)
+        momentum = group["momentum"]
+        if not momentum:
+            return gradient
+        name = self._names[id(param)]
+        velocity = self._velocity.get(name)
+        if velocity is None:
+            velocity = self._velocity[name] = self._inherited(param, optimizer)
+        velocity.mul_(momentum).add_(gradient)
+        return gradient + momentum * velocity if group["nesterov"] else velocity.clone()
+
+    def _inherited(self, param: Tensor, optimizer: Optimizer) -> Tensor:
+        """Return this rank's part of the velocity that the optimizer has gathered while gradients travelled whole."""
+        gathered = optimizer.state.get(param, {}).get("momentum_buffer")
+        return torch.zeros_like(param) if gathered is None else self._part_of(param, gathered)
+
+    def _part_of(self, param: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's even part of what all ranks' exchange adds up to `whole`."""
+        return whole / (self._scale * dist.get_world_size(self._group_of(param)))
+
+    def _exchange_whole(self, moved: Sequence[_Moved]) -> None:
+        for group, alike in self._together(moved):
+            flat = torch.cat([value.reshape(-1) for _, value in alike])
+            with peers_named("the exchange of gradients", group):
+                dist.all_reduce(flat, group=group)
+            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+
+    def _exchange_chosen(self, moved: Sequence[_Moved], sparsity: float) -> None:
+        self.sent = 0
+        for group, alike in self._together(moved):
+            places, values = self._choose(alike, sparsity)
+            flat = values.new_zeros(sum(param.numel() for param, _ in alike))
+            for where, what in zip(_gathered(places, group), _gathered(values, group), strict=True):
+                # In rank order, so that the sum is the same to the bit on every rank.
+                flat.index_add_(0, where, what)
+            _hand_back([param for param, _ in alike], flat.mul_(self._scale))
+
+    def _choose(self, moved: Sequence[_Moved], sparsity: float) -> tuple[Tensor, Tensor]:
+        """Take the largest entries of what waits, and let them go; places count through all of `moved`."""
+        places, values, start = [], [], 0
+        for param, value in moved:
+            name = self._names[id(param)]
+            if name not in self._residual:
+                self._residual[name] = torch.zeros_like(param)
+            waiting = self._residual[name].add_(value).view(-1)
+            count = max(1, round(param.numel() * (1.0 - sparsity)))
+            place = waiting.abs().topk(count, sorted=False).indices
+            places.append(place + start)
+            values.append(waiting[place])
+            waiting[place] = 0.0
+            if name in self._velocity:
+                self._velocity[name].view(-1)[place] = 0.0
+            start += param.numel()
+        self.sent += sum(map(len, places))
+        return torch.cat(places), torch.cat(values)
+
+
+def _gathered(mine: Tensor, group: Group) -> list[Tensor]:
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with peers_named("the exchange of gradients", group):
+        dist.all_gather(everyone, mine, group=group)
+    return everyone
+
+
+def _hand_back(params: Sequence[Tensor], flat: Tensor) -> None:
+    for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = piece.view(param.shape)

@@ -1,0 +1,4 @@
+"""A Plan in words, tables and pictures, and the difference of two.
+
+Start with `explain`.
+"""

@@ -1,0 +1,79 @@
+"""A Plan as an SVG picture: what its rules cover, where that lives, how it is updated, and what of it a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from phalanx.plan.report.explain import Explanation, Row
+
+_PLACES = (("on servers", "#59a14f"), ("shard", "#4e79a7"), ("cut", "#4e79a7"), ("", "#9aa5b1"))
+"""Colours by what the words for a place hold: rows on servers, slices on ranks, copies."""
+
+_ROW, _TOP, _BAR, _WIDTH = 24, 84, 260, 1100
+_NAME, _PLACE, _UPDATE, _BYTES = 14, 300, 480, 740
+
+
+def picture(told: Explanation) -> str:
+    """Return an SVG picture of a Plan that was explained; a bar is a rule's MiB, its dark part what one rank holds."""
+    plan, rows = told.plan, sorted(told.rows, key=lambda row: -row.bytes)
+    mesh = " × ".join(f"{axis.name}={axis.size}" for axis in plan.mesh) or "one rank"
+    reasons = [f"{reason.setting}: {reason.effect}" for reason in plan.because]
+    height = _TOP + _ROW * (len(rows) + len(told.stages)) + 18 * len(reasons) + 40
+    most = max([row.bytes for row in rows] + [1])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
+        '<g font-family="sans-serif" font-size="13" fill="#1b2733">',
+        f'<text x="{_NAME}" y="24" font-size="16" font-weight="bold">Plan over {escape(mesh)}</text>',
+        f'<text x="{_NAME}" y="44" fill="#57646f">{escape(_sums(told))}</text>',
+        *_heads(),
+    ]
+    top = float(_TOP)
+    for row in rows:
+        parts += _drawn(row, top, most)
+        top += _ROW
+    for stage in told.stages:
+        said = f"stage {stage.stage} on rank {stage.holder} of its axis: {', '.join(stage.units)}"
+        parts.append(f'<text x="{_NAME}" y="{top + 16:g}">{escape(_short(said, 150))}</text>')
+        top += _ROW
+    for reason in reasons:
+        top += 18
+        parts.append(
+            f'<text x="{_NAME}" y="{top:g}" font-size="12" fill="#57646f">{escape(_short(reason, 160))}</text>'
+        )
+    return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
+
+
+def _sums(told: Explanation) -> str:
+    held = sum(row.rank_bytes for row in told.rows) / 2**20
+    sent = told.reduced_bytes / 2**20
+    return f"a rank holds {held:.4g} MiB of parameters; {told.collectives} all-reduces of {sent:.4g} MiB a step"
+
+
+def _heads() -> Iterator[str]:
+    for x, head in (
+        (_NAME, "parameters"),
+        (_PLACE, "live"),
+        (_UPDATE, "updated by"),
+        (_BYTES, "MiB (dark: on a rank)"),
+    ):
+        yield f'<text x="{x}" y="{_TOP - 10}" fill="#57646f" font-size="12">{head}</text>'
+
+
+def _drawn(row: Row, top: float, most: int) -> Iterator[str]:
+    colour = next(colour for word, colour in _PLACES if word in row.place)
+    middle = top + 16
+    words = f"{row.match} ({row.tensors})"
+    yield f'<text x="{_NAME}" y="{middle:g}" font-weight="bold">{escape(_short(words, 40))}</text>'
+    yield f'<text x="{_PLACE}" y="{middle:g}">{escape(_short(row.place, 26))}</text>'
+    yield f'<text x="{_UPDATE}" y="{middle:g}">{escape(_short(row.update, 38))}</text>'
+    length, held = (_BAR * amount / most for amount in (row.bytes, min(row.rank_bytes, row.bytes)))
+    bar = f'<rect x="{_BYTES}" y="{top + 3:g}" height="{_ROW - 7}" fill="{colour}"'
+    yield f'{bar} width="{length:.1f}" opacity="0.35"/>'
+    yield f'{bar} width="{held:.1f}"/>'
+    yield f'<text x="{_BYTES + length + 6:.1f}" y="{middle:g}" fill="#57646f">{row.bytes / 2**20:.3g}</text>'
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

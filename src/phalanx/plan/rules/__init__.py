@@ -1,0 +1,4 @@
+"""From a strategy to a Plan.
+
+Pure. Start with `rules`.
+"""

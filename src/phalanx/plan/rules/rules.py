@@ -1,0 +1,165 @@
+"""Make a Plan from a strategy."""
+
+from __future__ import annotations
+
+from phalanx.errors import PlanError
+from phalanx.plan.mesh import Position
+from phalanx.plan.rules.mesh import batch_axes, mesh_from_strategy
+from phalanx.plan.rules.servers import (
+    DENSE,
+    DENSE_WIDTH,
+    check_servers,
+    dense_on_servers,
+    push_from_strategy,
+    server_reasons,
+    sparse_tables,
+)
+from phalanx.plan.rules.techniques import (
+    modules_from_strategy,
+    scaler_from_strategy,
+    schedule_from_strategy,
+    update_from_strategy,
+)
+from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Server, Step, Table, Update
+from phalanx.strategy import DistributedStrategy
+from phalanx.strategy.conflicts import first_conflict
+
+ACTING = frozenset(
+    (
+        "graph", "amp", "recompute", "gradient_merge", "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc",
+        "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "sharding", "pipeline",
+        "tensor_parallel", "context_parallel", "clip", "ema", "a_sync",
+    )
+)  # fmt: skip
+"""Techniques that this version carries out."""
+
+EFFECTS = {
+    "graph": "the forward pass and the loss are compiled",
+    "amp": "the forward pass computes in lower precision",
+    "recompute": "activations of named modules are computed again in the backward pass",
+    "gradient_merge": "several batches make one update",
+    "localsgd": "ranks train apart and average their parameters",
+    "adaptive_localsgd": "ranks train apart and average their parameters, less often while the loss is high",
+    "lars": "the step of each parameter follows its norm and its gradient's",
+    "lamb": "the step of each parameter follows its norm and its update's",
+    "dgc": "only the largest entries of gradients travel",
+    "fp16_allreduce": "gradients travel in float16",
+    "use_hierarchical_allreduce": "gradients are added up within each host first",
+    "sync_batch_norm": "batch normalisation takes the rows of all ranks",
+    "sharding": "each rank holds a part of optimizer state, gradients and parameters",
+    "pipeline": "each rank computes some stages of the model",
+    "tensor_parallel": "layers that px.shard names are cut over ranks",
+    "context_parallel": "modules that px.shard names compute a part of the sequence on each rank",
+    "clip": "gradients are clipped before the update",
+    "ema": "a running mean of the weights is kept; px.ema_of(model) returns it",
+}
+"""What techniques do, for those who read a Plan."""
+
+ACROSS_RANKS = frozenset(
+    (
+        "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
+        "sharding", "pipeline", "tensor_parallel", "context_parallel",
+    )
+)  # fmt: skip
+"""Techniques that do nothing with one rank."""
+
+
+def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_size: int, servers: int = 0) -> Plan:
+    """Return the Plan that a strategy asks for: its mesh, what lives where, how it is computed and updated.
+
+    Pure: the same arguments give the same Plan on every rank.
+
+    Args:
+        strategy: Validated settings.
+        shape: The model's parameters.
+        world_size: Number of workers.
+        servers: Number of parameter servers.
+
+    Raises:
+        PlanError: If several workers share tables and there is no server, a technique lacks a setting, or is not there
+            yet.
+    """
+    waiting = sorted(strategy.techniques - ACTING)
+    if waiting:
+        raise PlanError(
+            f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it."
+        )
+    _check_complete(strategy)
+    conflict = first_conflict(strategy.techniques | ({"a_sync"} if servers else set()))
+    if conflict is not None:
+        first, second, pair = conflict
+        raise PlanError(
+            f"strategy.{next(iter({first, second} - {'a_sync'}))} cannot be on in a job with {servers} parameter "
+            f"servers: {pair.why}. Launch without servers, or turn it off."
+        )
+    check_servers(strategy, shape, world_size, servers)
+    mesh = mesh_from_strategy(strategy, world_size)
+    update, push = update_from_strategy(strategy, mesh), push_from_strategy(strategy, servers)
+    dense, tables = ParamRule(match="*", update=update), sparse_tables(shape)
+    if dense_on_servers(strategy, servers):
+        dense = ParamRule(match="*", place=Server(table=DENSE), update=push)
+        tables = (*tables, Table(name=DENSE, module="*", dim=DENSE_WIDTH))
+    merge = strategy.gradient_merge_configs if strategy.gradient_merge else {}
+    return Plan(
+        model_digest=shape.digest(),
+        mesh=mesh,
+        servers=servers,
+        params=(dense, *_exceptions(shape, update, push)),
+        modules=modules_from_strategy(strategy, shape, mesh),
+        tables=tables,
+        schedule=schedule_from_strategy(strategy, mesh),
+        step=Step(
+            batch_axes=batch_axes(mesh),
+            accumulate=merge.get("k_steps", 1),
+            accumulate_mean=merge.get("avg", True),
+            compiled=strategy.graph,
+            scaler=scaler_from_strategy(strategy),
+            sync_bn=strategy.sync_batch_norm,
+            broadcast=strategy.parameter_broadcast,
+            sync_buffers=strategy.sync_buffers,
+        ),
+        because=(*_reasons(strategy, shape, mesh), *server_reasons(strategy, shape, servers)),
+    )
+
+
+def _check_complete(strategy: DistributedStrategy) -> None:
+    """Raise if a technique is on that needs a setting nobody gave."""
+    if strategy.clip and not strategy.clip_configs:
+        raise PlanError(
+            'strategy.clip needs to know to what. Set clip_configs = {"norm": 1.0}, {"value": 0.1}, or both.'
+        )
+
+
+def _exceptions(shape: ModelShape, update: Update, push: Push) -> tuple[ParamRule, ...]:
+    def exception(param: ParamShape) -> ParamRule | None:
+        if param.table:
+            return ParamRule(match=param.name, place=Server(table=param.table.name), update=push)
+        if not param.trainable:
+            return ParamRule(match=param.name, update=Frozen())
+        if param.is_distributed:
+            return ParamRule(match=param.name, update=update, managed="module")
+        return None
+
+    return tuple(rule for param in shape.params if (rule := exception(param)))
+
+
+def _reasons(strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis, ...]) -> tuple[Reason, ...]:
+    place = Position(mesh, rank=0)
+    ranks, shares = place.count([axis.name for axis in mesh]), place.count(batch_axes(mesh))
+    effect = f"each rank computes 1/{shares} of every global batch"
+    reasons = [Reason(setting=f"world size {ranks}", effect=effect)]
+    if strategy.gradient_scale == "sum":
+        reasons.append(Reason(setting="gradient_scale_configs", effect="gradients are summed, not averaged"))
+    if not strategy.parameter_broadcast:
+        reasons.append(Reason(setting="parameter_broadcast=False", effect="each rank keeps its own initial parameters"))
+    if not strategy.fuse_all_reduce_ops:
+        reasons.append(Reason(setting="fuse_all_reduce_ops=False", effect="one all-reduce per gradient"))
+    alone = " (one rank: nothing to do)" if ranks == 1 else ""
+    for name in (name for name in EFFECTS if name in strategy.techniques):
+        effect = EFFECTS[name] + (alone if name in ACROSS_RANKS else "")
+        reasons.append(Reason(setting=f"{name}=True", effect=effect))
+    frozen = sum(not p.trainable for p in shape.params)
+    if frozen:
+        reasons.append(Reason(setting=f"{frozen} parameters without requires_grad", effect="stay as they are"))
+    return tuple(reasons)

@@ -1,0 +1,176 @@
+"""Add to a Plan the layers that are to be cut over the ranks of one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.errors import PlanError, did_you_mean
+from phalanx.plan.rules.mesh import DATA_AXIS, MODEL_AXIS
+from phalanx.plan.value import (
+    Average,
+    Axis,
+    Frozen,
+    Layout,
+    ModuleRule,
+    OnRanks,
+    ParamRule,
+    Plan,
+    Push,
+    Reason,
+    Shard,
+)
+
+Style = Literal["column", "row", "vocab", "sequence", "context"]
+
+STYLES: tuple[Style, ...] = ("column", "row", "vocab", "sequence", "context")
+
+ON_TOKENS = ("sequence", "context")
+"""Styles of modules whose parameters stay whole, and see some of the tokens on each rank."""
+
+CUT_DIM = {"column": 0, "vocab": 0, "row": 1}
+"""Dim of a layer's weight that each style cuts; a bias is cut where outputs are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Styled:
+    """One module, and how it is to be computed by several ranks."""
+
+    module: str
+    style: Style
+    weight: str | None = None
+    """Plain name of the weight that is cut."""
+
+    bias: str | None = None
+    others: tuple[str, ...] = ()
+    """Plain names of parameters that stay whole, of a module that works on a part of an activation."""
+
+    inputs: int | None = None
+    """Dim along which its input arrives cut; whole when None."""
+
+    outputs: int | None = None
+    """Dim along which its output leaves cut; whole when None."""
+
+
+def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int | None = None) -> Plan:
+    """Return a Plan in which these layers are cut along a mesh axis. Pure.
+
+    Args:
+        plan: A Plan; the ranks of a missing axis are taken from its data axis.
+        styled: The modules.
+        axis: Name of the axis. One along which rows are split makes layers gather rows (hybrid).
+        size: Ranks along the axis, when the mesh has none of that name; all of the data axis when None.
+
+    Raises:
+        PlanError: If the mesh cannot have such an axis, hybrid layers cannot have a style, or a parameter is updated in
+            a way in which slices are not.
+    """
+    plan = _with_axis(plan, axis, size)
+    if plan.axis_size(axis) == 1:
+        return plan
+    is_hybrid = axis in plan.step.batch_axes
+    if is_hybrid:
+        _check_hybrid(styled, axis)
+        styled = [one for one in styled if one.weight is not None]  # a dropout between layers sees a rank's own rows
+    modules = tuple(
+        ModuleRule(
+            match=one.module,
+            style=one.style,
+            inputs=_layout(axis, None if is_hybrid else one.inputs),
+            outputs=_layout(axis, None if is_hybrid else one.outputs),
+        )
+        for one in styled
+        if one.style != "column" or not one.others  # such a module computes what it did
+    )
+    params = (rule for one in styled for rule in _param_rules(plan, one, axis))
+    names = ", ".join(f"{one.module or 'the model'} ({one.style})" for one in styled[:4])
+    more = f" and {len(styled) - 4} more" if len(styled) > 4 else ""
+    how = "each gathers the rows of all ranks" if is_hybrid else "their ranks read the same rows"
+    said = Reason(
+        setting=f"px.shard over {axis}={plan.axis_size(axis)}", effect=f"{names}{more} are cut over ranks; {how}"
+    )
+    return plan.model_copy(
+        update={
+            "params": (*plan.params, *params),
+            "modules": (*plan.modules, *modules),
+            "because": (*plan.because, said),
+        }
+    )
+
+
+def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
+    found = {a.name: a.size for a in plan.mesh}
+    if axis in found:
+        if size not in (None, found[axis]):
+            raise PlanError(
+                f"px.shard asks for {size} ranks along {axis!r}, but the mesh has {axis}={found[axis]}. Leave size "
+                "out, or change the mesh."
+            )
+        return plan
+    data = found.get(DATA_AXIS, 1)
+    if size is None and plan.world_size > 1 and axis != MODEL_AXIS:
+        hint = did_you_mean(axis, {*found, MODEL_AXIS})
+        raise PlanError(
+            f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(found)}.{hint} An axis of your own needs "
+            "size=, the ranks along it."
+        )
+    size = size or data
+    if plan.world_size == 1:
+        size = 1
+    if data % size:
+        raise PlanError(
+            f"px.shard asks for {size} ranks along {axis!r}, which do not divide the {data} ranks of axis "
+            f"{DATA_AXIS!r}. Launch with a multiple of {size}, or choose another size.{did_you_mean(axis, found)}"
+        )
+    sizes = [Axis(name=a.name, size=a.size // size if a.name == DATA_AXIS else a.size) for a in plan.mesh]
+    return plan.model_copy(update={"mesh": (*sizes, Axis(name=axis, size=size))})
+
+
+def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
+    for one in styled:
+        if one.style in ("vocab", *ON_TOKENS):
+            raise PlanError(
+                f"module {one.module!r} has style {one.style!r}, which needs ranks that read the same rows, but rows "
+                f'are split along {axis!r}. Use another axis: px.shard(..., axis="model").'
+            )
+
+
+def _param_rules(plan: Plan, one: Styled, axis: str) -> Iterator[ParamRule]:
+    if one.weight is not None:
+        yield _cut(plan, one.weight, axis, CUT_DIM[one.style])
+    if one.bias is not None and one.style != "row":
+        yield _cut(plan, one.bias, axis, 0)
+    summed = one.others
+    if one.bias is not None and one.style == "row" and one.outputs is not None:
+        summed = (one.bias,)
+    for name in summed:
+        yield _summed(plan, name, axis)
+
+
+def _cut(plan: Plan, name: str, axis: str, dim: int) -> ParamRule:
+    rule = plan.rule_for(name)
+    if not isinstance(rule.place, OnRanks) or isinstance(rule.update, (Push, Average)):
+        raise PlanError(
+            f"parameter {name!r} is to be cut over ranks, but it lives {_where(rule)}. Leave the layer out of "
+            "px.shard, or change the strategy."
+        )
+    layout = {**rule.place.layout, axis: Shard(dim=dim)}
+    return rule.model_copy(update={"match": name, "place": OnRanks(layout=layout), "managed": "module"})
+
+
+def _where(rule: ParamRule) -> str:
+    return "on servers" if not isinstance(rule.place, OnRanks) else f"with update {rule.update.kind!r}"
+
+
+def _summed(plan: Plan, name: str, axis: str) -> ParamRule:
+    """Return the rule of a whole parameter that each rank uses for a part of the sequence: terms are added."""
+    rule = plan.rule_for(name)
+    if isinstance(rule.update, Frozen):
+        return rule.model_copy(update={"match": name})
+    update = rule.update.model_copy(update={"axes": (*plan.step.batch_axes, axis)})
+    return rule.model_copy(update={"match": name, "update": update})
+
+
+def _layout(axis: str, dim: int | None) -> Layout | None:
+    return None if dim is None else {axis: Shard(dim=dim)}

@@ -1,0 +1,45 @@
+"""Rules of a Plan that are about nothing in its model, such as those with a misspelt name (pure)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from phalanx.cluster.messages.messages import text
+from phalanx.errors import PlanError
+from phalanx.plan.value import Plan, matches
+
+_MOST_NAMES = 5
+
+
+def check_rules(plan: Plan, *, params: Mapping[str, str], modules: Collection[str]) -> None:
+    """Raise if a rule of a Plan is about nothing of a model. `*` may be: it is about whatever there is.
+
+    Args:
+        plan: The Plan.
+        params: The first name of each of the model's parameters, before it is cut, by its plain names; a shared one has
+            several, and rules are looked up by the first.
+        modules: Names of its modules; the model itself is "".
+
+    Raises:
+        PlanError: For the first such rule; says which names are nearest in spelling, or the first of a parameter.
+    """
+    for rule in plan.params:
+        first = {params[name] for name in _covered("rule of no parameter", rule.match, params)}
+        if first and not any(matches(rule.match, name) for name in first):
+            raise PlanError(text("rule of another name", rule=rule.match, first=", ".join(sorted(first))))
+    for module in plan.modules:
+        _covered("rule of no module", module.match, modules)
+
+
+def _covered(key: str, pattern: str, known: Collection[str]) -> list[str]:
+    """Return the names that a pattern matches; raises PlanError if there is none and it is not `*`."""
+    covered = [name for name in known if matches(pattern, name)]
+    if not covered and pattern != "*":
+        raise PlanError(text(key, rule=pattern, nearest=_nearest(pattern, known)))
+    return covered
+
+
+def _nearest(pattern: str, known: Collection[str]) -> str:
+    named = [name for name in known if name]
+    return ", ".join(difflib.get_close_matches(pattern, named, n=_MOST_NAMES, cutoff=0.0)) or "-"

@@ -1,0 +1,191 @@
+"""The parameter that stands for a table in a model.
+
+It holds no rows: its shape is (0, dim). After backward its `.grad` is the gradient of the rows that were looked up
+since the last step, shape (unique ids, dim), and its data zeros of that shape without memory, so that gradient scaling,
+clipping and the user's own code see what they would see of any parameter. The optimizer step takes the gradient away
+and pushes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.ps.stores.base import Change, Keys
+from phalanx.ps.stores.dedup import unique
+from phalanx.ps.table.rules import Entry, Init, Rule, TableSpec
+
+Counts = NDArray[np.uint32]
+Clicks = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """What a `SparseEmbedding` says of its table; the rule may follow the optimizer that holds the handle."""
+
+    dim: int
+    optimizer: Rule | None
+    entry: Entry | None
+    init: Init
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    max_bytes: int | None
+    padding_idx: int | None
+
+    def spec(self, name: str, rule: Rule) -> TableSpec:
+        """Return the specification of a table of this name and rule."""
+        return TableSpec(
+            name=name,
+            dim=self.dim,
+            rule=rule,
+            init=self.init,
+            entry=self.entry,
+            dtype=self.dtype,
+            seed=self.seed,
+            max_bytes=self.max_bytes,
+        )
+
+
+@dataclass(slots=True)
+class Occurrences:
+    """Which ids one lookup read, and how often; all of shape (n,)."""
+
+    keys: Keys
+    """Unique ids."""
+
+    counts: Counts
+    clicks: Clicks | None = None
+    """Clicks per id; none when None."""
+
+
+class Handle(nn.Parameter):
+    """Stands for one table; modules that name the same table share it.
+
+    Args:
+        settings: What the table is.
+    """
+
+    settings: TableSettings
+    table: str | None
+    """Name of the table; None until it is given, or follows from the module's place in the model."""
+
+    _seen: Occurrences | None
+
+    def __new__(cls, settings: TableSettings) -> Handle:
+        """Make the handle of a table without a name."""
+        self = super().__new__(cls, torch.empty(0, settings.dim))
+        self.become(settings)
+        return self
+
+    def become(self, settings: TableSettings) -> None:
+        """Stand for a table that has no name yet."""
+        self.settings, self.table, self._seen = settings, None, None
+
+    def __deepcopy__(self, memo: object) -> Handle:
+        return self  # rows are not copied: a copy of a model reads and trains the same table
+
+    @property
+    def label(self) -> str:
+        """The table's name for messages."""
+        return repr(self.table) if self.table else "without a name"
+
+    def collect(self, seen: Occurrences, gradient: Tensor) -> None:
+        """Add the gradient of the rows of one lookup to `.grad`.
+
+        Args:
+            seen: The ids.
+            gradient: Shape (n, dim), dtype and device of the handle.
+        """
+        # zero_grad(set_to_none=False) leaves zeros: gradients dropped all the same.
+        if self._seen is not None and self.grad is not None and self.grad.any():
+            seen, gradient = _merged((self._seen, self.grad), (seen, gradient))
+        self._seen, self.grad = seen, None
+        self.data = gradient.new_zeros(()).expand_as(gradient)
+        self.grad = gradient
+
+    def hand_out(self, lr: float | None) -> Change | None:
+        """Return what `.grad` holds as a change of the table and empty the handle; None when there is nothing."""
+        seen, gradient = self._seen, self.grad
+        self._seen = self.grad = None
+        if self.shape[0]:
+            self.data = self.data.new_empty(0, self.settings.dim)
+        if seen is None or gradient is None:
+            return None
+        assert self.table is not None
+        values = gradient.detach().to("cpu", torch.float32).contiguous().numpy()
+        return Change(self.table, seen.keys, values, lr=lr, counts=seen.counts, clicks=seen.clicks)
+
+
+def _merged(first: tuple[Occurrences, Tensor], second: tuple[Occurrences, Tensor]) -> tuple[Occurrences, Tensor]:
+    seen, gradient = (first[0], second[0]), torch.cat([first[1], second[1]])
+    keys, inverse, _ = unique([s.keys for s in seen])
+    where = torch.from_numpy(inverse).to(gradient.device)
+    total = gradient.new_zeros(len(keys), gradient.shape[1]).index_add_(0, where, gradient)
+    counts = _added([s.counts for s in seen], inverse, len(keys)).astype(np.uint32)
+    clicks = None
+    if any(s.clicks is not None for s in seen):
+        each = [np.zeros(len(s.keys), np.float32) if s.clicks is None else s.clicks for s in seen]
+        clicks = _added(each, inverse, len(keys)).astype(np.float32)
+    return Occurrences(keys, counts, clicks), total
+
+
+def _added(values: list[Counts] | list[Clicks], inverse: Keys, size: int) -> NDArray[Any]:
+    return np.bincount(inverse, weights=np.concatenate(values), minlength=size)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+_named: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
+
+
+def shared_handle(name: str | None, settings: TableSettings) -> Handle:
+    """Return the handle of the table of this name, made now if there is none; without a name always a new one.
+
+    Raises:
+        ConfigError: If the table exists with other settings; names the first that differs.
+    """
+    known = _named.get(name) if name else None
+    if known is None:
+        handle = Handle(settings)
+        if name:
+            give_name(handle, name)
+        return handle
+    for field in fields(settings):
+        have, asked = getattr(known.settings, field.name), getattr(settings, field.name)
+        if have != asked:
+            raise ConfigError(
+                f"SparseEmbedding(name={name!r}) was made with {field.name}={have!r} and is now asked with "
+                f"{field.name}={asked!r}. Tables of one name are one table: use the same settings, or another name."
+            )
+    return known
+
+
+def give_name(handle: Handle, name: str) -> None:
+    """Name the table of a handle.
+
+    Raises:
+        ConfigError: If another table has this name.
+    """
+    if _named.get(name, handle) is not handle:
+        raise ConfigError(
+            f"there is a table {name!r} in this process already, of another model. Give one of them another name: "
+            "SparseEmbedding(..., name=...)."
+        )
+    handle.table = name
+    _named[name] = handle
+
+
+def free_name(taken: Container[str]) -> str:
+    """Return the first of `embedding`, `embedding_1`, ... that no table has, nor had: those in `taken`."""
+    number = 0
+    while (name := f"embedding_{number}" if number else "embedding") in _named or name in taken:
+        number += 1
+    return name

@@ -1,0 +1,58 @@
+"""Ask for the rows of the next batches while this one is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.ps.client.consistency import Mode
+from phalanx.ps.client.table_client import current
+from phalanx.ps.embedding import SparseEmbedding
+from phalanx.ps.features import keys_of
+from phalanx.ps.stores.base import Keys, Want
+from phalanx.ps.stores.dedup import unique
+
+Batch = TypeVar("Batch")
+Lookups = Sequence[tuple[SparseEmbedding, Tensor]]
+
+
+def prefetch(loader: Iterable[Batch], ids: Callable[[Batch], Lookups], *, depth: int = 1) -> Iterator[Batch]:
+    """Iterate over a loader, asking for the rows of later batches before each batch is handed out.
+
+    In async mode rows are then at most `depth` of this worker's own steps older than without. The other modes promise
+    newer rows than that; there nothing is asked ahead and results are the same with and without.
+
+    Args:
+        loader: Batches; it is read `depth` batches ahead, and so is its state.
+        ids: What the model will look up for a batch: modules and ids, as `phalanx.ps.lookup` takes them. Ids of one
+            table are looked up together if the model does so with one `lookup`, else by one pair per table.
+        depth: Batches to ask ahead.
+
+    Raises:
+        ConfigError: If `depth` is less than 1.
+    """
+    if depth < 1:
+        raise ConfigError(f"prefetch reads at least 1 batch ahead, found depth={depth}. Use the loader itself instead.")
+    attachment = current()
+    batches, waiting = attachment.context.batches, deque[Batch]()
+    for batch in loader:
+        _ask(attachment.mode, ids(batch))
+        waiting.append(batch)
+        if len(waiting) > depth:
+            batches.use(waiting[0])
+            yield waiting.popleft()
+    while waiting:
+        batches.use(waiting[0])
+        yield waiting.popleft()
+
+
+def _ask(mode: Mode, lookups: Lookups) -> None:
+    by_table: dict[str, list[Keys]] = {}
+    for module, tensor in lookups:
+        if module.handle.table is not None:
+            by_table.setdefault(module.handle.table, []).append(keys_of(tensor))
+    mode.ahead([Want(table, unique(keys)[0]) for table, keys in by_table.items()])

@@ -1,0 +1,335 @@
+"""What ties this process's tables to its optimizers.
+
+Rows are read through the training mode, and every optimizer step pushes the gradients of the parameters it holds. The
+mode opens at the first use. A script that distributes nothing trains tables in this process by a hook that torch calls
+before every optimizer's step; distributed optimizers are hooked by `parallel`, inside their learning-rate factor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import phalanx.comm.context as context_of
+from phalanx.comm.batches import row_weight_of
+from phalanx.comm.context import Context
+from phalanx.errors import ClosedError, ConfigError, PhalanxError
+from phalanx.plan.value import Push
+from phalanx.ps.client.connect import open_mode, tell_unused
+from phalanx.ps.client.consistency import Mode
+from phalanx.ps.client.dense import DenseParameters
+from phalanx.ps.client.desync_check import Drift
+from phalanx.ps.client.parameter import Handle, Occurrences
+from phalanx.ps.client.registry import Claims
+from phalanx.ps.snapshot.manifest import read_manifest
+from phalanx.ps.stores.base import Change, Keys, Pulled, Rows, Want
+
+logger = logging.getLogger("phalanx.ps")
+
+DEFAULT_PUSH = Push(mode="async")
+"""What a job with servers does without a strategy; in one process it is the same as sync."""
+
+
+LAST_WORDS_S = 5.0
+"""Longest that a process which ends tries to reach a server that it never used."""
+
+
+class Attachment:
+    """This process's part in training tables.
+
+    Args:
+        context: The job.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.push = DEFAULT_PUSH
+        self.is_configured = False
+        self.dense = False
+        """Whether dense parameters that no Plan places elsewhere live on servers too."""
+
+        self.skipped = 0
+        """Steps that sent nothing because a gradient was not finite, or was dropped before the optimizer stepped."""
+
+        self.since = time.time()
+        """When this process began to use tables."""
+
+        self._mode: Mode | None = None
+        self.claims = Claims(context, lambda: self.mode)
+        """Tables of ids, and who trains them."""
+
+        self._hooks: list[Any] = []
+        self._dense = DenseParameters()
+        self._places = WeakTensorKeyDictionary()
+        self._drift = Drift(context.rank, context.world_size)
+        self._arriving: Pulled | None = None
+        """The dense parameters that come with the answer to the last push."""
+
+        self._is_finished = False
+        self._has_told = False
+        """Whether the servers know that this worker used no table."""
+
+        self._has_warned = False
+        self._opener: nn.Parameter | None = None
+        """The parameter that got the first gradient since the last step."""
+
+    @property
+    def mode(self) -> Mode:
+        """The training mode, opened now if need be.
+
+        Raises:
+            ConfigError: If the job has several workers and no server.
+        """
+        if self._mode is None:
+            where: Literal["servers", "workers"] = "servers" if self.dense else "workers"
+            self._mode = open_mode(self.context, self.push, dense=where)
+        return self._mode
+
+    def configure(self, push: Push, *, dense: bool) -> None:
+        """Say how gradients reach the tables, before any is in use.
+
+        Args:
+            push: Mode, and whether workers' gradients are averaged or added.
+            dense: Whether dense parameters that no Plan places elsewhere live on servers too.
+
+        Raises:
+            ConfigError: If tables are in use in another way.
+        """
+        self.is_configured = True
+        if self._mode is not None and (push, dense) != (self.push, self.dense):
+            raise ConfigError(
+                f"tables are in use in mode {self.push.mode!r} already, and are now asked for mode {push.mode!r}. Give "
+                "the strategy or Plan before the first forward pass, the same for all models."
+            )
+        self.push, self.dense = push, dense
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def pull(self, wants: Sequence[tuple[Handle, Keys]]) -> list[Rows]:
+        """Return the rows of unique ids, shape (n, dim) each, as of this worker's step."""
+        self._end_dropped_step()
+        for handle, _ in wants:
+            self.claims.use(handle)
+        if not self.claims.optimizers and not self._hooks:
+            self._hook_every_optimizer()
+        known = [Want(str(handle.table), keys) for handle, keys in wants if self.claims.is_made(handle)]
+        rows = iter(self.mode.pull(known).rows() if known else [])
+        return [
+            next(rows) if self.claims.is_made(handle) else self.claims.initial_rows(handle, keys)
+            for handle, keys in wants
+        ]
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def add(self, handle: Handle, seen: Occurrences, gradient: Tensor) -> None:
+        """Add the gradient of looked-up rows to a handle; called during backward."""
+        factor = self._gain()
+        if factor == 0.0:
+            return
+        self._open_step(handle)
+        handle.collect(seen, gradient if factor == 1.0 else gradient * factor)
+
+    def _gain(self) -> float:
+        """Return the factor of this rank's gradients that makes their mean over the workers the global one."""
+        workers, is_sum = self.context.world_size, self.push.reduce != "mean"
+        factor = row_weight_of(self.context.passes.of_backward(workers), workers, is_sum=is_sum)
+        return factor * workers if is_sum else factor
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Push the gradients of parameters on servers that this optimizer steps, and take them from it.
+
+        Raises:
+            ConfigError: If a table has a gradient and no update rule.
+        """
+        is_new = optimizer not in self.claims.optimizers
+        self.claims.optimizers.add(optimizer)
+        if wrong := self.claims.unclaimed():
+            self._complain(wrong, may_be_early=is_new)
+        handles = self.claims.held_by(optimizer)
+        changes = [*self.claims.changes_of(handles), *self._dense.hand_out(optimizer)]
+        if changes or self._dense.steps(optimizer) or any(self.claims.holder_of(handle) for handle in handles):
+            self._arriving = self._send(changes, self._dense.wants(optimizer))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Take the dense parameters as the servers have them after the push, or see that workers keep them equal."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and self._dense.steps(optimizer):
+            self._dense.take(optimizer, arriving)
+        elif self.context.is_distributed:
+            self._drift.look(optimizer, self._is_averaged)
+
+    def _is_averaged(self, param: Tensor) -> bool:
+        """Return whether a Plan keeps a dense parameter on every worker, whole."""
+        # Of a layer that holds one shard on each rank it is True; every other tensor has a method of that name.
+        is_shard = getattr(param, "is_distributed", None) is True
+        return self._places.get(param) is False and param.requires_grad and not is_shard
+
+    def _complain(self, wrong: str, *, may_be_early: bool) -> None:
+        if not self._hooks:
+            raise ConfigError(wrong)
+        # The script distributes nothing, so its optimizers are known by their steps; the right one may be yet to come.
+        if not may_be_early and not self._has_warned:
+            self._has_warned = True
+            logger.warning("so far %s", wrong)
+
+    def _send(self, changes: Sequence[Change], then: Sequence[Want]) -> Pulled:
+        if self._is_finished:
+            raise ClosedError("an optimizer stepped after stop_worker(). Stop after the last step.")
+        if all(_is_finite(change) for change in changes):
+            pulled = self.mode.push(changes, then=then)
+        else:
+            pulled = self._skip("a gradient is not finite", then)
+        if self._opener is not None and self._opener.grad is None:
+            self._opener = None
+        return pulled
+
+    def _open_step(self, param: nn.Parameter) -> None:
+        self._end_dropped_step()
+        if self._opener is None:
+            self._opener = param
+
+    def _end_dropped_step(self) -> None:
+        """End a step whose gradients the script dropped, as a gradient scaler does, so that nobody waits for it."""
+        if self._opener is not None and self._opener.grad is None:
+            self._opener = None
+            self._skip("its gradients were dropped before the optimizer stepped")
+
+    def _skip(self, why: str, then: Sequence[Want] = ()) -> Pulled:
+        self.skipped += 1
+        if self.skipped & (self.skipped - 1) == 0:
+            logger.warning("step %d sent nothing to the tables: %s (%d so far)", self.mode.step, why, self.skipped)
+        return self.mode.push([], weight=0.0, then=then)
+
+    # --- optimizers and dense parameters ----------------------------------------------------------------------------
+
+    def place(self, param: nn.Parameter, *, on_servers: bool) -> None:
+        """Say where a dense parameter lives."""
+        self._places[param] = on_servers
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer whose caller sees to it that `before_step` and `after_step` run.
+
+        Collective when dense parameters live on servers: worker 0's values become those of all.
+        """
+        self.claims.optimizers.add(optimizer)
+        self._unhook()
+        params = self._dense.add(optimizer, self._lives_on_servers)
+        if params:
+            role = self.context.role
+            self._dense.start(optimizer, self.mode, is_first=role.rank == 0, is_again=role.attempt > 0)
+        for param in params:
+            param.register_hook(partial(self._on_dense_gradient, param))
+
+    def settle_dense(self, directory: Path) -> None:
+        """After a load: give the servers the dense parameters that the folder has no table of, and read the others.
+
+        Collective.
+        """
+        self._dense.give(self.mode, read_manifest(directory).tables, is_first=self.context.rank == 0)
+        self._dense.read(self.mode)
+
+    def _lives_on_servers(self, param: Tensor) -> bool:
+        is_dense = not isinstance(param, Handle) and param.requires_grad
+        return is_dense and bool(self._places.get(param, self.dense))
+
+    def _on_dense_gradient(self, param: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        self._open_step(param)
+        factor = self._gain()
+        return None if factor == 1.0 else gradient * factor
+
+    def _hook_every_optimizer(self) -> None:
+        def before(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            if _current is self:
+                self.before_step(optimizer)
+
+        self._hooks = [register_optimizer_step_pre_hook(before)]
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # --- snapshots and the end --------------------------------------------------------------------------------------
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> None:
+        """Replace rows by those of a snapshot, of all tables or of those named; worker 0 does it for all.
+
+        A table that no optimizer has claimed when it is read then keeps the rule it was saved with.
+        """
+        saved = read_manifest(directory).tables
+        self.claims.loaded = {name: spec.rule for name, spec in saved.items() if names is None or name in names}
+        self.mode.load(directory, names if self.context.rank == 0 else [])
+
+    def finish(self) -> None:
+        """Send what is held back and leave the tables, which can still be read. Safe to call twice."""
+        self._unhook()
+        self._is_finished = True
+        if self._mode is not None:
+            self._mode.finish()
+        else:
+            self._tell_unused(failed=False, connect_s=60.0)
+
+    def _tell_unused(self, *, failed: bool, connect_s: float) -> None:
+        """Let servers that wait for this worker's tables know that none will come."""
+        role = self.context.role
+        if not self._has_told and role.is_worker and role.server_endpoints:
+            self._has_told = True
+            tell_unused(role, failed=failed, connect_s=connect_s)
+
+    def close(self) -> None:
+        """Let go of the tables at the end of the process.
+
+        A script that failed does not take its leave: the others must learn that this worker is lost.
+        """
+        failed = hasattr(sys, "last_value") or os.path.isfile(os.environ.get("PHALANX_ERROR_FILE", ""))
+        # Our launcher sees a failure by itself.
+        if self._mode is None and not (failed and self.context.role.launcher == "phalanx"):
+            try:
+                self._tell_unused(failed=failed, connect_s=LAST_WORDS_S)
+            except PhalanxError as error:
+                logger.warning("could not tell the servers that this worker ends: %s", error)
+        if not failed and self._mode is not None:
+            self.finish()
+        if self._mode is not None:
+            self._mode.store.close()
+        self._mode = None
+        self.claims.close()
+
+
+def _is_finite(change: Change) -> bool:
+    # A sum is as good as a look at every value, and takes no memory.
+    return math.isfinite(float(torch.from_numpy(change.values).sum()))
+
+
+# --- this process's own ---------------------------------------------------------------------------------------------
+
+_current: Attachment | None = None
+
+
+def current() -> Attachment:
+    """Return this process's attachment, made for the job's Context at the first call."""
+    global _current
+    context = context_of.init()
+    if _current is None or _current.context is not context:
+        _current = Attachment(context)
+        atexit.register(_current.close)
+    return _current
+
+
+def holds(param: Tensor) -> bool:
+    """Return whether the gradient of this parameter goes to a table."""
+    return isinstance(param, Handle) or (_current is not None and param in _current._dense)

@@ -1,0 +1,194 @@
+"""What a training mode talks to: tables in this process, or on servers, by one set of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.ps.table.arrays import Keys as Keys
+from phalanx.ps.table.arrays import Rows as Rows
+from phalanx.ps.table.rules import TableSpec
+
+_Table = TypeVar("_Table")
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Rows asked of one table."""
+
+    table: str
+    keys: Keys
+    """Unique ids, shape (n,); the 64 bits are taken as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Gradients, deltas or values for rows of one table."""
+
+    table: str
+    keys: Keys
+    """Unique ids, shape (n,)."""
+
+    values: Rows
+    """Shape (n, dim)."""
+
+    kind: str = "gradient"
+    """`gradient` (the table's rule applies it), `delta` (added to the row), `assign` (replaces the row's values and
+    keeps its optimizer state)."""
+
+    lr: float | None = None
+    """Learning rate for the rule; the specification's own when None."""
+
+    counts: NDArray[np.uint32] | None = None
+    """How often each id occurred in the batch, shape (n,); once each when None. Entry filters count these."""
+
+    shows: NDArray[np.float32] | None = None
+    clicks: NDArray[np.float32] | None = None
+
+
+class Pulled(Protocol):
+    """A pull under way."""
+
+    def rows(self) -> list[Rows]:
+        """Wait and return one (n, dim) array per `Want`, in its order. The arrays are the caller's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A pull that has come."""
+
+    arrays: list[Rows]
+
+    def rows(self) -> list[Rows]:
+        """Return the arrays."""
+        return self.arrays
+
+
+@dataclass(frozen=True, slots=True)
+class TableReport:
+    """Counts of one table, summed over servers since it was made."""
+
+    rows: int
+    bytes: int
+    pushed: int
+    """Rows of accepted pushes."""
+
+    dropped: int
+    """Gradients of ids that were not admitted."""
+
+    evicted: int
+
+
+class Store(Protocol):
+    """Tables, wherever they are. One thread of one worker uses a store."""
+
+    def declare(self, specs: Sequence[TableSpec]) -> None:
+        """Make these tables, or check that they are there with the same specification.
+
+        Raises:
+            ConfigError: If a table of this name has another specification; names the field.
+        """
+        ...
+
+    def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
+        """Ask for rows. Reading changes nothing: an id without a row reads as what it would start from.
+
+        Args:
+            wants: One entry per table.
+            step: Pushes this worker has made so far; sync and bounded modes wait by it.
+        """
+        ...
+
+    def push(
+        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
+    ) -> Pulled:
+        """Send one step's changes; returns once they are on their way, `flush` waits for the acknowledgement.
+
+        Args:
+            changes: Any number of tables; an empty list still ends the step in sync mode.
+            step: The number of this push, from 0.
+            weight: Rows of the batch the gradients are the mean of; sync mode averages by it.
+            then: Rows to read with the answer, as a pull of the next step would find them.
+
+        Returns:
+            The rows of `then`.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged.
+
+        Raises:
+            PhalanxError: If a push was refused; it is not applied, and sent again by the next call that needs it.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Say that this worker pushes no more, so that nobody waits for it."""
+        ...
+
+    def report(self) -> dict[str, TableReport]:
+        """Return counts by table name."""
+        ...
+
+    def shrink(self, table: str) -> int:
+        """End a day: decay and drop rows as the entry policy says. Returns how many rows went."""
+        ...
+
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        """Ask for this worker's next file of an epoch; files of a worker that died come to others again.
+
+        Args:
+            epoch: Number of the epoch.
+            files: All files of the epoch, the same on every worker.
+
+        Returns:
+            The file, or None when none is free; the offset to go on from; and how many files are not done.
+        """
+        ...
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report how far a leased file was read and trained on; `end` says whether that was all of it."""
+        ...
+
+    def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
+        """Write a snapshot of all tables at one moment; one worker calls it, and the others may go on training.
+
+        Args:
+            directory: Folder that this worker and all servers reach.
+            extra: What goes with the tables: JSON values and tensors, in dicts, lists and tuples.
+            mode: `full`, `delta`, `serving`, `serving_bf16`, `serving_int8` or `text`.
+        """
+        ...
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
+        """Replace rows by those of a snapshot, of all tables or of those named; returns `extra` of the save.
+
+        Tables that are declared later get their rows then. Workers meet before and after: it is no step of any mode.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets and tables."""
+        ...
+
+
+def named(tables: Mapping[str, _Table], name: str) -> _Table:
+    """Return what is kept of the table of this name.
+
+    Raises:
+        ConfigError: If nobody declared it; names the tables there are.
+    """
+    try:
+        return tables[name]
+    except KeyError:
+        raise ConfigError(
+            f"There is no table {name!r}; tables: {sorted(tables)}.{did_you_mean(name, tables)}"
+        ) from None

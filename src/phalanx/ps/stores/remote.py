@@ -1,0 +1,215 @@
+"""Tables on servers: one connection per server, and per call one request to each for all tables.
+
+Requests are answered in their order, so a push is sent without waiting; its answer has come when that of the next pull
+has, and is looked at then. A push whose keys are those of an earlier pull names the pull instead.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.ps.snapshot.read import read
+from phalanx.ps.snapshot.save import save
+from phalanx.ps.stores.base import Change, Keys, Pulled, TableReport, Want, named
+from phalanx.ps.stores.partition import Deal
+from phalanx.ps.stores.requests import NamedPull, PulledAfter, PullRequest, PushRequest, Shares, dealt, header
+from phalanx.ps.table.placement import table_salt
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.message import Reply
+
+ServerMode = Literal["sync", "async", "bounded"]
+
+KEPT_PULLS = 8
+"""Pulls that a push can name; a server remembers more."""
+
+
+class RemoteStore:
+    """A `Store` over servers.
+
+    Args:
+        endpoints: `host:port` of every server, by rank.
+        secret: The job's secret.
+        worker: Rank of this worker.
+        workers: Number of workers of the job.
+        mode: What the servers wait for; None for a worker that trains nothing, and goes along with any.
+        bound: Steps a worker may be ahead of the slowest, in mode `bounded`.
+        timeout_s: Longest silence of a server that an answer is due from. One that waits for a worker that lives is
+            not silent.
+        connect_s: Seconds for a server to come up.
+        retry_s: Seconds to go on trying to reach a server that went away; 0 makes that an error at once.
+
+    Raises:
+        PeerLostError: If a server does not come; names it.
+        ConfigError: If something else answers, or the secret is another.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        secret: bytes,
+        worker: int,
+        workers: int,
+        mode: ServerMode | None = "async",
+        bound: int = 0,
+        timeout_s: float = 300.0,
+        connect_s: float = 60.0,
+        retry_s: float = 0.0,
+    ) -> None:
+        self._about = {"mode": mode, "bound": bound, "workers": workers, "worker": worker}
+        self._tables: dict[str, _Table] = {}
+        self._first_step: int | None = None
+        self._unanswered: list[PushRequest] = []
+        self._kept: deque[NamedPull] = deque(maxlen=KEPT_PULLS)
+        self._connections: list[Connection] = []
+        client = secrets.randbits(64)
+        try:
+            for rank, endpoint in enumerate(endpoints):
+                connection = Connection(
+                    endpoint,
+                    secret=secret,
+                    me=f"worker {worker}",
+                    peer=f"server {rank}",
+                    client=client,
+                    timeout_s=timeout_s,
+                    connect_s=connect_s,
+                    retry_s=retry_s,
+                )
+                self._connections.append(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def declare(self, specs: Sequence[TableSpec]) -> None:
+        """Make tables on every server. See `Store.declare`."""
+        replies = self._call_all("declare", {**self._about, "specs": [spec.to_json() for spec in specs]})
+        if self._first_step is None:
+            self._first_step = self._go_on_from([int(reply.meta["step"]) for reply in replies])
+        for spec in specs:
+            self._tables[spec.name] = _Table(spec)
+
+    def pull(self, wants: Sequence[Want], *, step: int = 0) -> Pulled:
+        """Send one request to every server that owns any of the keys. See `Store.pull`."""
+        pull = PullRequest(wants, self._shares(wants), self.flush)
+        pull.send(self._connections, self._number(step))
+        if wants:
+            self._kept.append(pull.named)
+        return pull
+
+    def push(
+        self, changes: Sequence[Change], *, step: int = 0, weight: float = 1.0, then: Sequence[Want] = ()
+    ) -> Pulled:
+        """Send one request to every server, also an empty one: it ends this worker's step there. See `Store.push`."""
+        self.flush()
+        pulls = [self._take_pull(change) for change in changes]
+        about, headers = {"step": self._number(step), "weight": weight}, [header(change) for change in changes]
+        parts = [dealt(change, self._deal(change.table, change.keys)) for change in changes]
+        shares = self._shares(then)
+        for rank, connection in enumerate(self._connections):
+            push = PushRequest(connection, about, headers, [of_change[rank] for of_change in parts], shares.of(rank))
+            push.send([ids.get(rank) for ids in pulls])
+            self._unanswered.append(push)
+        return PulledAfter(list(self._unanswered), shares, self.flush)
+
+    def flush(self) -> None:
+        """Wait until the pushes on their way are acknowledged. See `Store.flush`.
+
+        A push that a server refused, because its disk is full for one, is sent again by the next call.
+        """
+        while self._unanswered:
+            self._unanswered[0].wait()
+            del self._unanswered[0]
+
+    def leave(self) -> None:
+        """Say that this worker pushes no more. See `Store.leave`."""
+        self.flush()
+        self._call_all("leave", {})
+
+    def report(self) -> dict[str, TableReport]:
+        """Return counts by table name, summed over servers. See `Store.report`."""
+        self.flush()
+        of_servers = [reply.meta["tables"] for reply in self._call_all("report", {})]
+        fields = TableReport.__slots__
+        return {
+            name: TableReport(*(sum(int(tables[name][field]) for tables in of_servers) for field in fields))
+            for name in of_servers[0]
+        }
+
+    def shrink(self, table: str) -> int:
+        """End a day on every server. See `Store.shrink`."""
+        self.flush()
+        return sum(int(reply.meta["rows"]) for reply in self._call_all("shrink", {"table": table}))
+
+    def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
+        """Return this worker's next file of an epoch. See `Store.lease`."""
+        meta = self._connections[0].call("lease", {"epoch": epoch, "files": list(files)}).meta
+        return meta["file"], int(meta["offset"]), int(meta["left"])
+
+    def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
+        """Report progress on a leased file. See `Store.done`."""
+        self.flush()
+        self._connections[0].call("done", {"epoch": epoch, "file": file, "offset": offset, "end": end})
+
+    def save(self, directory: Path, extra: Mapping[str, object], *, mode: str = "full") -> None:
+        """Write a snapshot of all servers at one moment. See `Store.save`."""
+        self.flush()
+        save(self._connections, directory, extra, mode)
+
+    def load(self, directory: Path, names: Sequence[str] | None = None) -> dict[str, object]:
+        """Let every server read its part of a snapshot. See `Store.load`."""
+        self.flush()
+        about = {"directory": str(directory.absolute()), "names": None if names is None else list(names)}
+        self._call_all("load", about)
+        return read(directory).extra()
+
+    def close(self) -> None:
+        """Close the connections. See `Store.close`."""
+        for connection in self._connections:
+            connection.close()
+
+    def _take_pull(self, change: Change) -> Mapping[int, int]:
+        """Return what each server calls the pull that a change's keys came with; servers forget them with the push."""
+        for pull in reversed(self._kept):
+            if pull.has_keys_of(change):
+                del pull.keys[change.table]
+                return pull.ids
+        return {}
+
+    def _number(self, step: int) -> int:
+        """Return what the servers call this push of ours."""
+        return step + (self._first_step or 0)
+
+    def _shares(self, wants: Sequence[Want]) -> Shares:
+        dims = [named(self._tables, want.table).dim for want in wants]
+        return Shares(wants, [self._deal(want.table, want.keys) for want in wants], dims)
+
+    def _deal(self, name: str, keys: Keys) -> Deal:
+        table = named(self._tables, name)
+        if table.last is None or table.last[0] is not keys:
+            table.last = keys, Deal.of(keys, table.salt, len(self._connections))
+        return table.last[1]
+
+    def _call_all(self, op: str, meta: Mapping[str, Any]) -> list[Reply]:
+        pending = [connection.send(op, meta) for connection in self._connections]
+        return [p.result() for p in pending]
+
+    def _go_on_from(self, steps: list[int]) -> int:
+        """Return the first push of this process: an earlier one of this worker may have died between two servers."""
+        for connection, had in zip(self._connections, steps, strict=True):
+            for step in range(had, max(steps)):
+                connection.call("push", {"step": step, "weight": 0.0, "changes": []})
+        return max(steps)
+
+
+class _Table:
+    """What a store knows of one table."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.dim, self.salt = spec.dim, table_salt(spec.name)
+        self.last: tuple[Keys, Deal] | None = None
+        """The keys dealt last: those of a step's push are mostly those of its pull."""

@@ -1,0 +1,199 @@
+"""One pull and one push as requests to servers: what is sent, what is waited for, what is sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.ps.stores.base import Change, Keys, Rows, Want
+from phalanx.ps.stores.partition import Array, Deal
+from phalanx.ps.wire.connection import Connection
+from phalanx.ps.wire.pending import Pending
+
+_COLUMNS = ("counts", "shows", "clicks")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedPull:
+    """What a push needs to name an earlier pull."""
+
+    keys: dict[str, Keys]
+    """By table."""
+
+    ids: dict[int, int] = field(default_factory=dict)
+    """What each server calls the pull, by the server's rank; known once the rows are."""
+
+    def has_keys_of(self, change: Change) -> bool:
+        """Return whether a change can name this pull."""
+        known = self.keys.get(change.table)
+        return bool(self.ids) and known is not None and (known is change.keys or np.array_equal(known, change.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is asked of one server."""
+
+    tables: list[tuple[str, int]]
+    """Name of each table, and how many of its keys."""
+
+    keys: list[Keys]
+    """By table."""
+
+    reply_bytes: int
+    """Bytes of the rows, each array beginning at a multiple of 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Rows that are asked of several servers."""
+
+    wants: Sequence[Want]
+    """What is asked."""
+
+    deals: Sequence[Deal]
+    """Which server owns which keys, per want."""
+
+    dims: Sequence[int]
+    """Values per row, per want."""
+
+    def of(self, rank: int) -> Share | None:
+        """Return what is asked of a server; None where it has none of the keys."""
+        keys = [deal.keys[rank] for deal in self.deals]
+        if not any(map(len, keys)):
+            return None
+        tables = [(want.table, len(k)) for want, k in zip(self.wants, keys, strict=True)]
+        return Share(tables, keys, sum(4 * dim * len(k) + 64 for k, dim in zip(keys, self.dims, strict=True)))
+
+    def joined(self, answers: Mapping[int, Sequence[Array]]) -> list[Rows]:
+        """Return one (n, dim) array per want, from what each server answered by its rank."""
+        return [
+            deal.joined({rank: arrays[i] for rank, arrays in answers.items()}, dim)
+            for i, (deal, dim) in enumerate(zip(self.deals, self.dims, strict=True))
+        ]
+
+
+class PullRequest:
+    """A pull under way on several servers.
+
+    Args:
+        wants: What is asked.
+        shares: The same by server.
+        before: Called before the rows are read; the answers to earlier pushes have come when those to this pull have,
+            and an error among them comes first.
+    """
+
+    def __init__(self, wants: Sequence[Want], shares: Shares, before: Callable[[], None]) -> None:
+        self._shares, self._before = shares, before
+        self._asked: dict[int, tuple[Connection, dict[str, Any], Share, Pending]] = {}
+        self._rows: list[Rows] | None = None
+        self.named = NamedPull({want.table: want.keys for want in wants})
+
+    def send(self, connections: Sequence[Connection], step: int) -> None:
+        """Ask every server that owns some of the keys."""
+        for rank, connection in enumerate(connections):
+            if share := self._shares.of(rank):
+                meta = {"step": step, "tables": share.tables, "keep": True}
+                pending = connection.send("pull", meta, share.keys, reply_bytes=share.reply_bytes)
+                self._asked[rank] = connection, meta, share, pending
+
+    def rows(self) -> list[Rows]:
+        """Wait and return one (n, dim) array per `Want`."""
+        if self._rows is None:
+            self._before()
+            self._rows = self._shares.joined({rank: self._answer(rank) for rank in self._asked})
+            self._asked.clear()
+        return self._rows
+
+    def _answer(self, rank: int) -> Sequence[Array]:
+        connection, meta, share, pending = self._asked[rank]
+        reply = pending.result()
+        if "need_push" in reply.meta:
+            # A push before this pull had to be sent again, and came behind it.
+            reply = connection.call("pull", meta, share.keys, reply_bytes=share.reply_bytes)
+        self.named.ids[rank] = int(reply.meta["pull_id"])
+        return reply.arrays
+
+
+class PushRequest:
+    """A push under way on one server.
+
+    Args:
+        connection: To the server.
+        about: What goes with it.
+        headers: What is said of each change.
+        parts: Per change its keys, values and columns, as far as this server owns them.
+        then: Rows to read once the push is in place.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        about: Mapping[str, Any],
+        headers: Sequence[Mapping[str, Any]],
+        parts: Sequence[list[Array]],
+        then: Share | None,
+    ) -> None:
+        self._connection, self._about, self._headers, self._parts = connection, about, headers, parts
+        self._then = then
+        self._pending: Pending | None = None
+        self.arrays: Sequence[Array] | None = None
+        """The rows of `then`, once they came."""
+
+    def send(self, pulls: Sequence[int | None]) -> None:
+        """Send the push; a change that names the pull its keys came with goes without them."""
+        changes = [{**header, "pull": pull} for header, pull in zip(self._headers, pulls, strict=True)]
+        parts = zip(self._parts, pulls, strict=True)
+        arrays = [array for part, pull in parts for array in part[0 if pull is None else 1 :]]
+        meta, then = {**self._about, "changes": changes}, self._then
+        if then is None:
+            self._pending = self._connection.send("push", meta, arrays)
+        else:
+            meta["then"] = then.tables
+            self._pending = self._connection.send("push", meta, arrays + then.keys, reply_bytes=then.reply_bytes)
+
+    def wait(self) -> None:
+        """Wait until it is acknowledged; sends it again if it was refused before, or its pull is forgotten."""
+        if self._pending is None:
+            self.send([None] * len(self._parts))
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        reply = pending.result()
+        if reply.meta.get("need_keys"):
+            self.wait()
+        elif self._then is not None:
+            self.arrays = reply.arrays
+
+
+class PulledAfter:
+    """Rows that come with the answers to a push.
+
+    Args:
+        pushes: The push, by the servers' ranks.
+        shares: What was asked with it.
+        flush: Waits for the answers.
+    """
+
+    def __init__(self, pushes: Sequence[PushRequest], shares: Shares, flush: Callable[[], None]) -> None:
+        self._pushes, self._shares, self._flush = pushes, shares, flush
+
+    def rows(self) -> list[Rows]:
+        """Wait and return one (n, dim) array per `Want`."""
+        self._flush()
+        answers = {rank: push.arrays for rank, push in enumerate(self._pushes) if push.arrays is not None}
+        return self._shares.joined(answers)
+
+
+def header(change: Change) -> dict[str, Any]:
+    """Return what a push says of a change beside its arrays."""
+    columns = {column: True for column in _COLUMNS if getattr(change, column) is not None}
+    return {"table": change.table, "kind": change.kind, "lr": change.lr, **columns}
+
+
+def dealt(change: Change, deal: Deal) -> list[list[Array]]:
+    """Return the arrays of a change by server, the keys first."""
+    columns = [getattr(change, column) for column in _COLUMNS]
+    arrays = [deal.parts(array) for array in (change.values, *columns) if array is not None]
+    return [list(of_server) for of_server in zip(deal.keys, *arrays, strict=True)]

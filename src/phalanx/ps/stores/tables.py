@@ -1,0 +1,106 @@
+"""The tables of one server, and the counts that outlive its process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from phalanx.ps.stores.base import Change, Keys, Rows
+from phalanx.ps.table.reference import ReferenceTable
+from phalanx.ps.table.rules import TableSpec
+from phalanx.ps.table.table import Table
+
+_COUNTS = ("pushed", "dropped", "evicted")
+
+
+class Tables:
+    """Tables by name. Pulls may run beside each other and beside a change; one thread at a time changes."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Table] = {}
+        self._guards: dict[str, AbstractContextManager[Any]] = {}
+        self._counted: dict[str, list[int]] = {}
+
+    @property
+    def specs(self) -> Mapping[str, TableSpec]:
+        """Specifications by name, in the order the tables were made."""
+        return {name: table.spec for name, table in self.tables.items()}
+
+    def put(self, table: Table) -> None:
+        """Add a table, in place of the one of its name if there is one."""
+        name = table.spec.name
+        if name in self.tables:
+            with self._guards[name]:
+                self._counted[name] = self.counts()[name]
+                self.tables[name] = table
+            return
+        # The reference table is for one thread at a time.
+        self._guards[name] = threading.Lock() if isinstance(table, ReferenceTable) else nullcontext()
+        self.tables[name] = table
+
+    def pull(self, name: str, keys: Keys, out: Rows) -> None:
+        """Read rows into `out`, shape (n, dim)."""
+        with self._guards[name]:
+            self.tables[name].pull(keys, out)
+
+    def apply(self, change: Change) -> int:
+        """Apply a change and return how many gradients were dropped."""
+        with self._guards[change.table]:
+            return _apply(self.tables[change.table], change)
+
+    def shrink(self, name: str) -> int:
+        """End a day of a table and return how many rows went."""
+        with self._guards[name]:
+            return self.tables[name].shrink()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every call out of every table, to fork; the child calls `release` before it reads."""
+        with ExitStack() as stack:
+            for name, table in self.tables.items():
+                stack.enter_context(self._guards[name])
+                table.hold()
+                stack.callback(table.release)
+            yield
+
+    def release(self) -> None:
+        """In a forked child: let this process read the tables that its parent held."""
+        for table in self.tables.values():
+            table.release()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows and indexes."""
+        return sum(table.bytes for table in self.tables.values())
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the counts of each table, those from before a restart included."""
+        return {
+            name: {"rows": table.rows, "bytes": table.bytes, **dict(zip(_COUNTS, counts, strict=True))}
+            for (name, table), counts in zip(list(self.tables.items()), self.counts().values(), strict=True)
+        }
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return pushed, dropped and evicted rows of each table since the job began."""
+        none = [0] * len(_COUNTS)
+        return {
+            name: [before + getattr(t, c) for c, before in zip(_COUNTS, self._counted.get(name, none), strict=True)]
+            for name, t in list(self.tables.items())
+        }
+
+    def count_from(self, counts: Mapping[str, list[int]]) -> None:
+        """Go on counting from what `counts` returned before a restart."""
+        self._counted = {name: list(c) for name, c in counts.items()}
+
+
+def _apply(table: Table, change: Change) -> int:
+    """Apply one change to a table and return how many gradients were dropped."""
+    if change.kind == "delta":
+        table.add(change.keys, change.values)
+        return 0
+    if change.kind == "assign":
+        table.assign(change.keys, change.values)
+        return 0
+    return table.push(change.keys, change.values, change.lr, change.counts, change.shows, change.clicks)

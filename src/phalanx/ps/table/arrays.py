@@ -1,0 +1,132 @@
+"""The arrays that go in and out of a table: the columns of a shard, and the checks of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import ConfigError, DataError
+from phalanx.ps.table.placement import SHARDS, shard_of
+from phalanx.ps.table.rules import FTRL, TableSpec
+
+Keys = NDArray[np.int64]
+Rows = NDArray[np.float32]
+
+_COLUMNS = (("counts", np.uint32), ("shows", np.float32), ("clicks", np.float32))
+
+MOST_WAITED = 2**24 - 2
+"""Highest count of an id that waits for a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Rows of one virtual shard, and what the table knows about them; ordered by the hash of the id."""
+
+    keys: NDArray[np.int64]
+    """Ids that have a row, shape (n,)."""
+
+    ticks: NDArray[np.uint64]
+    """Tick of the table at the last change of each row, shape (n,)."""
+
+    rows: NDArray[np.float32]
+    """Shape (n, width): values, optimizer state, show and click, as `Layout` says."""
+
+    waiting_keys: NDArray[np.int64]
+    """Ids that an entry filter counts and that have no row yet, shape (m,)."""
+
+    waiting_ticks: NDArray[np.uint64]
+    waiting_counts: NDArray[np.uint32]
+
+    days: NDArray[np.uint64]
+    """Tick at which each remembered day began, the day under way first; empty before the first `shrink`."""
+
+    tick: int
+    """Tick of the table when these were read."""
+
+    whole: bool
+    """Whether this is all that the shard holds; if not, it is what changed since the tick that was asked for."""
+
+
+def check_rows(spec: TableSpec, keys: NDArray[np.int64], rows: NDArray[np.float32], what: str) -> None:
+    """Check that there is one row of the table's width per key.
+
+    Raises:
+        ConfigError: If a type or a shape does not fit; names the table and both shapes.
+    """
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ConfigError(
+            f"Asked table '{spec.name}' for keys of type {keys.dtype} and shape {keys.shape}. "
+            "Give int64 keys in one dimension."
+        )
+    if not (keys.flags.c_contiguous and rows.flags.c_contiguous):
+        raise ConfigError(f"Gave table '{spec.name}' {what} or keys with gaps in memory. Give C-contiguous arrays.")
+    if rows.dtype != np.float32 or rows.shape != (len(keys), spec.dim):
+        raise ConfigError(
+            f"Gave table '{spec.name}' {what} of type {rows.dtype} and shape {rows.shape} for {len(keys)} keys; "
+            f"it holds rows of {spec.dim} values. Give float32 of shape ({len(keys)}, {spec.dim})."
+        )
+
+
+def check_push(spec: TableSpec, n: int, lr: float | None, columns: Sequence[NDArray[np.generic] | None]) -> None:
+    """Check what goes with a push: one count, show and click per key, and a learning rate the rule can use.
+
+    Raises:
+        ConfigError: If a length or type does not fit, or the learning rate is negative, no number, or 0 where it
+            divides.
+    """
+    for (name, dtype), column in zip(_COLUMNS, columns, strict=True):
+        if column is not None and (column.shape != (n,) or column.dtype != dtype):
+            raise ConfigError(
+                f"Gave table '{spec.name}' {name} of type {column.dtype} and shape {column.shape} for {n} keys. Give "
+                f"{np.dtype(dtype)} of shape ({n},), or none."
+            )
+    if lr is not None and not (0 <= lr < float("inf")):
+        raise ConfigError(f"Asked table '{spec.name}' to learn at rate {lr}. Give a number of at least 0.")
+    if lr == 0 and isinstance(spec.rule, FTRL):
+        raise ConfigError(f"Asked table '{spec.name}' to learn at rate 0, by which FTRL divides. Give more than 0.")
+
+
+def check_columns(spec: TableSpec, salt: int, shard: int, columns: Columns, width: int) -> None:
+    """Check that columns fit the table and belong to the shard.
+
+    Raises:
+        DataError: If they do not; names the table and the shard.
+    """
+    where = f"shard {shard} of table '{spec.name}'"
+    n, m = len(columns.keys), len(columns.waiting_keys)
+    if columns.rows.shape != (n, width) or columns.ticks.shape != (n,):
+        raise DataError(
+            f"Asked to restore {where} from {n} keys, {len(columns.ticks)} ticks and rows of shape "
+            f"{columns.rows.shape}, but a row has {width} columns. Restore it with the specification it was saved with."
+        )
+    if columns.waiting_ticks.shape != (m,) or columns.waiting_counts.shape != (m,):
+        raise DataError(
+            f"Asked to restore {where} from {m} waiting keys, {len(columns.waiting_counts)} counts and "
+            f"{len(columns.waiting_ticks)} ticks. The snapshot is broken; use another one."
+        )
+    most = int(columns.waiting_counts.max(initial=0))
+    if most > MOST_WAITED:
+        raise DataError(
+            f"Asked to restore {where} with a waiting count of {most}; the most is {MOST_WAITED}. "
+            "The snapshot is broken; use another one."
+        )
+    for keys in (columns.keys, columns.waiting_keys):
+        strange = np.flatnonzero(shard_of(keys, salt) != shard)
+        if strange.size:
+            raise DataError(
+                f"Asked to restore {where}, but id {keys[strange[0]]} belongs to another shard. "
+                "Restore the file of this table and this shard."
+            )
+
+
+def check_shard(shard: int) -> None:
+    """Check the number of a shard.
+
+    Raises:
+        ConfigError: If there is no such shard.
+    """
+    if not 0 <= shard < SHARDS:
+        raise ConfigError(f"Asked for shard {shard}; a table has shards 0 to {SHARDS - 1}.")

@@ -1,0 +1,330 @@
+"""The table in NumPy: plain, the oracle of the native table, and its stand-in where there is no compiler."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.sampling.hash64 import mix_one
+from phalanx.ps.table.arrays import Columns, Keys, Rows, check_columns, check_push, check_rows, check_shard
+from phalanx.ps.table.initializers import admitted, initial_values, nearest_bfloat16, row_numbers, stochastic_bfloat16
+from phalanx.ps.table.placement import SHARDS, mixed, shard_of, table_salt
+from phalanx.ps.table.reference_rules import initial_state, update
+from phalanx.ps.table.row_layout import INDEX_BYTES, layout_of
+from phalanx.ps.table.rules import CountFilter, Probability, ShowClick, TableSpec
+
+Counts = NDArray[np.uint32]
+
+RENUMBER_AT = 2**32 - 2**16
+"""How far ticks may run from the oldest one told apart, before those older than `KEEP_TICKS` become one."""
+
+KEEP_TICKS = 2**31
+
+
+class ReferenceTable:
+    """See `phalanx.ps.table.table.Table`. One thread at a time."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec, self.layout = spec, layout_of(spec)
+        self.tick = self.pushed = self.dropped = self.evicted = 0
+        self._salt = table_salt(spec.name)
+        self._rows = np.zeros((0, self.layout.width), np.float32)
+        self._free: list[int] = []
+        self._shards = [_Shard() for _ in range(SHARDS)]
+        self._oldest = 0  # ticks before this one are taken for it
+
+    @property
+    def rows(self) -> int:
+        """Ids that have a row."""
+        return sum(len(shard.slots) for shard in self._shards)
+
+    @property
+    def bytes(self) -> int:
+        """What the rows and the index count against `max_bytes`."""
+        entries = sum(len(shard.ticks) for shard in self._shards)
+        return self.rows * self.layout.row_bytes + entries * INDEX_BYTES
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def pull(self, keys: Keys, out: Rows) -> None:
+        """Read rows; changes nothing."""
+        check_rows(self.spec, keys, out, "a place for rows")
+        slots = self._find(keys)
+        found = slots >= 0
+        out[found] = self._rows[slots[found], : self.spec.dim]
+        out[~found] = self._unmade(keys[~found])
+
+    def export(self, shard: int, since: int = 0) -> Columns:
+        """Return a shard's rows, or those changed after tick `since`."""
+        check_shard(shard)
+        held = self._shards[shard]
+        whole = since == 0 or since < max(held.swept, self._oldest)
+        keys = [key for key in held.in_order(self._salt) if whole or held.ticks[key] > since]
+        rows = [key for key in keys if key in held.slots]
+        waiting = [key for key in keys if key in held.waiting]
+        return Columns(
+            keys=np.array(rows, np.int64),
+            ticks=np.array([held.ticks[key] for key in rows], np.uint64),
+            rows=self._rows[[held.slots[key] for key in rows]].reshape(len(rows), self.layout.width),
+            waiting_keys=np.array(waiting, np.int64),
+            waiting_ticks=np.array([held.ticks[key] for key in waiting], np.uint64),
+            waiting_counts=np.array([held.waiting[key] for key in waiting], np.uint32),
+            days=np.array(held.days, np.uint64),
+            tick=self.tick,
+            whole=whole,
+        )
+
+    def keys(self, shard: int) -> Keys:
+        """Return the ids of a shard that have a row, ordered by hash."""
+        check_shard(shard)
+        held = self._shards[shard]
+        return np.array([key for key in held.in_order(self._salt) if key in held.slots], np.int64)
+
+    # --- changing ---------------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        keys: Keys,
+        gradients: Rows,
+        lr: float | None = None,
+        counts: Counts | None = None,
+        shows: NDArray[np.float32] | None = None,
+        clicks: NDArray[np.float32] | None = None,
+    ) -> int:
+        """Apply gradients by the rule; returns how many were of ids not admitted."""
+        check_rows(self.spec, keys, gradients, "gradients")
+        check_push(self.spec, len(keys), lr, (counts, shows, clicks))
+        tick = self._next_tick()
+        counts = np.ones(len(keys), np.uint32) if counts is None else counts
+        slots = self._admit(keys, counts, tick)
+        kept = np.flatnonzero(slots >= 0)
+        slots = slots[kept]
+        dim, state = self.spec.dim, self.layout.state
+        rows = self._rows[slots]
+        update(
+            self.spec.rule,
+            rows[:, :dim],
+            rows[:, dim : dim + state],
+            gradients[kept],
+            self.spec.rule.lr if lr is None else lr,
+        )
+        if self.layout.has_statistics:
+            rows[:, -2] += (counts if shows is None else shows)[kept].astype(np.float32)
+            rows[:, -1] += 0 if clicks is None else clicks[kept]
+        self._rows[slots] = self._rounded(rows, keys[kept], tick)
+        dropped = len(keys) - len(kept)
+        self.pushed += len(keys)
+        self.dropped += dropped
+        self._evict(tick)
+        return dropped
+
+    def add(self, keys: Keys, deltas: Rows) -> None:
+        """Add to rows, making those that are missing."""
+        check_rows(self.spec, keys, deltas, "deltas")
+        tick = self._next_tick()
+        slots = self._make(keys, tick)
+        rows = self._rows[slots]
+        rows[:, : self.spec.dim] += deltas
+        self._rows[slots] = self._rounded(rows, keys, tick)
+        self.pushed += len(keys)
+        self._evict(tick)
+
+    def assign(self, keys: Keys, values: Rows) -> None:
+        """Replace the values of rows, making those that are missing; optimizer state stays."""
+        check_rows(self.spec, keys, values, "values")
+        tick = self._next_tick()
+        slots = self._make(keys, tick)
+        self._rows[slots, : self.spec.dim] = self._stored(values)
+        self.pushed += len(keys)
+        self._evict(tick)
+
+    def shrink(self) -> int:
+        """End a day; returns how many rows went."""
+        tick = self._next_tick()
+        entry = self.spec.entry
+        if not isinstance(entry, ShowClick):
+            return 0
+        return sum(self._end_day(shard, entry, tick) for shard in self._shards)
+
+    def clear(self) -> None:
+        """Drop everything but the counts of what happened."""
+        tick = self._next_tick()
+        for shard in self._shards:
+            self._drop(shard, list(shard.ticks))
+            shard.days, shard.swept = [], tick
+
+    def restore(self, shard: int, columns: Columns) -> None:
+        """Put exported columns in place of what the shard holds."""
+        check_shard(shard)
+        check_columns(self.spec, self._salt, shard, columns, self.layout.width)
+        self._renumber(max(self.tick + 1 if columns.tick < self.tick else self.tick, columns.tick))
+        held = self._shards[shard]
+        if columns.whole:
+            self._drop(held, list(held.ticks))
+        held.days = [max(int(day), self._oldest) for day in columns.days]
+        held.swept = self.tick
+        slots = [self._slot(held, key) for key in columns.keys.tolist()]
+        self._rows[slots] = columns.rows
+        self._rows[slots, : self.spec.dim] = self._stored(columns.rows[:, : self.spec.dim])
+        for key, tick in zip(columns.keys.tolist(), columns.ticks.tolist(), strict=True):
+            held.waiting.pop(key, None)
+            held.ticks[key] = max(tick, self._oldest)
+        waiting = columns.waiting_ticks.tolist(), columns.waiting_counts.tolist()
+        for key, tick, count in zip(columns.waiting_keys.tolist(), *waiting, strict=True):
+            self._drop(held, [key] if key in held.ticks else [])
+            held.ticks[key], held.waiting[key] = max(tick, self._oldest), count
+
+    def hold(self) -> None:
+        """Nothing to wait for: one thread uses this table."""
+
+    def release(self) -> None:
+        """See `hold`."""
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _find(self, keys: Keys) -> NDArray[np.intp]:
+        """Return the slot of each id, -1 for none."""
+        shards = shard_of(keys, self._salt).tolist()
+        slots = [self._shards[s].slots.get(key, -1) for s, key in zip(shards, keys.tolist(), strict=True)]
+        return np.array(slots, np.intp)
+
+    def _admit(self, keys: Keys, counts: Counts, tick: int) -> NDArray[np.intp]:
+        """Return the slot of each id, making rows as the entry policy says; -1 where it says no."""
+        entry = self.spec.entry
+        if isinstance(entry, Probability):
+            slots = self._find(keys)
+            welcome = admitted(self.spec, self._numbers(keys)) | (slots >= 0)
+            slots[welcome] = self._make(keys[welcome], tick)
+            return slots
+        if not isinstance(entry, CountFilter):
+            return self._make(keys, tick)
+        welcome = np.ones(len(keys), np.bool_)
+        shards = shard_of(keys, self._salt).tolist()
+        for i, (s, key, count) in enumerate(zip(shards, keys.tolist(), counts.tolist(), strict=True)):
+            shard = self._shards[s]
+            if key not in shard.slots:
+                seen = shard.waiting.get(key, 0) + count
+                welcome[i] = seen >= entry.count
+                if not welcome[i]:
+                    shard.waiting[key], shard.ticks[key] = seen, tick
+        slots = np.full(len(keys), -1, np.intp)
+        slots[welcome] = self._make(keys[welcome], tick)
+        return slots
+
+    def _make(self, keys: Keys, tick: int) -> NDArray[np.intp]:
+        """Return the slot of each id, starting the rows that are missing."""
+        missing = np.flatnonzero(self._find(keys) < 0)
+        shards = [self._shards[s] for s in shard_of(keys, self._salt).tolist()]
+        slots = np.empty(len(keys), np.intp)
+        for i, (shard, key) in enumerate(zip(shards, keys.tolist(), strict=True)):
+            shard.waiting.pop(key, None)
+            shard.ticks[key] = tick
+            slots[i] = self._slot(shard, key)
+        fresh = slots[missing]
+        dim, state = self.spec.dim, self.layout.state
+        started = np.zeros((len(fresh), self.layout.width), np.float32)
+        values = initial_values(self.spec.init, self._numbers(keys[missing]), dim)
+        started[:, :dim] = self._stored(values)
+        initial_state(self.spec.rule, started[:, dim : dim + state])
+        self._rows[fresh] = started
+        return slots
+
+    def _slot(self, shard: _Shard, key: int) -> int:
+        """Return the slot of an id, taking a free one if it has none."""
+        if key not in shard.slots:
+            if not self._free:
+                have = len(self._rows)
+                more = max(16, have // 2)
+                self._rows = np.concatenate([self._rows, np.zeros((more, self.layout.width), np.float32)])
+                self._free = list(range(have + more - 1, have - 1, -1))
+            shard.slots[key] = self._free.pop()
+        return shard.slots[key]
+
+    def _drop(self, shard: _Shard, keys: list[int]) -> int:
+        """Forget ids; returns how many of them had a row."""
+        slots = [shard.slots.pop(key) for key in keys if key in shard.slots]
+        self._free += slots
+        for key in keys:
+            shard.waiting.pop(key, None)
+            del shard.ticks[key]
+        return len(slots)
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def _numbers(self, keys: Keys) -> NDArray[np.uint64]:
+        return row_numbers(mixed(keys, self._salt), self.spec.seed)
+
+    def _unmade(self, keys: Keys) -> Rows:
+        """Return what ids without a row read as."""
+        numbers = self._numbers(keys)
+        values = self._stored(initial_values(self.spec.init, numbers, self.spec.dim))
+        return np.where(admitted(self.spec, numbers)[:, None], values, np.float32(0))
+
+    def _stored(self, values: Rows) -> Rows:
+        return values if self.spec.dtype == "float32" else nearest_bfloat16(values)
+
+    def _rounded(self, rows: Rows, keys: Keys, tick: int) -> Rows:
+        """Return rows as training leaves them: in bfloat16 a small step must not always round to none."""
+        if self.spec.dtype == "bfloat16":
+            dim = self.spec.dim
+            rows[:, :dim] = stochastic_bfloat16(rows[:, :dim], self._numbers(keys), tick)
+        return rows
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def _next_tick(self) -> int:
+        self._renumber(self.tick + 1)
+        return self.tick
+
+    def _renumber(self, tick: int) -> None:
+        """Go on to `tick`; when the oldest tick is too far back, take all that are older than `KEEP_TICKS` for one."""
+        self.tick = tick
+        if tick - self._oldest < RENUMBER_AT:
+            return
+        self._oldest = tick - KEEP_TICKS
+        for shard in self._shards:
+            shard.ticks = {key: max(t, self._oldest) for key, t in shard.ticks.items()}
+            shard.days = [max(day, self._oldest) for day in shard.days]
+
+    def _end_day(self, shard: _Shard, entry: ShowClick, tick: int) -> int:
+        keys = list(shard.slots)
+        slots = [shard.slots[key] for key in keys]
+        statistics = self._rows[slots, -2:] * np.float32(entry.decay)
+        self._rows[slots, -2:] = statistics
+        show, click = statistics.T
+        score = np.float32(entry.show_weight) * (show - click) + np.float32(entry.click_weight) * click
+        low = score < np.float32(entry.drop_below)
+        if len(shard.days) >= entry.unseen_days:
+            began = shard.days[entry.unseen_days - 1]
+            low |= np.array([shard.ticks[key] <= began for key in keys], np.bool_)
+        shard.days = [tick, *shard.days][: entry.unseen_days]
+        shard.swept = tick
+        return self._drop(shard, [key for key, is_low in zip(keys, low, strict=True) if is_low])
+
+    def _evict(self, tick: int) -> None:
+        """Keep to `max_bytes`: shard after shard gives up its least recent eighth, from one picked by the tick."""
+        if self.spec.max_bytes is None:
+            return
+        number = mix_one(tick) >> 54
+        while self.bytes > self.spec.max_bytes:
+            shard = self._shards[number]
+            order = sorted(shard.in_order(self._salt), key=shard.ticks.__getitem__)
+            gone = order[: -(-len(order) // 8)]
+            self.evicted += self._drop(shard, gone)
+            shard.swept = tick if gone else shard.swept
+            number = (number + 1) % SHARDS
+
+
+class _Shard:
+    """What a shard knows about its ids."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
+        self.ticks: dict[int, int] = {}  # of rows and of waiting ids
+        self.days: list[int] = []
+        self.swept = 0  # tick of the last change that a row's own tick does not tell
+
+    def in_order(self, salt: int) -> list[int]:
+        keys = np.fromiter(self.ticks, np.int64, len(self.ticks))
+        return keys[np.argsort(mixed(keys, salt))].tolist()  # type: ignore[no-any-return]

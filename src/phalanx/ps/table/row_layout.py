@@ -1,0 +1,90 @@
+"""What a row consists of: `[values | optimizer state | show, click]`, and what it costs in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+from phalanx.ps.table.rules import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Momentum,
+    RMSprop,
+    RowWiseAdagrad,
+    Rule,
+    ShowClick,
+    TableSpec,
+)
+
+INDEX_BYTES = 32
+"""Most bytes that the index takes for one id: 16 in an index that is half full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a row, in their order."""
+
+    dim: int
+    """Values."""
+
+    state: int
+    """Columns of optimizer state: `dim` of each kind that a value has, then what a row has once."""
+
+    has_statistics: bool
+    """Whether the last two columns are show and click."""
+
+    value_bytes: int
+    """Bytes of one value in memory; everything else takes 4."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a row when it is exported: values, state, statistics, all float32."""
+        return self.dim + self.state + 2 * self.has_statistics
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        values = -(-self.dim * self.value_bytes // 4) * 4
+        return values + 4 * (self.state + 2 * self.has_statistics)
+
+
+def layout_of(spec: TableSpec) -> Layout:
+    """Return the layout of a table's rows.
+
+    Raises:
+        ConfigError: If `max_bytes` does not hold a single row.
+    """
+    layout = Layout(
+        dim=spec.dim,
+        state=_state(spec.rule, spec.dim),
+        has_statistics=isinstance(spec.entry, ShowClick),
+        value_bytes=4 if spec.dtype == "float32" else 2,
+    )
+    cost = layout.row_bytes + INDEX_BYTES
+    if spec.max_bytes is not None and spec.max_bytes < cost:
+        raise ConfigError(
+            f"Asked for a table '{spec.name}' of at most {spec.max_bytes} bytes, but one row takes {cost}. "
+            "Set max_bytes to what the rows of one server may take, or leave it out."
+        )
+    return layout
+
+
+def _state(rule: Rule, dim: int) -> int:
+    """Return the columns of optimizer state; a count of the row's updates is there where the rule asks for it."""
+    match rule:
+        case SGD():
+            return 0
+        case RowWiseAdagrad():
+            return 1
+        case Adam():
+            return 2 * dim + 1
+        case FTRL():
+            return 2 * dim
+        case Adagrad():
+            return dim + (rule.lr_decay != 0)
+        case Momentum():
+            return dim + (rule.dampening != 0)
+        case RMSprop():
+            return dim

@@ -1,0 +1,174 @@
+"""What a table is to the code around it, and which one there is: the native one, or the NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.ps.table.arrays import Columns, Keys, Rows
+from phalanx.ps.table.reference import ReferenceTable
+from phalanx.ps.table.row_layout import Layout
+from phalanx.ps.table.rules import TableSpec
+from phalanx.versions import HAS_NATIVE
+
+
+class Table(Protocol):
+    """Rows that are made on the first push of an id.
+
+    Keys are int64, shape (n,), unique within one call; all 64 bits count. Arrays are C-contiguous. A call that
+    changes the table, even by no rows, raises `tick` by one. The native table may be called from any thread.
+    """
+
+    spec: TableSpec
+    layout: Layout
+
+    def pull(self, keys: Keys, out: Rows) -> None:
+        """Read rows into `out`, shape (n, dim), and change nothing.
+
+        An id without a row reads as what it would start from, or as zeros where it is not admitted (yet).
+
+        Raises:
+            ConfigError: If a shape or type does not fit.
+        """
+        ...
+
+    def push(
+        self,
+        keys: Keys,
+        gradients: Rows,
+        lr: float | None = None,
+        counts: NDArray[np.uint32] | None = None,
+        shows: NDArray[np.float32] | None = None,
+        clicks: NDArray[np.float32] | None = None,
+    ) -> int:
+        """Apply one gradient per id by the table's rule; make rows as the entry policy says.
+
+        Args:
+            keys: Shape (n,).
+            gradients: Shape (n, dim).
+            lr: Learning rate; the specification's when None.
+            counts: How often each id occurred in the batch; once when None. Entry filters count these.
+            shows: Added to the rows' show; `counts` when None. Read by the show/click policy alone.
+            clicks: Added to the rows' click; 0 when None.
+
+        Returns:
+            How many gradients were dropped because their id is not admitted.
+
+        Raises:
+            ConfigError: If a shape or type does not fit, or the rule cannot use the learning rate.
+        """
+        ...
+
+    def add(self, keys: Keys, deltas: Rows) -> None:
+        """Add to the values of rows, shape (n, dim). Makes missing rows, whatever the entry policy.
+
+        Raises:
+            ConfigError: If a shape or type does not fit.
+        """
+        ...
+
+    def assign(self, keys: Keys, values: Rows) -> None:
+        """Replace the values of rows, shape (n, dim), and keep their state. Makes missing rows.
+
+        Raises:
+            ConfigError: If a shape or type does not fit.
+        """
+        ...
+
+    def shrink(self) -> int:
+        """End a day: decay show and click, drop rows as `ShowClick` says. Returns how many rows went."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Ids that have a row."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of rows and index."""
+        ...
+
+    @property
+    def pushed(self) -> int:
+        """Rows that pushes, additions and assignments named since the table was made."""
+        ...
+
+    @property
+    def dropped(self) -> int:
+        """Gradients of ids that were not admitted."""
+        ...
+
+    @property
+    def evicted(self) -> int:
+        """Rows that `max_bytes` cost."""
+        ...
+
+    @property
+    def tick(self) -> int:
+        """Changes so far, those before a restored snapshot included."""
+        ...
+
+    def export(self, shard: int, since: int = 0) -> Columns:
+        """Return what a shard holds, ordered by the hash of the id: tables that hold the same read the same.
+
+        A change under way is in part there and counts in `tick`; let none run beside an export that must be exact.
+
+        Args:
+            shard: 0 to 1023.
+            since: Leave out what did not change after this tick. The result is `whole` all the same where rows
+                were dropped or decayed since then, which their own ticks do not tell.
+        """
+        ...
+
+    def restore(self, shard: int, columns: Columns) -> None:
+        """Take over exported columns: in place of the shard's content if they are whole, else over it.
+
+        `tick` goes on from the columns' tick, or by one where it is ahead of it. Nothing is evicted until the next
+        change.
+
+        Raises:
+            DataError: If they are of another shard or have another width.
+        """
+        ...
+
+    def keys(self, shard: int) -> Keys:
+        """Return the ids of a shard that have a row, ordered by hash."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all rows and waiting counts."""
+        ...
+
+    def hold(self) -> None:
+        """Wait for calls under way and keep new ones out until `release`, by the same thread.
+
+        For a fork: the child finds the table at rest and may read it after its own `release`.
+        """
+        ...
+
+    def release(self) -> None:
+        """End what `hold` began."""
+        ...
+
+
+def make_table(spec: TableSpec) -> Table:
+    """Return an empty table: the native one, or the reference where the native core is not installed.
+
+    Raises:
+        ConfigError: If `max_bytes` does not hold a single row.
+    """
+    if not HAS_NATIVE:
+        return ReferenceTable(spec)
+    from phalanx.ps.table.native import NativeTable
+
+    return NativeTable(spec)
+
+
+def read_rows(table: Table, keys: Keys) -> Rows:
+    """Return rows of a table as `Table.pull` reads them, shape (n, dim)."""
+    out = np.empty((len(keys), table.spec.dim), np.float32)
+    table.pull(keys, out)
+    return out

@@ -1,0 +1,100 @@
+"""Losses of torch that are means over something else than rows, and what they are means over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.apply import Applied
+from phalanx.parallel.techniques import is_sum_of_ranks
+from phalanx.plan.value import Average, Push
+from phalanx.train.loss.batches import MeanLoss
+from phalanx.train.loss.own_loss import IGNORED
+
+
+class CountedLoss:
+    """A torch loss of classes as a sum, and the weight that its mean divides by.
+
+    The mean is over the labels that are not ignored, each weighted by its class.
+
+    Args:
+        loss_fn: `nn.CrossEntropyLoss`, `nn.NLLLoss`, or the functions of the same names, within `MeanLoss` or not.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        inner: Any = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
+        self._classes: Tensor | None = getattr(inner, "weight", None)
+        self._ignored: int = getattr(inner, "ignore_index", IGNORED)
+        if isinstance(inner, nn.Module):
+            summed: Any = copy.copy(inner)
+            summed.reduction = "sum"
+        else:
+            summed = partial(inner, reduction="sum")
+        self.total: Callable[[Any, Any], Tensor] = summed
+        if isinstance(loss_fn, MeanLoss):
+            self.total = copy.copy(loss_fn)
+            self.total.loss_fn = summed
+
+    def weight(self, target: Any) -> Tensor | None:
+        """Return the weight of a batch's labels; None where they are no classes, and the mean is over rows."""
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return None
+        counted = target != self._ignored
+        if self._classes is None:
+            return counted.sum()
+        is_class = counted & (target >= 0) & (target < len(self._classes))  # the loss itself names one that is none
+        safe = torch.where(is_class, target, 0).long()
+        return (self._classes.to(target.device)[safe] * counted).sum()
+
+    def of_microbatches(self, target: Tensor, factor: Tensor) -> Callable[[Any, Any], Tensor]:
+        """Return the loss of an equal part of a batch such that their mean is the sum over the batch times a factor."""
+
+        def loss(output: Any, part: Tensor) -> Tensor:
+            return self.total(output, part) * (factor * (len(target) / len(part)))
+
+        return loss
+
+
+def counted_loss(loss_fn: Any, made: Applied | None) -> CountedLoss | None:
+    """Return a loss function as a sum and its weight, if it is one of those and ranks meet in every step.
+
+    Workers of a parameter server and ranks that train apart (localsgd) do not meet; each follows the mean over its own.
+    """
+    inner: Any = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
+    is_known = type(inner) in (nn.CrossEntropyLoss, nn.NLLLoss) and inner.reduction == "mean"
+    if made is None or not (is_known or inner in (F.cross_entropy, F.nll_loss)):
+        return None
+    meets = not any(isinstance(rule.update, Average | Push) for rule in made.plan.params)
+    return CountedLoss(loss_fn) if meets and not is_sum_of_ranks(made.plan) else None
+
+
+def check_reduction(loss_fn: Any, made: Applied | None) -> None:
+    """Raise if a loss is a sum over rows while gradients are averaged over the ranks.
+
+    Raises:
+        ConfigError: Names the loss.
+    """
+    inner = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
+    said = inner.keywords if isinstance(inner, partial) else {}
+    if made is None or "sum" not in (getattr(inner, "reduction", None), said.get("reduction")):
+        return
+    function = inner.func if isinstance(inner, partial) else inner
+    name = getattr(function, "__name__", type(function).__name__)
+    if not is_sum_of_ranks(made.plan):
+        raise ConfigError(
+            f'{name} with reduction="sum" sums over rows, and gradients are averaged over the ranks, so training would '
+            'depend on their number. Use reduction="mean", or let gradients be summed: '
+            'strategy.gradient_scale_configs = {"scale_strategy": "sum"}.'
+        )
+    if made.pipeline is not None:
+        raise ConfigError(
+            f'{name} with reduction="sum" was given for a model cut into stages, which averages over micro-batches. '
+            'Use reduction="mean".'
+        )

@@ -1,0 +1,109 @@
+"""What a net says of itself beside its output: the loss that it computes from targets among its inputs, its logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import context
+from phalanx.data.loader.binding import entry_of
+from phalanx.errors import ConfigError
+from phalanx.train.metrics.exact_sum import AllRanks, MeanOfRows
+
+logger = logging.getLogger("phalanx.train")
+
+IGNORED = -100
+"""The class that a row or token without a target has; torch's and transformers' own."""
+
+
+def own_loss(output: Any, _target: Any = None) -> Tensor:
+    """Return the loss that a net without a loss function returned: its output, or what that calls `loss`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    loss = output if isinstance(output, Tensor) else entry_of(output, "loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss if not loss.dim() else loss.reshape(())
+    kind = type(output).__name__
+    found = f"a tensor of shape {tuple(loss.shape)}" if loss is output else f"a {kind} without a loss of one element"
+    raise ConfigError(
+        "without loss_fn a net returns its loss, as one element or under the name loss, as models of transformers do "
+        f"when the batch has labels; found {found}. Let the data yield the targets under the name that the net has for "
+        "them, or pass loss_fn=."
+    )
+
+
+def warn_of_ignored(target: Any) -> None:
+    """Warn if ranks average losses of their own of which each is a mean over other numbers of targets."""
+    is_several = context.is_initialized() and context.current().readers.count > 1
+    if is_several and isinstance(target, Tensor) and bool((target == IGNORED).any()):
+        logger.warning(
+            "some targets are %d: the loss that the model returns is a mean over the others, and ranks weigh their "
+            "means by rows. Where ranks have different numbers of targets this is not the loss of one process. Compute "
+            "the loss in a loss_fn of your own, from the logits.",
+            IGNORED,
+        )
+
+
+def scores_of(output: Any) -> Any:
+    """Return the `logits` of an output of several values that has some, such as a ModelOutput; else the output."""
+    logits = None if isinstance(output, Tensor | tuple | list) else entry_of(output, "logits")
+    return output if logits is None else logits
+
+
+def takes_scores(loss_fn: Any) -> bool:
+    """Return whether a loss is one of torch's own, which take scores and nothing else."""
+    loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    of = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
+    return str(getattr(of, "__module__", "")).startswith("torch.nn.")
+
+
+def of_scores(loss_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return a loss function that takes outputs of several values too; the same unless it is one of torch's own."""
+    if not takes_scores(loss_fn):
+        return loss_fn
+
+    @wraps(loss_fn, updated=())
+    def loss(output: Any, target: Any) -> Tensor:
+        return loss_fn(scores_of(output), target)
+
+    return loss
+
+
+class OwnLoss(MeanOfRows):
+    """The mean over all rows of the loss that a net returns of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__("loss", own_loss)
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        super().reset()
+        self._ignored = torch.zeros((), dtype=torch.int64)
+
+    def update(self, output: Any, target: Any) -> None:
+        """Add the rows of a batch."""
+        super().update(output, target)
+        if isinstance(target, Tensor) and not target.is_floating_point():
+            self._ignored = self._ignored.to(target.device) + (target == IGNORED).sum()
+
+    def compute(self, ranks: AllRanks) -> float:
+        """Return the mean.
+
+        Raises:
+            ConfigError: If rows do not all weigh the same in the means of their batches; on all ranks.
+        """
+        if ignored := int(ranks.sum(self._ignored)):
+            raise ConfigError(
+                f"the loss that the net returns is a mean over the targets that count, and {ignored} are {IGNORED}: "
+                "the mean over all data cannot be told from means of batches. Pass loss_fn=, a function of (output, "
+                "target) to one value for each row, or divide two metrics: the sum of a row's losses and the number of "
+                "its targets."
+            )
+        return super().compute(ranks)

@@ -1,0 +1,4 @@
+"""Metrics over the samples of all ranks, exact.
+
+Start with `accuracy`.
+"""

@@ -1,0 +1,98 @@
+"""Area under the ROC curve over the rows of all ranks: exact by ranks of scores, or from histograms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError, DataError
+from phalanx.train.metrics.exact_sum import AllRanks
+from phalanx.train.metrics.fleet import area_under_roc
+
+
+class AUC:
+    """The chance that a row with label 1 has a higher score than one with label 0; half for rows of equal scores.
+
+    Exact, equal to the last bit on any number of ranks: scores of all rows are kept and compared by rank. That is 16
+    bytes a row, and when it is computed 24 bytes for each different score, on every rank. With `bins`, scores in one of
+    so many equal parts of [0, 1] count as equal: memory and traffic no longer grow with the rows, and the error is at
+    most half the share of pairs of rows that fall into one part (docs/evaluation.md has it measured).
+
+    Outputs are one score a row, shape (N,) or (N, 1), or two, shape (N, 2): the second less the first is taken.
+
+    Args:
+        bins: Parts of [0, 1], for probabilities; exact when omitted.
+    """
+
+    def __init__(self, bins: int | None = None) -> None:
+        if bins is not None and bins < 2:
+            raise ConfigError(f"AUC takes at least 2 bins, found {bins}. 65536 is usual.")
+        self._bins = bins
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._scores: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._histogram = torch.zeros(2, self._bins or 0, dtype=torch.int64)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Count a batch.
+
+        Raises:
+            ConfigError: If shapes do not fit.
+            DataError: If a score is NaN, or outside [0, 1] with bins, or a label neither 0 nor 1; names the row.
+        """
+        score, label = _score(output), target.detach().reshape(-1)
+        if len(score) != len(label):
+            raise ConfigError(f"Asked for the AUC of {len(score)} scores with {len(label)} labels. Give one a score.")
+        _check("label", label, (label != 0) & (label != 1), "Give 0 or 1")
+        if self._bins is None:
+            _check("score", score, score.isnan(), "Give numbers")
+            self._scores.append(score)
+            self._labels.append(label.to(score.device, torch.int64))
+            return
+        _check("score", score, ~((score >= 0) & (score <= 1)), "Give probabilities, such as logits.sigmoid()")
+        place = (score * self._bins).long().clamp_(max=self._bins - 1) + self._bins * label.long()
+        self._histogram = self._histogram.to(place.device) + torch.bincount(place, minlength=2 * self._bins).view(2, -1)
+
+    def compute(self, ranks: AllRanks) -> float:
+        """Return the area, 0 to 1; NaN when no rank saw a row of one of the labels."""
+        if self._bins is not None:
+            negatives, positives = ranks.sum(self._histogram).cpu()
+            return area_under_roc(positives, negatives)
+        scores, counts = _counted(*self._own())
+        scores, counts = ranks.concat(scores), ranks.concat(counts)
+        _, positives, negatives = _merged(scores, counts)
+        return area_under_roc(positives, negatives)
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        if not self._scores:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+        return torch.cat(self._scores).cpu(), torch.cat(self._labels).cpu()
+
+
+def _counted(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each different score once, and its rows by (label 1, label 0)."""
+    different, positives, negatives = _merged(scores, torch.stack([labels, 1 - labels], 1))
+    return different, torch.stack([positives, negatives], 1)
+
+
+def _merged(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    different, place = torch.unique(scores, return_inverse=True)
+    total = torch.zeros(len(different), 2, dtype=torch.int64, device=scores.device).index_add_(0, place, counts)
+    return different, total[:, 0].cpu(), total[:, 1].cpu()
+
+
+def _score(output: Tensor) -> Tensor:
+    if not isinstance(output, Tensor) or output.ndim > 2 or (output.ndim == 2 and output.shape[1] > 2):
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"Asked for the AUC of outputs of shape {found}. Give one score a row, of the class 1.")
+    wide = output.detach().double()
+    return wide[:, 1] - wide[:, 0] if wide.ndim == 2 and wide.shape[1] == 2 else wide.reshape(-1)
+
+
+def _check(what: str, values: Tensor, wrong: Tensor, instead: str) -> None:
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise DataError(f"The {what} of row {row} of a batch is {values[row].item()}. {instead}.")

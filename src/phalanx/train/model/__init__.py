@@ -1,0 +1,4 @@
+"""`px.Model` and what it does: train, evaluate, predict, plan.
+
+Start with `model`.
+"""

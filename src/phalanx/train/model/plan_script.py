@@ -1,0 +1,143 @@
+"""Plan the model of a script for a cluster that need not be there: the script runs until it would train."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+import phalanx.comm.context as context_of
+from phalanx.auto.planner.result import Planned
+from phalanx.auto.planner.to_plan import PLANNED
+from phalanx.cluster.messages.messages import text
+from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.parallel.session import Training, assembly
+from phalanx.strategy import DistributedStrategy
+from phalanx.train.auto_parallel import auto_parallel
+from phalanx.train.model.no_tables import check_no_tables
+from phalanx.train.model.planning import global_batch, rows_of, with_rows
+
+logger = logging.getLogger("phalanx.train")
+
+
+def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Planned:
+    """Run a script as one process until it would train a model, and return the Plan for that model.
+
+    What the script prints goes to standard error. The batch is one of the data that it trains on, with the rows of its
+    global batch; a size per rank, such as that of a DataLoader, stands for as many rows on every device of the cluster.
+
+    Args:
+        script: A training script.
+        arguments: Its own.
+        **options: As `px.auto_parallel` takes them; optimizer and strategy are the script's own unless given.
+
+    Raises:
+        ConfigError: If the script fails, or ends without training a model that it distributes.
+    """
+    cluster = read_cluster(options.get("cluster") or "here")  # before the script runs: that may take minutes
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    assembly.planner = _stop
+    try:
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
+    except _Reached as reached:
+        return _planned(reached.training, cluster, options)
+    except SystemExit as ended:
+        advice = text("script to plan")
+        raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
+    except PhalanxError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a script may raise anything
+        raise ConfigError(_failed(script, error)) from None
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        assembly.planner = None
+        if context_of.is_initialized():
+            context_of.shutdown()
+    raise ConfigError(text("script trained nothing", script=script, advice=text("script to plan")))
+
+
+def _failed(script: Path, error: Exception) -> str:
+    """Return the script's own traceback, without what ran it, and what that means."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script.resolve()):
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace))
+    return f"{text('script failed', script=script)}\n{lines.rstrip()}"
+
+
+class _Reached(BaseException):
+    """The script is about to train a model; no handler of its own is to catch it."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.training = training
+
+
+def _stop(training: Training) -> NoReturn:
+    raise _Reached(training)
+
+
+def _planned(training: Training, cluster: Cluster, options: dict[str, Any]) -> Planned:
+    assembly.planner = None
+    model = training.model
+    check_no_tables(model)
+    sample = _sample(training, cluster.devices)
+    logger.info("%s", text("planning", model=type(model).__name__, rows=rows_of(sample)))
+    if training.optimizer is None and "optimizer" not in options:
+        logger.info("%s", text("planning adam"))
+    options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
+    options["cluster"] = cluster
+    return auto_parallel(model, sample, training.loss_fn, **options)
+
+
+def _sample(training: Training, ranks: int) -> Any:
+    """Return what a global batch calls the model with, the target after it where there is a loss function."""
+    if training.inputs is None:
+        assert assembly.loader is not None
+        return global_batch(assembly.loader, training.model, has_target=training.has_target, ranks=ranks)
+    inputs, named = training.inputs
+    given = _by_name(training.model, inputs, named) if named else inputs
+    rows, here = rows_of(given), context_of.current()
+    if here.batch is None or here.rows_for is None:
+        all_rows = rows * ranks  # the batch of a loader that knows nothing of ranks is that of one
+    else:
+        all_rows = rows * here.rows_for(ranks) // here.rows_for(here.world_size)
+    return with_rows(given, rows, all_rows, training.model)
+
+
+def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model is called with as keyword arguments alone.
+
+    Raises:
+        ConfigError: If some of it can only be told by its position.
+    """
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*inputs, **named).arguments)
+    for name in list(given):
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ConfigError(text("script inputs", model=type(model).__name__, name=name))
+    return given
+
+
+def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """Return the script's settings without those that the planner decides."""
+    chosen, usual = strategy or DistributedStrategy(), DistributedStrategy()
+    aside = [name for name in (*PLANNED, "hybrid_configs") if getattr(chosen, name) != getattr(usual, name)]
+    if aside:
+        logger.info("%s", text("settings aside", names=", ".join(aside)))
+    return chosen.model_copy(update={name: getattr(usual, name) for name in aside})

@@ -1,0 +1,97 @@
+"""The outputs of a net for all rows of a dataset, in their order, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import DataLoader
+
+from phalanx.comm import context
+from phalanx.comm.collectives import all_gather
+from phalanx.data.loader.loader import ShardedLoader
+from phalanx.errors import ConfigError
+from phalanx.train.loss.batches import columns_of
+
+
+def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
+    """Return a loader of all rows of some data in their order.
+
+    Args:
+        data: Anything `ShardedLoader` takes.
+        batch_size: Rows per rank; the data's own, or 64 when None.
+
+    Raises:
+        ConfigError: If it is a loader that trains or drops rows, or a sampler decides the order.
+    """
+    if isinstance(data, ShardedLoader):
+        if data.training or data.drops_last:
+            raise ConfigError(
+                "Asked to predict on a ShardedLoader that trains or drops rows, so outputs would lack rows or their "
+                "order. Pass the dataset, or make the loader with training=False and drop_last=False."
+            )
+        return data
+    if batch_size is None and not isinstance(data, DataLoader) and not getattr(data, "is_batched", False):
+        batch_size = 64
+    return ShardedLoader(data, batch_size=batch_size, shuffle=False, drop_last=False, training=False)
+
+
+def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> Any:
+    """Return the outputs of all batches and ranks, put together in the order of the rows, on the CPU.
+
+    Collective: every rank calls it with its own part of the batches.
+
+    Args:
+        loader: Every rank's rows, those of all ranks side by side.
+        outputs: From a batch to a tensor with the batch's rows along dim 0, or tensors in tuples, lists and dicts; of a
+            mapping what has these rows is taken, and the rest (a loss, a cache) left out.
+
+    Raises:
+        ConfigError: If the data has no rows, or an output is not one row for each row.
+    """
+    parts: list[list[Tensor]] = []
+    structure = None
+    for batch in loader:
+        assert loader.share is not None
+        values, structure = tree_flatten(_of_rows(outputs(batch), _rows_of(batch)))
+        parts.append([_whole(value, loader.share.rows) for value in values])
+    if structure is None:
+        raise ConfigError("Asked to predict on data without rows. Check the dataset.")
+    return tree_unflatten([torch.cat(column) for column in zip(*parts, strict=True)], structure)
+
+
+def _rows_of(batch: Any) -> int:
+    """Return how many rows a batch has here, also one that does not count; -1 where none of its columns tells."""
+    leaves = tree_leaves(columns_of(batch))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), -1)
+
+
+def _of_rows(output: Any, rows: int) -> Any:
+    """Return an output without the entries, if it is a mapping, that are not one row for each row of the batch."""
+    if not isinstance(output, Mapping):
+        return output
+
+    def has_rows(value: Any) -> bool:
+        leaves = tree_leaves(value)
+        return bool(leaves) and all(isinstance(x, Tensor) and x.dim() and len(x) == rows for x in leaves)
+
+    found = {name: value for name, value in output.items() if has_rows(value)}
+    if not found:
+        raise ConfigError(
+            f"Model.predict needs one output for each of {rows} rows, and none of {', '.join(output)} is one."
+        )
+    return found
+
+
+def _whole(value: Any, rows: int) -> Tensor:
+    """Return the rows of all ranks; a batch that only keeps the ranks in step adds none."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or (rows and len(value) != rows):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"Model.predict needs one output for each of {rows} rows, found {found}.")
+    mine = value[:rows].contiguous()
+    if not context.is_initialized() or context.current().readers.count == 1:
+        return mine.cpu()
+    return all_gather(mine, 0, group=context.current().readers.group).cpu()

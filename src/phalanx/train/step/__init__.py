@@ -1,0 +1,4 @@
+"""`px.train_step`: forward, loss, backward and update as one call.
+
+Start with `step`.
+"""

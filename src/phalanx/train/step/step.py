@@ -1,0 +1,311 @@
+"""`px.train_step`: forward, loss, backward and update as one call, eager or compiled.
+
+Compiled, the forward pass, the loss and the named fetches are one graph (`torch.compile`); its backward is the graph's
+own, and the gradients leave it into the data-parallel buckets. The optimizer's update is a second graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.comm import context
+from phalanx.data.loader.binding import Inputs, bind_argument, call
+from phalanx.data.samples.device import moved
+from phalanx.errors import ConfigError, did_you_mean
+from phalanx.parallel.apply import applied_to, is_cared_for
+from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
+from phalanx.parallel.distribute import add_model
+from phalanx.parallel.memory.out_of_memory import memory_explained
+from phalanx.parallel.session import assembly, check_trains, warn_if_apart
+from phalanx.parallel.step.gate import keep_update_out_of_graph
+from phalanx.parallel.step.hooks import keep_out_of_graph
+from phalanx.train.events import report_step, tell_loss
+from phalanx.train.loss.batches import BatchReader, types_explained
+from phalanx.train.loss.counted_loss import check_reduction, counted_loss
+from phalanx.train.loss.label_check import LabelsChecked
+from phalanx.train.loss.own_loss import of_scores, own_loss, warn_of_ignored
+from phalanx.train.step.cuda_graph import Captured
+
+logger = logging.getLogger("phalanx.train")
+
+LossFunction = Callable[[Any, Any], Tensor]
+Fetch = Callable[[Any, Any], Tensor]
+
+
+class StepOutput(Mapping[str, Tensor]):
+    """What one step returns: `loss` and every named fetch, detached, by key or by attribute."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._values:
+            raise KeyError(f"the step fetches {sorted(self._values)}, not {name!r}.{did_you_mean(name, self._values)}")
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        shown = (f"{k}={v.tolist() if v.numel() == 1 else tuple(v.shape)}" for k, v in self.items())
+        return f"StepOutput({', '.join(shown)})"
+
+
+class TrainStep:
+    """One optimizer step as one call; made by `train_step`.
+
+    A `Model` also says whether forward and backward pass are captured once as a CUDA graph and replayed (`captured`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: Optimizer,
+        fetch: Mapping[str, Fetch],
+        compiled: bool,
+        captured: bool = False,
+    ) -> None:
+        self._model = model
+        self._returns_loss = loss_fn is own_loss
+        self._read = BatchReader(model, target="too" if self._returns_loss else "apart")
+        self._optimizer = optimizer
+        made = applied_to(model)
+        check_reduction(loss_fn, made)
+        is_collective = made is not None and made.pipeline is None and not context.current().role.server_endpoints
+        # A step that is compiled or captured must not look at values.
+        is_traced = compiled or captured
+        checked = of_scores if is_traced else partial(LabelsChecked, is_collective=is_collective)
+        self._loss_fn: LossFunction = checked(loss_fn)
+        self._counted = counted_loss(loss_fn, made)
+        if self._counted is not None:
+            self._counted.total = checked(self._counted.total)
+        self._pipeline = None if made is None else made.pipeline
+        self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        self._fetch = dict(fetch)
+        self.compiled = compiled
+        self.compile_s = 0.0
+        """Seconds of the steps in which something was compiled."""
+
+        self.train_s = 0.0
+        """Seconds of all other steps."""
+
+        self.steps = 0
+        self._forward_graphs = _GraphCounter()
+        self._update_graphs = _GraphCounter()
+        self._forward = self._compute
+        self._update: Callable[[], Any] = optimizer.step
+        if compiled:
+            self._forward = torch.compile(self._compute, backend=self._forward_graphs)
+            keep_out_of_graph(optimizer)
+            keep_update_out_of_graph(optimizer)
+            self._update = torch.compile(optimizer.step, backend=self._update_graphs)
+            self._keep_rates_variable()
+        self._backward = Captured(self._gradients, model.parameters()) if captured else self._gradients
+
+    @property
+    def forward_graphs(self) -> int:
+        """Graphs compiled for forward and loss: 1, and 1 more when a batch of another size came."""
+        return self._forward_graphs.count
+
+    @property
+    def update_graphs(self) -> int:
+        """Graphs compiled for the optimizer."""
+        return self._update_graphs.count
+
+    def __call__(self, *batch: Any) -> StepOutput:
+        """Run one step on one batch.
+
+        Collective: every rank calls it with its own batch.
+
+        Args:
+            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0. A dictionary of
+                inputs is given by name. One dictionary alone is a whole batch, as `px.Model` reads it. Without a loss
+                function all are inputs: `step(batch)`, `step(x, y)` or `step((x, y))`.
+
+        Returns:
+            The loss and the fetches of this rank's batch.
+
+        Raises:
+            ConfigError: If the model cannot be called with it; names columns and parameters.
+        """
+        inputs, target = self._unpack(batch)
+        named = inputs if isinstance(inputs, dict) else {"inputs": inputs[0] if len(inputs) == 1 else inputs}
+        return self.take(inputs, target, {**named, "target": target})
+
+    def take(self, inputs: Inputs, target: Any, columns: Mapping[Any, Any]) -> StepOutput:
+        """Run one step, as `__call__` does.
+
+        Args:
+            inputs: All arguments of the model.
+            target: What the loss function takes beside its output.
+            columns: The same by the names that the script has for them, for errors.
+        """
+        inputs, target = moved(inputs, self._device), moved(target, self._device)
+        if self.steps == 0 and self._returns_loss:
+            warn_of_ignored(target)
+        if self.compiled and self.steps == 0:
+            logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
+        started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
+        with types_explained(self._model, columns), memory_explained(self._model, inputs):
+            loss, fetched = self._backward(inputs, target)
+            tell_loss(loss)
+            if self.compiled:
+                self._keep_rates_variable()
+            self._update()
+        self._account(time.perf_counter() - started, self.forward_graphs + self.update_graphs > graphs, loss)
+        return StepOutput({"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in fetched.items()}})
+
+    def summary(self) -> str:
+        """Return one line that keeps compile time and training time apart."""
+        steady = f"training {self.train_s:.1f} s in {self.steps} steps"
+        if not self.compiled:
+            return steady
+        hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+        graphs = f"{self.forward_graphs} forward and {self.update_graphs} optimizer graphs, {hits} from the cache"
+        return f"compiling {self.compile_s:.1f} s ({graphs}), {steady}"
+
+    def _gradients(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Leave the gradients of a batch in the parameters; return its loss and fetches."""
+        self._optimizer.zero_grad(set_to_none=True)
+        weight = self._weight(target)
+        if self._pipeline is not None:
+            loss_fn = (
+                self._loss_fn if weight is None or not len(target) else self._of_microbatches(inputs, target, weight)
+            )
+            return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scaled)
+        loss_fn = self._loss_fn if weight is None or self._counted is None else self._counted.total
+        loss, fetched = self._forward(inputs, target, loss_fn)
+        if weight is not None:
+            loss = weighted_mean(loss, weight)
+        self._scaled(loss).backward()
+        return loss, fetched
+
+    def _compute(self, inputs: Any, target: Any, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
+        output = call(self._model, inputs)
+        with torch.no_grad():
+            fetched = {name: compute(output, target) for name, compute in self._fetch.items()}
+        return loss_fn(output, target), fetched
+
+    def _weight(self, target: Any) -> Tensor | None:
+        """Return what the loss's mean divides by on this rank; None where that follows from the rows."""
+        if self._counted is None or not context.is_initialized():
+            return None
+        is_apart = context.current().readers.count > 1 or self._pipeline is not None
+        return self._counted.weight(target) if is_apart else None
+
+    def _of_microbatches(self, inputs: Any, target: Any, weight: Tensor) -> LossFunction:
+        """Return a loss of micro-batches that add up to the mean over the whole batch. Collective."""
+        assert self._counted is not None
+        shares = context.current().passes.enter((inputs, target))
+        _, factor = global_mean_of(torch.zeros((), dtype=torch.float64, device=weight.device), weight, shares)
+        return self._counted.of_microbatches(target, factor)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss as float16 training needs it."""
+        scale = getattr(self._optimizer, "scale", None)
+        return loss if scale is None else scale(loss)
+
+    def _keep_rates_variable(self) -> None:
+        """Hold learning rates as tensors: a float would be a constant of the graph, each new value a recompilation.
+
+        Looked at before every step, because scripts and loaded states put floats back.
+        """
+        for group in self._optimizer.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+
+    def _unpack(self, batch: tuple[Any, ...]) -> tuple[Inputs, Any]:
+        if len(batch) == 1 and (self._returns_loss or isinstance(batch[0], Mapping)):
+            return self._read(batch[0])
+        if self._returns_loss:
+            return self._read(batch)
+        if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+            batch = tuple(batch[0])
+        if len(batch) != 2:
+            raise ConfigError(
+                f"step takes (inputs, target), found {len(batch)} values. Bundle several inputs in one tuple, or give "
+                "them by name in a dictionary."
+            )
+        return bind_argument(self._model, batch[0]), batch[1]
+
+    def _account(self, seconds: float, has_compiled: bool, loss: Tensor) -> None:
+        report_step(self.steps, loss.detach())
+        self.steps += 1
+        if has_compiled:
+            self.compile_s += seconds
+        else:
+            self.train_s += seconds
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer,
+    *,
+    fetch: Mapping[str, Fetch] | None = None,
+    compiled: bool | None = None,
+) -> TrainStep:
+    """Make one optimizer step a single call.
+
+    Args:
+        model: A distributed model, or a plain one. If only its optimizer was handed over, as in Fleet's graph mode, the
+            model is distributed here; the call is collective then.
+        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch. Torch's losses of classes may leave out
+            labels (`ignore_index`) and weigh classes: their means are those of all ranks' labels. They get the `logits`
+            of an output that has some. When None the model takes all columns and returns its loss, as one element or
+            under the name `loss`, as models of transformers do.
+        optimizer: The optimizer over the model's parameters.
+        fetch: Named values to return with the loss, each `f(output, target)`.
+        compiled: Whether to compile; what the model's Plan says when omitted.
+
+    Returns:
+        A callable; `out = step(inputs, target)` or `step(batch)`, then `out.loss` or `out["acc1"]`.
+
+    Raises:
+        ConfigError: If the optimizer holds no parameter of the model, or a fetch is called `loss`.
+    """
+    check_trains(model, optimizer)
+    is_handed_over = optimizer in assembly.optimizers
+    if is_handed_over and applied_to(model) is None and not any(map(is_cared_for, model.parameters())):
+        add_model(model)
+    applied = applied_to(model)
+    if compiled is None:
+        compiled = applied is not None and applied.plan.step.compiled
+    if "loss" in (fetch or {}):
+        raise ConfigError("'loss' is always fetched; give the fetch another name.")
+    warn_if_apart(model, optimizer)
+    return TrainStep(model, own_loss if loss_fn is None else loss_fn, optimizer, fetch or {}, compiled)
+
+
+class _GraphCounter:
+    """The default compiler, counting the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._inner = torch._dynamo.lookup_backend("inductor")
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = self._inner(graph, inputs)
+        # Counted once made: the compiler abandons an attempt when it learns that a number need not be a variable.
+        self.count += 1
+        return compiled

@@ -1,0 +1,102 @@
+"""How values are shown on a page: times, lengths, numbers, states. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from markupsafe import Markup
+
+from phalanx.jobs.models import Event, Job
+from phalanx.jobs.states import State
+from phalanx.ui.i18n import Say
+
+
+def when(time: datetime | None) -> Markup:
+    """Return a time in UTC, to the second; a dash for none."""
+    if time is None:
+        return Markup("–")
+    utc = time.astimezone(UTC)
+    return Markup('<time datetime="{}" title="UTC">{}</time>').format(
+        utc.isoformat(), utc.strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def span(start: datetime | None, end: datetime | None) -> str:
+    """Return how long something took, or has taken so far."""
+    if start is None:
+        return "–"
+    return length(((end or datetime.now(UTC)) - start).total_seconds())
+
+
+def length(seconds: float) -> str:
+    """Return a length of time as `12 s`, `3:07` or `2:03:07`."""
+    whole = max(0, int(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def number(value: Any) -> str:
+    """Return a number that was reported, to five digits; a dash for none."""
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+    return f"{value:.5g}" if is_number else str(value or "–")[:40]
+
+
+def badge(say: Say) -> Callable[[State], Markup]:
+    """Return the function that shows a state in the language of `say`."""
+
+    def shown(state: State) -> Markup:
+        return Markup('<span class="badge {}">{}</span>').format(state, say(state))
+
+    return shown
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A state that a job was or is in, and for how long."""
+
+    state: State
+    since: datetime
+    lasted: str
+
+
+def phases(events: Sequence[Event], ended: datetime | None) -> list[Passed]:
+    """Return the states a job went through, first to last, with how long it was in each; an end lasts no time."""
+    changes = [(State(event.data["to"]), event.time) for event in events if event.data.get("to") in set(State)]
+    ends = [*(time for _, time in changes[1:]), ended][: len(changes)]
+    return [
+        Passed(state, since, "" if state.terminal else span(since, end))
+        for (state, since), end in zip(changes, ends, strict=True)
+    ]
+
+
+def prose(text: str) -> Markup:
+    """Return a text of ours with what stands between backticks as code."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if index % 2 else Markup("{}").format(part)
+        for index, part in enumerate(parts)
+    )
+
+
+def needs(job: Job) -> str:
+    """Return what a job takes of its machines, in short: `2 x 4 cpu, 8.0 GiB`."""
+    asked = job.spec.get("resources", {})
+    parts = [f"{asked.get('procs_per_node', 1)} procs"]
+    if asked.get("cpu"):
+        parts.append(f"{asked['cpu']:g} cpu")
+    if asked.get("memory"):
+        parts.append(gib(asked["memory"]))
+    if asked.get("gpu"):
+        parts.append(f"{asked['gpu']} gpu")
+    return f"{asked.get('nodes', 1)} × ({', '.join(parts)})"
+
+
+def gib(amount: float) -> str:
+    """Return bytes as GiB."""
+    return f"{amount / 2**30:.1f} GiB"
