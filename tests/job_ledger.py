@@ -1,4 +1,4 @@
-"""A store of jobs in memory, for tests of the keeper; it does what `phalanx.jobs.control.job_state_store` says, and nothing else."""
+"""A store of jobs in memory, for tests of the controller: what `phalanx.jobs.control.job_state_store` asks for."""
 
 from __future__ import annotations
 

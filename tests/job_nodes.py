@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launching import SPARSE_MODEL
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.local import NODE
@@ -70,7 +70,7 @@ def submission(
 
 def start_node(made: Submission, node: int, **environment: str) -> subprocess.Popen[bytes]:
     """Start one node of an attempt, as the backend of this machine does."""
-    attempt.write(made)
+    attempt_files.write(made)
     read, write = os.pipe()
     os.write(write, json.dumps(made.secrets).encode())
     os.close(write)
@@ -89,7 +89,7 @@ def ends(made: Submission, nodes: Sequence[subprocess.Popen[bytes]], timeout_s: 
     """Wait for the nodes and return their exit records."""
     for process in nodes:
         process.wait(timeout_s)
-    found = [attempt.read_end(made.folder, node) for node in range(len(nodes))]
+    found = [attempt_files.read_end(made.folder, node) for node in range(len(nodes))]
     assert all(found), [path.read_text() for path in sorted(made.folder.glob("logs/node-*.log"))]
     return [end for end in found if end is not None]
 

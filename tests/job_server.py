@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, address_of, bind
 from phalanx.jobs.backends import Engines
@@ -55,8 +55,8 @@ class JobServer:
     def start(self, job: Job) -> Path:
         """Take a job to running; return its attempt's folder, which has one for logs."""
         attempt = self.store.begin_attempt(job.id)
-        folder = layout.attempt_folder(self.home, job.id, attempt.number)
-        layout.logs(folder).mkdir(parents=True)
+        folder = paths.attempt_folder(self.home, job.id, attempt.number)
+        paths.logs(folder).mkdir(parents=True)
         self.store.change(job.id, State.RUNNING)
         return folder
 
@@ -67,7 +67,7 @@ class JobServer:
 
 def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
     """Write the run events that a rank of a training would."""
-    with (layout.logs(folder) / f"events.worker.{rank}.jsonl").open("a") as file:
+    with (paths.logs(folder) / f"events.worker.{rank}.jsonl").open("a") as file:
         for step in range(steps):
             event = {"time": 0.1 * step, "step": step, "loss": loss / (1 + step), "samples_per_s": 1000.0 + 7 * rank}
             file.write(json.dumps(event) + "\n")

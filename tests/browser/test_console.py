@@ -13,7 +13,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import chromium
 from job_server import JobServer, job_server, report
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.models import Failure, Role
@@ -90,9 +90,9 @@ def test_a_list_that_changes_by_itself(browser, server):
 def test_a_job_is_followed_while_it_runs(browser, server):
     job = server.queue("followed", resources={"nodes": 2})
     folder = server.start(job)
-    log = layout.logs(folder) / "workerlog.0"
+    log = paths.logs(folder) / "workerlog.0"
     log.write_text("first line\n")
-    (layout.logs(folder) / "workerlog.1").write_text("the other rank\n")
+    (paths.logs(folder) / "workerlog.1").write_text("the other rank\n")
     report(folder, 0, 10)
     browser.get(f"{server.url}/ui/jobs/{job.id}")
     shown = browser.find_element(By.CSS_SELECTOR, "pre.log")
@@ -182,7 +182,7 @@ def test_chinese_is_chinese_on_every_page(browser, server):
 def test_every_page_is_whole_for_screen_readers(browser, server):
     job = server.queue("read-aloud")
     folder = server.start(job)
-    (layout.logs(folder) / "workerlog.0").write_text("hello\n")
+    (paths.logs(folder) / "workerlog.0").write_text("hello\n")
     for place in ("w/default/", "w/default/new", f"jobs/{job.id}", "queue", "w/default/datasets"):
         browser.get(f"{server.url}/ui/{place}")
         unnamed = browser.execute_script("""

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import phalanx as px
-from phalanx.checkpoint.tensors import write_plan as planning
+from phalanx.checkpoint.tensors import write_plan
 from phalanx.comm import process_group
 from phalanx.data.sampling.shards import even_split
 from phalanx.errors import BackendError, ConfigError, DataError, PeerLostError
@@ -91,7 +91,7 @@ def _save_dp(folder: Path) -> tuple[dict[str, Tensor], list[list[int]], Tensor]:
     keep_state(model, "residual", Residual(torch.full((3,), rank + 1.0), 9), elsewhere="share")
     batches = iter(loader)
     _train(model, optimizer, batches, 2)
-    planning.PIECE_BYTES = 64  # so that even these tensors are split over the ranks
+    write_plan.PIECE_BYTES = 64  # so that even these tensors are split over the ranks
     px.save(folder, model, optimizer, loader, step=2, extra={"rank": rank}, background=True)
     state = _state(model, optimizer)
     draw = torch.rand(2)

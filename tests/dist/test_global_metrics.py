@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.train.metrics import fleet as metrics
+from phalanx.train.metrics import fleet
 from phalanx.train.metrics.fleet import Auc
 from ranks import run_ranks
 
@@ -26,13 +26,13 @@ def measure() -> dict[str, float]:
     auc.update(score, label)
     return {
         "auc": auc.compute(),
-        "acc": metrics.acc((score > 0.5) == label, len(label)),
-        "mae": metrics.mae(error.abs(), len(label)),
-        "mse": metrics.mse(error.square(), len(label)),
-        "rmse": metrics.rmse(error.square(), len(label)),
-        "sum": metrics.sum(score.double()[:1000]).sum().item(),
-        "max": metrics.max(here.rank).item(),
-        "min": metrics.min(score.min()).item(),
+        "acc": fleet.acc((score > 0.5) == label, len(label)),
+        "mae": fleet.mae(error.abs(), len(label)),
+        "mse": fleet.mse(error.square(), len(label)),
+        "rmse": fleet.rmse(error.square(), len(label)),
+        "sum": fleet.sum(score.double()[:1000]).sum().item(),
+        "max": fleet.max(here.rank).item(),
+        "min": fleet.min(score.min()).item(),
     }
 
 

@@ -20,7 +20,7 @@ import uvicorn
 
 from job_server import JobServer, job_server, report
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, SpecError, StateError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.api.app import make_app
 from phalanx.jobs.api.serve import Place, bind, serve
@@ -67,7 +67,7 @@ def test_a_job_goes_round_by_http(server, owner, tree):
         owner.retry(job.id)
 
     folder = server.start(job)
-    (layout.logs(folder) / "workerlog.0").write_text("one\ntwo\n")
+    (paths.logs(folder) / "workerlog.0").write_text("one\ntwo\n")
     report(folder, 0, 3)
     assert owner.logs_of(job.id) == ["0"]
     part = owner.log(job.id, rank="0")
@@ -75,7 +75,7 @@ def test_a_job_goes_round_by_http(server, owner, tree):
     assert owner.reporting(job.id) == ["worker.0"]
     assert [event["step"] for event in owner.reports(job.id, rank="worker.0").events] == [0, 1, 2]
     for number in range(2):
-        usage.append(layout.attempt_folder(server.home, job.id, 1), 0, Sample(number, 5.0 * number, 0.5, 100, 200))
+        usage.append(paths.attempt_folder(server.home, job.id, 1), 0, Sample(number, 5.0 * number, 0.5, 100, 200))
     assert owner.usage(job.id) == [Usage(0, [Sample(0, 0.0, 0.5, 100, 200), Sample(1, 5.0, 0.5, 100, 200)], 2)]
     assert owner.usage(job.id, offset=-1)[0].samples[0].number == 1
     assert owner.usage(job.id, node=7, attempt=1) == [Usage(7, [], 0)]
@@ -189,7 +189,7 @@ def test_archives_of_code_that_lead_out_are_refused(server, owner, tmp_path):
 def test_paths_in_names_find_nothing(server, owner):
     job = server.queue("paths")
     folder = server.start(job)
-    (layout.logs(folder) / "workerlog.0").write_text("x")
+    (paths.logs(folder) / "workerlog.0").write_text("x")
     for rank in ("../../../../phalanx.db", "..%2f..%2fkey", "/etc/passwd", "0/../../attempt"):
         with pytest.raises((NotFoundError, ConfigError, BackendError)):
             owner.log(job.id, rank=rank)
@@ -200,7 +200,7 @@ def test_paths_in_names_find_nothing(server, owner):
 
 def test_a_log_streams_until_the_attempt_has_ended(server, owner):
     job = server.queue("streamed")
-    log = layout.logs(server.start(job)) / "workerlog.0"
+    log = paths.logs(server.start(job)) / "workerlog.0"
     log.write_text("begin\n")
     headers = {"Authorization": f"Bearer {server.owner_token()}"}
     with httpx.stream("GET", f"{server.url}/api/v1/jobs/{job.id}/logs/0/stream", headers=headers, timeout=20) as answer:
@@ -289,7 +289,7 @@ def test_whatever_the_description_allows_breaks_nothing(server, tmp_path):
     the ending of tokens, which would end the one they are made with.
     """
     job = server.queue("fuzzed")
-    (layout.logs(server.start(job)) / "workerlog.0").write_text("hello\n")
+    (paths.logs(server.start(job)) / "workerlog.0").write_text("hello\n")
     (tmp_path / "schemathesis.toml").write_text(
         f'headers = {{ Authorization = "Bearer {server.owner_token()}" }}\n'
         f'[parameters]\n"path.job" = "{job.id}"\n"path.workspace" = "default"\n"path.rank" = "0"\n'
@@ -398,8 +398,8 @@ def test_an_address_that_is_not_there_gets_a_page_that_is_one_of_ours(server):
 def test_a_failed_job_opens_the_log_of_the_rank_that_failed(server):
     job = server.queue("blamed")
     folder = server.start(job)
-    (layout.logs(folder) / "workerlog.0").touch()
-    (layout.logs(folder) / "workerlog.1").write_text("the reason\n")
+    (paths.logs(folder) / "workerlog.0").touch()
+    (paths.logs(folder) / "workerlog.1").write_text("the reason\n")
     server.end(job, Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
     token = server.owner_token()
     assert "the reason" in _page(server, token, f"/jobs/{job.id}").text
@@ -412,7 +412,7 @@ def test_everything_that_a_rank_reports_is_in_the_table(server):
     job = server.queue("reported")
     folder = server.start(job)
     event = {"time": 1.0, "step": 7, "loss": 0.5, "acc": 0.875, "phase": "<b>warm</b>"}
-    (layout.logs(folder) / "events.worker.0.jsonl").write_text(json.dumps(event) + "\n")
+    (paths.logs(folder) / "events.worker.0.jsonl").write_text(json.dumps(event) + "\n")
     text = _page(server, server.owner_token(), f"/jobs/{job.id}").text
     for shown in (">acc</th>", ">0.875</td>", ">phase</th>", "&lt;b&gt;warm&lt;/b&gt;"):
         assert shown in text

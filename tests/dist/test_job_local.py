@@ -14,7 +14,7 @@ import pytest
 
 import job_stand_in
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends import local
 from phalanx.jobs.backends.local import Local
@@ -81,7 +81,7 @@ def test_another_keeper_finds_what_runs_and_starts_nothing_twice(
     other.stop(runs, "", 5)
     backend.stop(runs, "", 5)
     until(lambda: other.status(runs, "").phase is Phase.FAILED)
-    ends = [attempt.read_end(runs.folder, node) for node in (0, 1)]
+    ends = [attempt_files.read_end(runs.folder, node) for node in (0, 1)]
     assert [end.outcome for end in ends if end] == ["stopped", "stopped"]
 
 

@@ -12,7 +12,7 @@ import phalanx as px
 from phalanx import fleet, ps
 from phalanx.comm import context as context_of
 from phalanx.errors import ConfigError, PlanError, RoleError
-from phalanx.ps.client import table_client as attach
+from phalanx.ps.client import table_client
 from ps_servers import SECRET, servers
 from ranks import run_ranks
 
@@ -104,7 +104,7 @@ def train(style, configs, kind, settings, sync=True):
     fleet.barrier_worker()
     state = state_of(model)
     fleet.stop_worker()
-    return state, attach.current().skipped
+    return state, table_client.current().skipped
 
 
 def one_process(kind, settings):
@@ -117,7 +117,7 @@ def one_process(kind, settings):
         loss_of(model, step, slice(None)).backward()
         optimizer.step()
     state = state_of(model)
-    attach.current().finish()
+    table_client.current().finish()
     context_of.shutdown()
     return state
 
@@ -225,7 +225,7 @@ def skip_on_one_worker():
         scaler.step(optimizer)
         scaler.update()
     fleet.stop_worker()
-    return attach.current().skipped, attach.current().mode.step
+    return table_client.current().skipped, table_client.current().mode.step
 
 
 def test_a_step_that_a_scaler_skips_holds_nobody_up():
@@ -263,7 +263,7 @@ def second_day(folder, names):
     model.deep(torch.tensor([IDS + context.rank])).sum().backward()
     optimizer.step()
     fleet.barrier_worker()
-    rows = attach.current().mode.store.report()["deep"].rows
+    rows = table_client.current().mode.store.report()["deep"].rows
     fleet.stop_worker()
     return loaded, rows
 
@@ -281,7 +281,7 @@ def test_a_job_saves_once_and_any_other_job_goes_on_from_it(tmp_path, all_save):
                 assert rows > IDS // 2
     alone, _ = second_day(folder, None)
     assert alone == saved, "in one process, without servers"
-    attach.current().finish()
+    table_client.current().finish()
     context_of.shutdown()
     named, _ = second_day(folder, ["wide"])
     assert named["wide"] == saved["wide"]

@@ -19,7 +19,7 @@ from torch import nn
 import phalanx as px
 from launching import Launch
 from phalanx.checkpoint import saving
-from phalanx.checkpoint.tensors import file as tensor_file
+from phalanx.checkpoint.tensors import file
 from phalanx.errors import BackendError
 from ranks import Outcome, run_ranks
 
@@ -66,7 +66,7 @@ def _newest(folder: Path) -> int:
 
 def _kill_saves(folder: Path) -> tuple[int, int]:
     px.init()
-    tensor_file.BLOCK_BYTES = 512  # so that files are cut in the middle too
+    file.BLOCK_BYTES = 512  # so that files are cut in the middle too
     _save_until(1 << 30, folder, 0)
     _save_until(1 << 30, folder, 1)
     lines = _save_until(1 << 30, folder, 2)

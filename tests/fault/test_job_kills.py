@@ -50,7 +50,8 @@ def keeper():
 SERVER = """
 import os, random, signal, sys, time
 from pathlib import Path
-import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service.service, phalanx.jobs.store, phalanx.ui.console
+import phalanx.jobs.api.app, phalanx.jobs.api.serve, phalanx.jobs.service.service, phalanx.jobs.store
+import phalanx.ui.console
 from phalanx.cli.serve import _serve
 from phalanx.jobs import backends
 from phalanx.jobs.backends import local

@@ -10,8 +10,7 @@ import pytest
 from phalanx.cluster.allocation import Allocation, read_allocation
 from phalanx.cluster.role.mpi_srun_role import derived_port
 from phalanx.errors import LaunchError, RoleError
-from phalanx.launch.request import machine, nodes, request
-from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request import machine, nodes, options_from_scheduler, request
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 
@@ -116,27 +115,29 @@ def options(**flags: Any) -> Options:
 
 
 def test_gaps_are_filled_and_flags_win() -> None:
-    filled = allocated.fill(options(http_port=6000), PET)
+    filled = options_from_scheduler.fill(options(http_port=6000), PET)
     assert (filled.nnodes, filled.node_rank, filled.master_addr) == (2, 1, "job-node-0-0.job")
     assert (filled.http_port, filled.nproc_per_node) == (6000, 4)
     assert filled.named("nnodes") == "PET_NNODES=2"
     assert filled.named("http_port") == "--http_port 6000"
     assert request.detect_mode(filled) == ("collective", ("PET_NNODES",))
-    assert allocated.fill(options(nproc_per_node=1), PET).nproc_per_node == 1
+    assert options_from_scheduler.fill(options(nproc_per_node=1), PET).nproc_per_node == 1
 
 
 @pytest.mark.parametrize("flags", [{"nnodes": 1}, {"ips": "10.0.0.1"}, {"nnodes": 3}])
 def test_other_hosts_than_the_schedulers_leave_it_out(flags: dict[str, Any]) -> None:
-    assert allocated.fill(options(**flags), PET) == options(**flags)
+    assert options_from_scheduler.fill(options(**flags), PET) == options(**flags)
 
 
 def test_one_node_fills_in_the_processes_only() -> None:
-    filled = allocated.fill(options(), {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29400"})
+    filled = options_from_scheduler.fill(
+        options(), {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29400"}
+    )
     assert filled == options(nproc_per_node=2, origins={"nproc_per_node": "PET_NPROC_PER_NODE"})
 
 
 def test_the_banner_says_where_values_come_from() -> None:
-    shown = dict(allocated.fill(options(), PET).banner_items())
+    shown = dict(options_from_scheduler.fill(options(), PET).banner_items())
     assert shown["nproc_per_node"] == "4 (from PET_NPROC_PER_NODE)"
     assert shown["http_port"] == "29400 (from PET_MASTER_PORT)"
     assert shown["ips"] == "job-node-0-0.job and 1 more (from PET_MASTER_ADDR)"
@@ -146,15 +147,15 @@ def test_the_banner_says_where_values_come_from() -> None:
 def test_parameter_servers_over_an_allocation_must_be_listed() -> None:
     flags = options(server_num=1, worker_num=2)
     with pytest.raises(LaunchError, match=r"this host only, but PET_NNODES=2 .* --servers ip:port"):
-        allocated.fill(flags, PET)
-    assert allocated.fill(flags, PET | {"PET_NNODES": "1"}) == flags
+        options_from_scheduler.fill(flags, PET)
+    assert options_from_scheduler.fill(flags, PET | {"PET_NNODES": "1"}) == flags
 
 
 def test_a_batch_script_is_told_how_to_start_on_all_nodes(
     caplog: pytest.LogCaptureFixture, phalanx_propagates: None
 ) -> None:
     with caplog.at_level(logging.WARNING, "phalanx.launch"):
-        allocated.fill(options(), BATCH)
+        options_from_scheduler.fill(options(), BATCH)
     assert "srun --ntasks-per-node=1 phalanx run" in caplog.text
 
 
@@ -171,13 +172,13 @@ def this_pod(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["localhost", "gpu01"])
 def test_the_first_pod_may_be_told_loopback_as_its_own_name(this_pod: None, name: str) -> None:
     env = PET | {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": name}
-    assert nodes.collective_nodes(allocated.fill(options(), env), CPU).address == "10.0.0.9"
+    assert nodes.collective_nodes(options_from_scheduler.fill(options(), env), CPU).address == "10.0.0.9"
     own = Machine(cores=4, pod_ip="10.0.0.8")
-    assert nodes.collective_nodes(allocated.fill(options(), env), own).address == "10.0.0.8"
+    assert nodes.collective_nodes(options_from_scheduler.fill(options(), env), own).address == "10.0.0.8"
 
 
 def test_other_nodes_reach_the_first_by_its_name(this_pod: None) -> None:
-    found = nodes.collective_nodes(allocated.fill(options(), STEP | {"MASTER_ADDR": "far"}), CPU)
+    found = nodes.collective_nodes(options_from_scheduler.fill(options(), STEP | {"MASTER_ADDR": "far"}), CPU)
     assert (found.hosts, found.address, found.rank) == (("10.0.0.1",), "10.0.0.9", 1)
     assert [found.name(rank) for rank in (0, 1)] == ["gpu01", "gpu02"]
 
@@ -188,7 +189,7 @@ def test_a_first_host_that_means_nothing_here_is_named_with_its_variable(monkeyp
 
     monkeypatch.setattr(machine, "resolve", unknown)
     with pytest.raises(LaunchError, match=r"SLURM_JOB_NODELIST=gpu01 is the first host .* Set MASTER_ADDR"):
-        nodes.collective_nodes(allocated.fill(options(), BATCH), CPU)
+        nodes.collective_nodes(options_from_scheduler.fill(options(), BATCH), CPU)
 
 
 def test_a_name_that_comes_to_be_known_is_waited_for(
@@ -215,10 +216,10 @@ def test_a_name_that_comes_to_be_known_is_waited_for(
 
 def test_mistakes_name_the_variable_they_came_from(this_pod: None) -> None:
     with pytest.raises(LaunchError, match=r"PET_NODE_RANK=2 is outside 0\.\.1"):
-        nodes.collective_nodes(allocated.fill(options(), PET | {"PET_NODE_RANK": "2"}), CPU)
+        nodes.collective_nodes(options_from_scheduler.fill(options(), PET | {"PET_NODE_RANK": "2"}), CPU)
     env = PET | {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "far"}
     with pytest.raises(LaunchError, match="PET_NODE_RANK=0 is the host of PET_MASTER_ADDR=far, which is not"):
-        nodes.collective_nodes(allocated.fill(options(), env), CPU)
+        nodes.collective_nodes(options_from_scheduler.fill(options(), env), CPU)
     env = {name: value for name, value in PET.items() if name != "PET_NODE_RANK"}
     with pytest.raises(LaunchError, match=r"PET_NNODES=2 needs .* but --node_rank is missing"):
-        nodes.collective_nodes(allocated.fill(options(), env), CPU)
+        nodes.collective_nodes(options_from_scheduler.fill(options(), env), CPU)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.tensors import write_plan as planning
+from phalanx.checkpoint.tensors import write_plan
 from phalanx.checkpoint.tensors.chunk import Box, cover
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
 from phalanx.data.sampling.shards import even_split
@@ -54,7 +54,7 @@ def test_any_layout_is_read_from_any_other(
 ) -> None:
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(float)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "PIECE_BYTES", 8)
+        patch.setattr(write_plan, "PIECE_BYTES", 8)
         entry = deal_out([{"w": p} for p in cut(shape, saved_ranks, saved_dim)])["w"]
     assert sum(piece.box.count for piece in entry.pieces) == whole.size  # each element is written once
     assert Entry.from_json(entry.to_json()) == entry

@@ -8,8 +8,7 @@ import pytest
 import phalanx
 from phalanx import fleet
 from phalanx.data import InMemoryDataset, QueueDataset, vision
-from phalanx.data.ctr import slots
-from phalanx.data.ctr import synthetic as synthetic_ctr
+from phalanx.data.ctr import slots, synthetic
 from phalanx.data.readers import cifar
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "data-readers.md").read_text()
@@ -62,6 +61,6 @@ def test_every_word_of_ours_exists():
     for name in set(re.findall(r"`dataset\.(\w+)\(\)", GUIDE)):
         assert hasattr(QueueDataset, name)
     assert slots.hash_texts
-    assert synthetic_ctr.SyntheticClicks.bayes_auc
+    assert synthetic.SyntheticClicks.bayes_auc
     for name in re.findall(r"`fleet\.metrics\.(\w+), ([\w, ]+)`", GUIDE)[0]:
         assert all(hasattr(fleet.metrics, verb) for verb in name.split(", "))

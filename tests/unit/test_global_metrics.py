@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.metrics import fleet as metrics
+from phalanx.train.metrics import fleet
 from phalanx.train.metrics.fleet import AUC_BINS, Auc
 
 
@@ -53,22 +53,22 @@ def test_scores_at_both_ends_are_counted() -> None:
 
 
 def test_one_label_alone_has_no_auc() -> None:
-    assert math.isnan(metrics.auc([1, 2], [0, 0]))
+    assert math.isnan(fleet.auc([1, 2], [0, 0]))
 
 
 def test_counts_become_means() -> None:
-    assert metrics.acc(3, 4) == 0.75
-    assert metrics.acc(torch.tensor([True, False]), 2) == 0.5
-    assert metrics.mae(np.array([1.0, 2.0]), 6) == 0.5
-    assert metrics.mse(8.0, 2) == 4.0
-    assert metrics.rmse(torch.tensor(8.0, requires_grad=True), 2) == 2.0
-    assert math.isnan(metrics.acc(0, 0))
+    assert fleet.acc(3, 4) == 0.75
+    assert fleet.acc(torch.tensor([True, False]), 2) == 0.5
+    assert fleet.mae(np.array([1.0, 2.0]), 6) == 0.5
+    assert fleet.mse(8.0, 2) == 4.0
+    assert fleet.rmse(torch.tensor(8.0, requires_grad=True), 2) == 2.0
+    assert math.isnan(fleet.acc(0, 0))
 
 
 def test_numbers_arrays_and_tensors_keep_their_shape() -> None:
-    assert metrics.sum(3).item() == 3
-    assert metrics.max(np.array([[1, 2]], np.int32)).tolist() == [[1, 2]]
-    assert metrics.min(torch.tensor([0.5])).dtype == torch.float64
+    assert fleet.sum(3).item() == 3
+    assert fleet.max(np.array([[1, 2]], np.int32)).tolist() == [[1, 2]]
+    assert fleet.min(torch.tensor([0.5])).dtype == torch.float64
 
 
 def test_what_is_no_probability_or_label_is_named() -> None:
@@ -81,4 +81,4 @@ def test_what_is_no_probability_or_label_is_named() -> None:
     with pytest.raises(ConfigError, match="2 scores with 1 labels"):
         Auc().update(torch.tensor([0.5, 0.5]), torch.tensor([1]))
     with pytest.raises(ConfigError, match=r"histograms of shapes \(2,\) and \(3,\)"):
-        metrics.auc([1, 2], [1, 2, 3])
+        fleet.auc([1, 2], [1, 2, 3])

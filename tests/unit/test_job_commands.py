@@ -16,12 +16,11 @@ from click.testing import CliRunner, Result
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx import ui
-from phalanx.cli import group
-from phalanx.cli import output as shown
+from phalanx.cli import group, output
 from phalanx.cli.group import phalanx
 from phalanx.cli.jobs import exit_code
 from phalanx.errors import ConfigError, PhalanxError, SpecError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
 from phalanx.jobs.connect import opened
@@ -49,13 +48,13 @@ def command(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ph
     (work / "train.py").write_text("print('hi')\n")
     monkeypatch.chdir(work)
     monkeypatch.setenv("COLUMNS", "80")
-    shown.words.cache_clear()
+    output.words.cache_clear()
 
     @contextmanager
     def here() -> Iterator[Jobs]:
         yield JobService(store, {"local": FakeBackend()}, OWNER, wake=lambda _: None)
 
-    monkeypatch.setattr(shown, "opened", here)
+    monkeypatch.setattr(output, "opened", here)
 
     def run(*words: str, fails: bool = False, text: str | None = None) -> Result:
         result = CliRunner().invoke(phalanx, list(words), input=text, catch_exceptions=False)
@@ -78,7 +77,7 @@ def ended(store: Store, job: str, state: State, failure: Failure | None = None) 
 
 
 def write_log(store: Store, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
-    folder = layout.logs(layout.attempt_folder(store.home, job, attempt))
+    folder = paths.logs(paths.attempt_folder(store.home, job, attempt))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"workerlog.{rank}").write_text(text)
 
@@ -177,7 +176,7 @@ def test_what_a_job_uses_is_shown(command, store):
     assert json.loads(command("job", "show", job, "--json").stdout)["usage"] == []
     store.begin_attempt(job)
     assert "Peak" not in command("job", "show", job).stdout
-    folder = layout.attempt_folder(store.home, job, 1)
+    folder = paths.attempt_folder(store.home, job, 1)
     folder.mkdir(parents=True)
     for number, memory in enumerate((3 * 2**30, 2**30)):
         usage.append(folder, 0, Sample(number, 1.7e9, 1.25, memory, 3 * 2**30, 0.5, 2**29))
@@ -415,7 +414,7 @@ def test_a_member_of_one_workspace_need_not_name_it(command, store, monkeypatch)
     def as_ann() -> Iterator[Jobs]:
         yield JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=lambda _: None, remote=False)
 
-    monkeypatch.setattr(shown, "opened", as_ann)
+    monkeypatch.setattr(output, "opened", as_ann)
     made = command("job", "submit", "--name", "mnist", "--", "python", "train.py")
     assert "in workspace vision, your only one" in made.stderr
     assert store.job(made.stdout.strip()).workspace == "vision"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from job_ledger import MemoryLedger
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.control.attempt_controller import REFUSED_S
@@ -80,9 +80,9 @@ class Engine:
     def cleanup(self, submission: Submission, handle: str) -> None:
         self._meet("cleanup")
 
-    def end(self, job: str, failure: Failure | None = None, attempt: int = 1) -> None:
+    def end(self, job: str, failure: Failure | None = None, attempt_files: int = 1) -> None:
         phase = Phase.SUCCEEDED if failure is None else Phase.FAILED
-        self.runs[job, attempt] = Status(phase, failure=failure)
+        self.runs[job, attempt_files] = Status(phase, failure=failure)
 
     def _meet(self, call: str) -> None:
         self.calls.append(call)
@@ -188,10 +188,10 @@ def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: 
 def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise(world: World) -> None:
     world.ledger.add("a", resources={"nodes": 1}, servers={"count": 1})
     world.step()
-    folder = layout.attempt_folder(world.home, "a", 1)
+    folder = paths.attempt_folder(world.home, "a", 1)
     folder.mkdir(parents=True)
-    attempt.write_end(folder, 0, End("stopped", message="ended with node 1, which failed"))
-    attempt.write_end(folder, 1, End("failed", Cause.USER_CODE, "server 0 ended with exit code 1", exit_code=1))
+    attempt_files.write_end(folder, 0, End("stopped", message="ended with node 1, which failed"))
+    attempt_files.write_end(folder, 1, End("failed", Cause.USER_CODE, "server 0 ended with exit code 1", exit_code=1))
     world.engine.end("a", LOST)
     world.step()
     failure = world.job().failure
@@ -277,7 +277,7 @@ def test_what_an_engine_refuses_or_a_secret_that_is_gone_fails_at_once(world: Wo
 def test_silence_of_all_ranks_is_a_hang_and_is_started_again(world: World) -> None:
     world.ledger.add("a", retries={"max": 1, "hang_after": "60s"})
     world.step()
-    log = layout.logs(layout.attempt_folder(world.home, "a", 1)) / "workerlog.0"
+    log = paths.logs(paths.attempt_folder(world.home, "a", 1)) / "workerlog.0"
     log.parent.mkdir(parents=True)
     log.touch()
     os.utime(log, (world.clock.now, world.clock.now))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.sources import build_once as kept
+from phalanx.jobs.sources import build_once
 from phalanx.jobs.sources.build_once import Progress, made_once
 
 
@@ -39,7 +39,7 @@ def test_long_work_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, phalanx_propagates: None
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(kept.time, "monotonic", lambda: now)
+    monkeypatch.setattr(build_once.time, "monotonic", lambda: now)
     progress = Progress("copying", 10_000_000)
     with caplog.at_level(logging.INFO, "phalanx.jobs"):
         for now in (1.0, 4.0, 6.0, 7.0, 12.0):  # noqa: B007

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import DETAIL_BYTES, End, Order
 from phalanx.jobs.attempt.launch_command import Place
 from phalanx.jobs.backend import Submission
@@ -92,7 +92,7 @@ def test_an_error_of_a_library_while_preparing_is_a_failure_too(
 
 
 def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> None:
-    attempt.write_end(tmp_path, 0, End("failed", Cause.SETUP, "no code"))
+    attempt_files.write_end(tmp_path, 0, End("failed", Cause.SETUP, "no code"))
     order = Order("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
     setup = Setup(tmp_path, order, Place(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
     setup.run()
@@ -101,43 +101,43 @@ def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> Non
 
 def test_an_exit_record_needs_no_space_that_was_not_taken_before(tmp_path: Path) -> None:
     end = End("failed", Cause.USER_CODE, "no space left", detail="\u4e2d" * DETAIL_BYTES)
-    attempt.make_room(tmp_path, 0)
+    attempt_files.make_room(tmp_path, 0)
     (room,) = tmp_path.iterdir()
     before = room.stat()
-    attempt.write_end(tmp_path, 0, end)
-    after = layout.exit_record(tmp_path, 0).stat()
+    attempt_files.write_end(tmp_path, 0, end)
+    after = paths.exit_record(tmp_path, 0).stat()
     assert (after.st_ino, after.st_blocks) <= (before.st_ino, before.st_blocks)
-    assert attempt.read_end(tmp_path, 0) == end
-    assert list(tmp_path.iterdir()) == [layout.exit_record(tmp_path, 0)]
+    assert attempt_files.read_end(tmp_path, 0) == end
+    assert list(tmp_path.iterdir()) == [paths.exit_record(tmp_path, 0)]
 
 
 def test_what_a_job_wrote_over_its_record_is_a_failure_in_words(tmp_path: Path) -> None:
-    layout.exit_record(tmp_path, 0).write_bytes(b"\xff\xfe")
-    layout.heartbeat(tmp_path, 0).write_bytes(b"\xff")
-    end = attempt.read_end(tmp_path, 0)
+    paths.exit_record(tmp_path, 0).write_bytes(b"\xff\xfe")
+    paths.heartbeat(tmp_path, 0).write_bytes(b"\xff")
+    end = attempt_files.read_end(tmp_path, 0)
     assert end is not None
     assert end.message.startswith("the exit record of node 0 cannot be read")
-    attempt.beat(tmp_path, 0, "running")
-    assert attempt.doing(tmp_path, 0) == "running"
+    attempt_files.beat(tmp_path, 0, "running")
+    assert attempt_files.doing(tmp_path, 0) == "running"
 
 
 def test_orders_and_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
     folder = tmp_path / "jobs" / "j-1" / "attempt-2"
     submission = Submission("j-1", 2, spec(checkpoint={"dir": "kept"}), folder, {"TOKEN": "hush"})
-    assert "hush" not in attempt.write(submission).read_text()
-    order = attempt.read(folder)
+    assert "hush" not in attempt_files.write(submission).read_text()
+    order = attempt_files.read(folder)
     assert (order.home, order.checkpoint) == (tmp_path, tmp_path / "jobs" / "j-1" / "kept")
     assert order.spec == submission.spec
     end = End("failed", Cause.OOM, "m", 3, -9, "d", 1.0, 2.0)
-    attempt.write_end(folder, 0, end)
-    assert attempt.read_end(folder, 0) == end
-    assert attempt.read_end(folder, 1) is None
-    assert attempt.doing(folder, 0) == ""
-    attempt.beat(folder, 0, "preparing code")
-    attempt.beat(folder, 0, "preparing code")
-    assert attempt.doing(folder, 0) == "preparing code"
+    attempt_files.write_end(folder, 0, end)
+    assert attempt_files.read_end(folder, 0) == end
+    assert attempt_files.read_end(folder, 1) is None
+    assert attempt_files.doing(folder, 0) == ""
+    attempt_files.beat(folder, 0, "preparing code")
+    attempt_files.beat(folder, 0, "preparing code")
+    assert attempt_files.doing(folder, 0) == "preparing code"
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
-    layout.exit_record(folder, 1).write_text("{}")
+    paths.exit_record(folder, 1).write_text("{}")
     (folder / "attempt.json").write_text("{}")
     with pytest.raises(BackendError, match="does not say what to run"):
-        attempt.read(folder)
+        attempt_files.read(folder)

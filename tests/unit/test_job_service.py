@@ -11,7 +11,7 @@ import pytest
 
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.models import Actor, Failure, Role
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
@@ -185,7 +185,7 @@ def test_values_of_secrets_are_shown_nowhere(acting, store, tree, caplog):
     job = owner.submit(wanted, base=tree)
     store.begin_attempt(job.id)
     store.change(job.id, State.RUNNING)
-    folder = layout.logs(layout.attempt_folder(store.home, job.id, 1))
+    folder = paths.logs(paths.attempt_folder(store.home, job.id, 1))
     folder.mkdir(parents=True)
     (folder / "workerlog.0").write_text(f"my key is {VALUE}!\n")
     failure = Failure(Cause.USER_CODE, f"bad key {VALUE}", detail=f"line 1\nline 2: {VALUE}")
@@ -243,7 +243,7 @@ def test_a_removed_workspace_takes_the_folders_of_its_jobs_along(acting, store, 
     owner = acting(OWNER)
     owner.add_workspace("other")
     job = owner.submit(spec(workspace="other"), base=tree)
-    folder = layout.attempt_folder(store.home, job.id, 1)
+    folder = paths.attempt_folder(store.home, job.id, 1)
     folder.mkdir(parents=True)
     owner.stop(job.id)
     owner.remove_workspace("other")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import End
 from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends.slurm import backend
@@ -87,7 +87,7 @@ def test_secrets_are_handed_over_in_files_that_only_their_owner_reads(
     assert Slurm().submit(asked) == "17"
     values = []
     for node in range(2):
-        path = layout.secrets(asked.folder, node)
+        path = paths.secrets(asked.folder, node)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         values.append(json.loads(path.read_text()))
     assert values[0] == values[1]
@@ -110,13 +110,13 @@ def test_a_submission_that_was_not_seen_to_succeed_is_found_by_its_name(tmp_path
 
 def test_a_job_that_slurm_forgot_ended_as_its_nodes_wrote(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt.write(asked)
+    attempt_files.write(asked)
     assert Slurm().status(asked, "17").phase is Phase.GONE
-    attempt.write_end(asked.folder, 0, End("succeeded"))
+    attempt_files.write_end(asked.folder, 0, End("succeeded"))
     assert Slurm().status(asked, "17").phase is Phase.GONE
-    attempt.write_end(asked.folder, 1, End("succeeded"))
+    attempt_files.write_end(asked.folder, 1, End("succeeded"))
     assert Slurm().status(asked, "17").phase is Phase.SUCCEEDED
-    attempt.write_end(asked.folder, 1, End("failed", Cause.USER_CODE))
+    attempt_files.write_end(asked.folder, 1, End("failed", Cause.USER_CODE))
     assert Slurm().status(asked, "17").phase is Phase.FAILED
 
 
@@ -139,28 +139,28 @@ def test_a_state_of_slurm_is_a_cause(tmp_path: Path, played: Commands, state: st
 
 def test_a_job_none_of_whose_nodes_started_failed_in_its_set_up(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt.write(asked)
-    (layout.logs(asked.folder) / "slurm.log").write_text("bash: python: no such file\n")
+    attempt_files.write(asked)
+    (paths.logs(asked.folder) / "slurm.log").write_text("bash: python: no such file\n")
     played.said["squeue"] = "j-ab.1|17|FAILED|NonZeroExitCode|n1\n"
     failure = Slurm().status(asked, "17").failure
     assert failure is not None
     assert (failure.cause, failure.detail) == (Cause.SETUP, "bash: python: no such file")
-    attempt.beat(asked.folder, 0, "running")
+    attempt_files.beat(asked.folder, 0, "running")
     assert Slurm().status(asked, "17").failure is None
 
 
 def test_of_two_jobs_of_one_attempt_the_one_that_started_is_looked_at(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt.write(asked)
+    attempt_files.write(asked)
     played.said["squeue"] = "j-ab.1|18|COMPLETED|None|n1\nj-ab.1|17|RUNNING|None|n1\n"
     (asked.folder / "slurm.id").write_text("17\n")
-    attempt.beat(asked.folder, 0, "running")
+    attempt_files.beat(asked.folder, 0, "running")
     assert Slurm().status(asked, "18").phase is Phase.RUNNING
 
 
 def test_a_job_that_completed_without_a_node_did_not_succeed(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt.write(asked)
+    attempt_files.write(asked)
     played.said["squeue"] = "j-ab.1|17|COMPLETED|None|n1\n"
     status = Slurm().status(asked, "17")
     assert (status.phase, status.failure and status.failure.cause) == (Phase.FAILED, Cause.SETUP)
@@ -178,13 +178,13 @@ def test_who_does_not_end_in_time_is_cancelled(
     tmp_path: Path, played: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = made(tmp_path)
-    attempt.write(asked)
+    attempt_files.write(asked)
     played.said["squeue"] = "j-ab.1|17|RUNNING|None|n1\n"
     slurm = Slurm()
     slurm.stop(asked, "17", 30.0)
-    assert layout.stop(asked.folder).exists()
+    assert paths.stop(asked.folder).exists()
     assert not [call for call in played.called if call[0] == "scancel"]
-    now = layout.stop(asked.folder).stat().st_mtime
+    now = paths.stop(asked.folder).stat().st_mtime
     monkeypatch.setattr(backend.time, "time", lambda: now + 91)
     slurm.stop(asked, "17", 30.0)
     assert [call for call in played.called if call[0] == "scancel"] == [("scancel", "--quiet", "17")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample, Usage
 from phalanx.jobs.node.usage_monitor import cards_in_use
@@ -23,12 +23,12 @@ def _numbers(read: Usage) -> list[int]:
 
 def test_samples_are_read_whole_and_once(tmp_path: Path) -> None:
     _append(tmp_path, 0, 1)
-    with layout.usage(tmp_path, 0).open("a") as file:
+    with paths.usage(tmp_path, 0).open("a") as file:
         file.write('{"number": 2, "ti')
     first = usage.read(tmp_path, 0)
     assert first.samples[1] == Sample(1, 5.0, 1.5, 100, 200)
     assert (_numbers(first), first.offset) == ([0, 1], 2)
-    with layout.usage(tmp_path, 0).open("a") as file:
+    with paths.usage(tmp_path, 0).open("a") as file:
         file.write('me": 10, "cpu": 0, "memory": 7, "peak": 200, "gpu": 0.5, "gpu_memory": 9}\n')
     assert usage.read(tmp_path, 0, first.offset) == Usage(0, [Sample(2, 10.0, 0.0, 7, 200, 0.5, 9)], 3)
     assert usage.read(tmp_path, 0, 3) == Usage(0, [], 3)
@@ -47,7 +47,7 @@ def test_a_node_that_left_no_file_used_nothing_that_is_known(tmp_path: Path) -> 
 )
 def test_what_a_job_writes_there_itself_is_passed_over(tmp_path: Path, line: str) -> None:
     _append(tmp_path, 0)
-    with layout.usage(tmp_path, 0).open("a", errors="surrogateescape") as file:
+    with paths.usage(tmp_path, 0).open("a", errors="surrogateescape") as file:
         file.write(f"{line}\n")
     _append(tmp_path, 2)
     assert _numbers(usage.read(tmp_path, 0)) == [0, 2]
@@ -60,7 +60,7 @@ def test_a_long_file_is_thinned_out_and_read_on_by_the_same_offsets(
     _append(tmp_path, *range(5))
     before = usage.read(tmp_path, 0)
     _append(tmp_path, *range(5, 200))
-    file = layout.usage(tmp_path, 0)
+    file = paths.usage(tmp_path, 0)
     assert file.stat().st_size <= 1000
     assert list(tmp_path.iterdir()) == [file]
     left = usage.read(tmp_path, 0, before.offset)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError, LaunchError
-from phalanx.launch.request import devices as cards
-from phalanx.launch.request import machine, nodes, request
+from phalanx.launch.request import devices, machine, nodes, request
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 
@@ -38,32 +37,32 @@ def options(script: str, **flags: Any) -> Options:
 
 
 def test_without_a_number_cpu_gets_one_process_and_cards_get_one_each(script: str) -> None:
-    assert cards.ranks_per_node(options(script), CPU) == 1
-    assert cards.ranks_per_node(options(script), FOUR_CARDS) == 4
+    assert devices.ranks_per_node(options(script), CPU) == 1
+    assert devices.ranks_per_node(options(script), FOUR_CARDS) == 4
 
 
 @pytest.mark.parametrize("gpus", ["1,3", "1, 3", " 1 ,3 "])
 def test_gpus_may_be_written_with_spaces(script: str, gpus: str) -> None:
-    assert cards.chosen_cards(options(script, gpus=gpus), FOUR_CARDS) == ("1", "3")
+    assert devices.chosen_cards(options(script, gpus=gpus), FOUR_CARDS) == ("1", "3")
 
 
 def test_gpus_are_among_the_cards_that_cuda_visible_devices_leaves(script: str) -> None:
     here = Machine(cores=4, cards=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
-    assert cards.chosen_cards(options(script, gpus="3"), here) == ("3",)
+    assert devices.chosen_cards(options(script, gpus="3"), here) == ("3",)
     with pytest.raises(LaunchError, match=r"card 1, but this host offers 2, 3 \(limited by CUDA_VISIBLE_DEVICES=2,3\)"):
-        cards.chosen_cards(options(script, gpus="1"), here)
+        devices.chosen_cards(options(script, gpus="1"), here)
 
 
 def test_gpus_without_cuda_name_the_cpu_way(script: str) -> None:
     with pytest.raises(
         LaunchError, match=r"needs CUDA, but the installed torch is a CPU build. To compute on the CPU, .* -n 2"
     ):
-        cards.chosen_cards(options(script, gpus="0,1"), CPU)
+        devices.chosen_cards(options(script, gpus="0,1"), CPU)
     hidden = Machine(cores=4, has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=")
     with pytest.raises(LaunchError, match=r"no card is visible \(CUDA_VISIBLE_DEVICES=\)"):
-        cards.chosen_cards(options(script, gpus="0"), hidden)
+        devices.chosen_cards(options(script, gpus="0"), hidden)
     with pytest.raises(LaunchError, match="no NVIDIA card was found"):
-        cards.chosen_cards(options(script, gpus="0"), Machine(cores=4, has_cuda_build=True))
+        devices.chosen_cards(options(script, gpus="0"), Machine(cores=4, has_cuda_build=True))
 
 
 def test_workers_beside_servers_compute_on_the_cpu_without_gpus(script: str) -> None:
@@ -83,29 +82,32 @@ def test_a_host_of_servers_alone_needs_no_cards(script: str, this_host: None) ->
 
 def test_more_processes_than_cards_is_an_error(script: str) -> None:
     with pytest.raises(LaunchError, match="asks for 5 processes, but there are 4 cards"):
-        cards.ranks_per_node(options(script, nproc_per_node=5), FOUR_CARDS)
+        devices.ranks_per_node(options(script, nproc_per_node=5), FOUR_CARDS)
     with pytest.raises(LaunchError, match="lists card 1 twice"):
-        cards.chosen_cards(options(script, gpus="1,1"), FOUR_CARDS)
+        devices.chosen_cards(options(script, gpus="1,1"), FOUR_CARDS)
     with pytest.raises(LaunchError, match="lists no card"):
-        cards.chosen_cards(options(script, gpus=" , "), FOUR_CARDS)
+        devices.chosen_cards(options(script, gpus=" , "), FOUR_CARDS)
 
 
 def test_every_worker_gets_cards_of_its_own(script: str) -> None:
-    dealt = cards.deal_cards(options(script), FOUR_CARDS, 3, only_if_asked=False)
+    dealt = devices.deal_cards(options(script), FOUR_CARDS, 3, only_if_asked=False)
     assert dealt == (("0", "1"), ("2",), ("3",))
-    assert cards.deal_cards(options(script), FOUR_CARDS, 2, only_if_asked=True) == ()
-    assert cards.deal_cards(options(script, gpus="all"), FOUR_CARDS, 2, only_if_asked=True) == (("0", "1"), ("2", "3"))
+    assert devices.deal_cards(options(script), FOUR_CARDS, 2, only_if_asked=True) == ()
+    assert devices.deal_cards(options(script, gpus="all"), FOUR_CARDS, 2, only_if_asked=True) == (
+        ("0", "1"),
+        ("2", "3"),
+    )
 
 
 def test_all_cards_are_those_that_can_be_seen_and_there_must_be_one(script: str) -> None:
     here = Machine(cores=4, cards=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
-    assert cards.chosen_cards(options(script, gpus="all"), here) == ("2", "3")
+    assert devices.chosen_cards(options(script, gpus="all"), here) == ("2", "3")
     with pytest.raises(LaunchError, match="--gpus all needs CUDA, but the installed torch is a CPU build"):
-        cards.chosen_cards(options(script, gpus="all"), CPU)
+        devices.chosen_cards(options(script, gpus="all"), CPU)
 
 
 def test_a_host_of_servers_alone_needs_no_card_for_the_same_command(script: str) -> None:
-    assert cards.deal_cards(options(script, gpus="0,1"), CPU, 0, only_if_asked=True) == ()
+    assert devices.deal_cards(options(script, gpus="0,1"), CPU, 0, only_if_asked=True) == ()
 
 
 def test_cuda_visible_devices_ends_at_the_first_unknown_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,7 @@ from phalanx.cluster.rank_table import rank_table
 from phalanx.errors import ConfigError, LaunchError
 from phalanx.launch.cli import rank_table_commands
 from phalanx.launch.process.environment import JobFacts, build
-from phalanx.launch.request import machine, request
-from phalanx.launch.request import options_from_rank_table as tabled
-from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler, request
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.topology import Offer, arrange
@@ -54,7 +52,7 @@ def options(**flags: Any) -> Options:
 
 
 def filled(environment: dict[str, str], here: Machine = CPU, **flags: Any) -> Options:
-    return tabled.fill(allocated.fill(options(**flags), environment), environment, here)
+    return options_from_rank_table.fill(options_from_scheduler.fill(options(**flags), environment), environment, here)
 
 
 def test_a_table_says_hosts_processes_and_cards(table: str):

@@ -14,7 +14,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.auto.planner.result import Planned
-from phalanx.auto.solver import min_memory as least_memory
+from phalanx.auto.solver import min_memory
 from phalanx.auto.solver.min_memory import Least, least_of_space, least_peak, low_peak, most_held
 from phalanx.auto.solver.pipeline_problem import StagedChoices
 from phalanx.auto.solver.problem import Choices
@@ -72,7 +72,7 @@ def test_the_least_in_stages_is_that_of_all_picks_and_cuts(make) -> None:
 
 
 def test_the_least_in_stages_is_the_same_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(least_memory, "merged", lambda _: None)
+    monkeypatch.setattr(min_memory, "merged", lambda _: None)
     random = Random(2)
     for _ in range(20):
         choices = random_choices(random)

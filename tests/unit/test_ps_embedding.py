@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx import fleet, ps
 from phalanx.errors import ClosedError, ConfigError
-from phalanx.ps.client import table_client as attach
+from phalanx.ps.client import table_client
 
 DIM, IDS = 3, 8
 
@@ -189,7 +189,7 @@ def test_gradient_scaling_unscales_and_skips():
             scaler.step(optimizer)
             scaler.update()
     torch.testing.assert_close(rows_of(sparse.embedding), dense.embedding.weight.detach(), rtol=1e-4, atol=1e-5)
-    assert (attach.current().skipped, attach.current().mode.step) == (1, 4), "a skipped step ends too"
+    assert (table_client.current().skipped, table_client.current().mode.step) == (1, 4), "a skipped step ends too"
 
 
 def test_a_gradient_that_is_not_finite_sends_nothing_and_is_counted(caplog):
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing_and_is_counted(caplog):
     before = rows_of(sparse.embedding)
     step(sparse, optimizer, torch.arange(3), scale=float("nan"))
     assert torch.equal(rows_of(sparse.embedding), before)
-    assert attach.current().skipped == 1
+    assert table_client.current().skipped == 1
     assert "step 0 sent nothing to the tables: a gradient is not finite (1 so far)" in caplog.text
 
 
@@ -282,7 +282,7 @@ def test_padding_reads_zeros_and_is_not_trained():
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0, 1.0]
     out.sum().backward()
     optimizer.step()
-    assert attach.current().mode.store.report()[embedding.handle.table].rows == 2
+    assert table_client.current().mode.store.report()[embedding.handle.table].rows == 2
     assert rows_of(embedding)[1:4, 0].tolist() == [0.5, 0.0, 0.5]
 
 
@@ -292,8 +292,8 @@ def test_one_lookup_for_all_features(monkeypatch):
     optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
     ids = [torch.tensor([1, 2]), torch.tensor([[1, 1], [3, 4]]), torch.tensor([2, 9])]
     pulls = []
-    pull = attach.Attachment.pull
-    monkeypatch.setattr(attach.Attachment, "pull", lambda self, wants: pulls.append(wants) or pull(self, wants))
+    pull = table_client.Attachment.pull
+    monkeypatch.setattr(table_client.Attachment, "pull", lambda self, wants: pulls.append(wants) or pull(self, wants))
     found = ps.lookup([(users, ids[0]), (items, ids[1]), (users, ids[2])])
     assert [[(h.table, keys.tolist()) for h, keys in wants] for wants in pulls] == [
         [("users", [1, 2, 9]), ("items", [1, 3, 4])]
@@ -304,7 +304,7 @@ def test_one_lookup_for_all_features(monkeypatch):
     optimizer.step()
     assert ps.lookup([]) == []
     assert users.handle.grad is None
-    report = attach.current().mode.store.report()
+    report = table_client.current().mode.store.report()
     assert {name: table.rows for name, table in report.items()} == {"items": 3}
 
 
@@ -312,7 +312,7 @@ def test_evaluation_makes_no_rows_and_no_gradient():
     embedding = ps.SparseEmbedding(DIM, optimizer=ps.SGD(0.1))
     with torch.no_grad():
         assert not embedding(torch.arange(5)).requires_grad
-    assert attach.current().mode.store.report()[embedding.handle.table].rows == 0
+    assert table_client.current().mode.store.report()[embedding.handle.table].rows == 0
 
 
 def test_entry_filters_count_occurrences_over_lookups():
@@ -324,7 +324,7 @@ def test_entry_filters_count_occurrences_over_lookups():
     optimizer.step()
     embedding(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-    assert attach.current().mode.store.report()[embedding.handle.table].rows == 2
+    assert table_client.current().mode.store.report()[embedding.handle.table].rows == 2
 
 
 def test_clicks_reach_the_table():
@@ -333,8 +333,8 @@ def test_clicks_reach_the_table():
     for clicks in ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0]):
         embedding(torch.tensor([4, 5, 4]), clicks=torch.tensor(clicks)).sum().backward()
     optimizer.step()
-    assert attach.current().mode.store.shrink(embedding.handle.table) == 1
-    assert attach.current().mode.store.report()[embedding.handle.table].rows == 1
+    assert table_client.current().mode.store.shrink(embedding.handle.table) == 1
+    assert table_client.current().mode.store.report()[embedding.handle.table].rows == 1
 
 
 # --- the module -----------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_two_optimizers_that_step_in_turn_push_what_each_holds():
                 rows.step()
                 rows.zero_grad()
     torch.testing.assert_close(rows_of(sparse.embedding), dense.embedding.weight.detach(), rtol=1e-5, atol=1e-6)
-    assert attach.current().skipped == 0
+    assert table_client.current().skipped == 0
 
 
 def test_a_table_follows_the_rate_of_each_step_while_it_warms_up():
@@ -450,7 +450,7 @@ def test_a_table_follows_the_rate_of_each_step_while_it_warms_up():
             step(model, optimizer, ids)
         results.append(rows_of(model.embedding))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-    assert attach.current().mode.step == 4
+    assert table_client.current().mode.step == 4
 
 
 def test_a_table_of_default_name_is_not_trained_by_a_second_model():

@@ -9,7 +9,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import fleet, ps
-from phalanx.ps.client import table_client as attach
+from phalanx.ps.client import table_client
 from phalanx.strategy.configs import ASyncConfigs
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parameter-server.md").read_text()
@@ -20,8 +20,8 @@ def test_the_five_steps_train_in_one_process():
     names = {"__name__": "__main__"}
     exec(compile(BLOCKS[0], "guide", "exec"), names)
     assert names["loss"].item() < 1.0
-    assert attach.current().mode.store.report()["ids"].rows > 500
-    assert attach.current().mode.step == 10
+    assert table_client.current().mode.store.report()["ids"].rows > 500
+    assert table_client.current().mode.step == 10
 
 
 def test_the_plan_puts_an_embedding_into_a_table():
@@ -30,7 +30,7 @@ def test_the_plan_puts_an_embedding_into_a_table():
     names = {"px": px, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     names["data"] = (torch.arange(10).repeat(64), torch.zeros(640))
     exec(compile(BLOCKS[1], "guide", "exec"), names)
-    assert attach.holds(model.words.weight)
+    assert table_client.holds(model.words.weight)
     assert len(names["loader"]) == 10
     assert torch.equal(model.state_dict()["words.weight"], before)
 

@@ -11,7 +11,7 @@ from phalanx.cluster.role.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
 from phalanx.plan.value import Push
-from phalanx.ps.client import connect as opening
+from phalanx.ps.client import connect
 from phalanx.ps.client.consistency import Async, HalfAsync, Mode
 from phalanx.ps.client.geo import Geo
 from phalanx.ps.stores.local import LocalStore
@@ -35,11 +35,11 @@ def asked(monkeypatch):
     """What a store over servers was made with, without any server."""
     made = []
 
-    class Connectionless(opening.RemoteStore):
+    class Connectionless(connect.RemoteStore):
         def __init__(self, endpoints, **about):
             made.append((endpoints, about))
 
-    monkeypatch.setattr(opening, "RemoteStore", Connectionless)
+    monkeypatch.setattr(connect, "RemoteStore", Connectionless)
     return made
 
 
@@ -47,7 +47,7 @@ def asked(monkeypatch):
 def test_each_mode_asks_the_servers_for_what_they_have_to_wait_for(name, asked, monkeypatch):
     push, kind, mode, bound = PUSHES[name]
     monkeypatch.setenv("PHALANX_SERVER_RETRY_S", "60")
-    opened = opening.open_mode(context(rank=1, world_size=2, server_endpoints=SERVERS, secret=b"s" * 32), push)
+    opened = connect.open_mode(context(rank=1, world_size=2, server_endpoints=SERVERS, secret=b"s" * 32), push)
     assert type(opened) is kind
     ((endpoints, about),) = asked
     assert endpoints == SERVERS
@@ -58,7 +58,7 @@ def test_each_mode_asks_the_servers_for_what_they_have_to_wait_for(name, asked, 
 @pytest.mark.parametrize("name", list(PUSHES))
 def test_alone_and_without_servers_tables_are_here(name, caplog, phalanx_propagates):
     with caplog.at_level(logging.INFO):
-        opened = opening.open_mode(context(), PUSHES[name][0])
+        opened = connect.open_mode(context(), PUSHES[name][0])
     assert isinstance(opened.store, LocalStore)
     assert "in this process; nothing is stale" in caplog.text
 
@@ -74,13 +74,13 @@ def test_alone_and_without_servers_tables_are_here(name, caplog, phalanx_propaga
     ],
 )
 def test_the_start_says_how_stale_rows_can_be_and_where_dense_parameters_live(push, said):
-    first, second = opening.contract(push, workers=3, servers=2, dense="servers")
+    first, second = connect.contract(push, workers=3, servers=2, dense="servers")
     assert f"mode {push.mode}, 3 workers, 2 servers" in first
     assert said in first
     assert "on the servers, as stale as rows" in second
-    _, second = opening.contract(push, workers=3, servers=2, dense="workers")
+    _, second = connect.contract(push, workers=3, servers=2, dense="workers")
     assert "on every worker, equal by all-reduce" in second
-    _, second = opening.contract(push, workers=1, servers=2, dense="workers")
+    _, second = connect.contract(push, workers=1, servers=2, dense="workers")
     assert "in this process" in second
 
 
@@ -88,19 +88,19 @@ def test_several_workers_need_a_server():
     with pytest.raises(
         ConfigError, match=r"no parameter server. Launch with `phalanx run --server_num 1 --worker_num 3"
     ):
-        opening.open_mode(context(world_size=3), Push(mode="async"))
+        connect.open_mode(context(world_size=3), Push(mode="async"))
 
 
 def test_a_job_without_a_secret_is_told_to_set_one():
     with pytest.raises(ConfigError, match=r"PHALANX_JOB_SECRET is not set.*openssl rand -hex 32"):
-        opening.open_mode(context(server_endpoints=("10.0.0.1:6170", "127.0.0.1:6170")), Push(mode="async"))
+        connect.open_mode(context(server_endpoints=("10.0.0.1:6170", "127.0.0.1:6170")), Push(mode="async"))
 
 
 def test_on_loopback_the_secret_is_this_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     role = context(server_endpoints=SERVERS).role
-    assert len(opening.secret_of(role)) == 32
-    assert opening.secret_of(role) == opening.secret_of(role)
+    assert len(connect.secret_of(role)) == 32
+    assert connect.secret_of(role) == connect.secret_of(role)
     assert (tmp_path / "phalanx" / "secret").stat().st_mode & 0o777 == 0o600
 
 
@@ -108,4 +108,4 @@ def test_on_loopback_the_secret_is_this_users_own(tmp_path, monkeypatch):
 def test_a_wrong_number_of_seconds_is_named(text, asked, monkeypatch):
     monkeypatch.setenv("PHALANX_SERVER_RETRY_S", text)
     with pytest.raises(ConfigError, match=f"PHALANX_SERVER_RETRY_S must be a number of seconds, found '{text}'"):
-        opening.open_mode(context(server_endpoints=SERVERS, secret=b"s" * 32), Push(mode="async"))
+        connect.open_mode(context(server_endpoints=SERVERS, secret=b"s" * 32), Push(mode="async"))

@@ -12,9 +12,9 @@ import pytest
 
 from phalanx.cluster import network
 from phalanx.cluster.rank_table import rank_table
-from phalanx.cluster.role import rank_table_role as hand_started
+from phalanx.cluster.role import rank_table_role
 from phalanx.cluster.role.role import Role
-from phalanx.cluster.spec import files as description_file
+from phalanx.cluster.spec import files
 from phalanx.errors import ConfigError, RoleError
 
 BOARD = "0x0020" if platform.machine() == "aarch64" else "0x0000"
@@ -99,7 +99,7 @@ def test_a_planner_that_is_given_such_a_table_says_it_too(tmp_path: Path):
     listed = [{"device_id": str(n), "device_ip": "", "rank_id": str(n)} for n in range(3)]
     table = {"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": listed}]}
     file.write_text(json.dumps({**table, "status": "completed"}))
-    cluster = description_file.read(file, "h100")
+    cluster = files.read(file, "h100")
     assert cluster.nodes[0].devices == 3
     assert any("has 3 devices" in said for said in cluster.assumed)
 
@@ -206,7 +206,7 @@ def test_a_loop_by_hand_gives_the_rank_of_this_host_and_device(by_hand: dict[str
         "rank table", 3, 4, 1, 2,
     )  # fmt: skip
     assert (role.node_rank, role.node_count, role.card) == (1, 2, 1)
-    assert (role.master_addr, role.master_port) == ("10.0.0.1", hand_started.MEETING_PORT)
+    assert (role.master_addr, role.master_port) == ("10.0.0.1", rank_table_role.MEETING_PORT)
     assert Role.detect({**by_hand, "MASTER_PORT": "7"}).master_port == 7
     assert Role.detect({**by_hand, "POD_IP": "10.0.0.1"}).rank == 1
     assert Role.detect({name: by_hand[name] for name in ("RANK_TABLE_FILE", "DEVICE_ID")}).world_size == 4

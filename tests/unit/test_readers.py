@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from phalanx.data import vision
 from phalanx.data.loader.loader import ShardedLoader
-from phalanx.data.readers import image_decode as photographs
+from phalanx.data.readers import image_decode
 from phalanx.data.readers.cifar import RECORD_BYTES, Cifar10Dataset
 from phalanx.data.readers.digits import TEST_IMAGES, DigitsDataset
 from phalanx.data.readers.flowers import FlowersDataset
@@ -341,14 +341,14 @@ def test_several_threads_decode_a_batch_in_its_order(tmp_path: Path, monkeypatch
     for shade in range(4):
         Image.fromarray(np.full((9, 9, 3), 60 * shade, np.uint8)).save(tmp_path / f"{shade}.png")
     paths = [tmp_path / f"{shade}.png" for shade in (3, 0, 2, 1)]
-    met, decoded = threading.Barrier(2, timeout=30), photographs._decoded
+    met, decoded = threading.Barrier(2, timeout=30), image_decode._decoded
 
     def both(path: Path, side: int | None) -> Any:
         met.wait()  # returns only if two threads decode at once
         return decoded(path, side)
 
-    monkeypatch.setattr(photographs, "_decoded", both)
-    images = photographs.decode_all(paths, side=3, threads=2)
+    monkeypatch.setattr(image_decode, "_decoded", both)
+    images = image_decode.decode_all(paths, side=3, threads=2)
     assert [int(image[0, 0, 0]) for image in images] == [180, 0, 120, 60]
     assert images[0].shape == (3, 3, 3)
 
@@ -399,7 +399,7 @@ def test_labels_that_cannot_be_found_are_asked_for() -> None:
 
 
 def test_nothing_but_download_asks_the_network_for_files() -> None:
-    source = Path(photographs.__file__).parents[1]
+    source = Path(image_decode.__file__).parents[1]
     asks = re.compile(r"urlopen|OpenerDirector|import requests|import httpx|torch\.hub|load_state_dict_from_url")
     found = {p.relative_to(source).as_posix() for p in source.rglob("*.py") if asks.search(p.read_text())}
     # Jobs ask a server for jobs, and how large and new what a dataset names is; its files come by data/download too.

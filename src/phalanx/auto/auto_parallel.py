@@ -59,8 +59,8 @@ def auto_parallel(
 
     Args:
         model: A plain module.
-        sample: One global batch, as `phalanx.auto.capture.step` takes it: with a loss, its last column is the target. Only
-            shapes and dtypes count.
+        sample: One global batch, as `phalanx.auto.capture.step` takes it: with a loss, its last column is the target.
+            Only shapes and dtypes count.
         loss_fn: Takes the model's output and the target.
         cluster: Words such as `h100x8,nodes=16`, `herex2` or `cpux2`, a file, or a cluster; when None, in a job the
             ranks of it (`px.auto_parallel`), else this host, as measured by `phalanx calibrate`.

@@ -14,7 +14,7 @@ from phalanx.cluster.messages import messages
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.states import State
-from phalanx.ui.format import gib, needs, span
+from phalanx.ui.formatting import gib, needs, span
 
 _COLOURS = {State.RUNNING: "cyan", State.SUCCEEDED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli import job_logs
-from phalanx.cli import job_tables as job_shown
+from phalanx.cli import job_logs, job_tables
 from phalanx.cli.job_spec import placed, spec_of, spec_options
 from phalanx.cli.output import EITHER_SPELLING, Verbs, jobs, json_flag, show_json, talk, words
 from phalanx.cli.workspaces import workspace
@@ -99,7 +98,7 @@ def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None,
     if as_json:
         show_json(listed[:limit])
         return
-    job_shown.listed(listed[:limit])
+    job_tables.listed(listed[:limit])
     if len(listed) > limit:
         talk("job more", limit=limit)
 
@@ -115,7 +114,7 @@ def show(job: str, as_json: bool) -> None:
     if as_json:
         show_json({"job": one, "attempts": attempts, "events": events, "usage": usage})
     else:
-        job_shown.job(one, attempts, events, usage)
+        job_tables.job(one, attempts, events, usage)
 
 
 @job.command()
@@ -186,7 +185,7 @@ def events(job: str, as_json: bool) -> None:
     if as_json:
         show_json(listed)
     else:
-        job_shown.events(listed)
+        job_tables.events(listed)
 
 
 job.add_command(workspace)  # as others nest it
@@ -211,7 +210,7 @@ def _wait_and_say(found: Jobs, ids: list[str], timeout: float | None) -> int:
         if not ended.state.terminal:
             talk("job late", job=one, timeout=f"{timeout:g}", state=words()(ended.state))
             return _LATE
-        job_shown.ending(ended)
+        job_tables.ending(ended)
         codes.append(exit_code(ended))
     return next((code for code in codes if code), 0)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import EITHER_SPELLING, talk
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends import Engines
@@ -62,7 +62,7 @@ def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> 
     from phalanx.ui.console import add_console
 
     place["port"] = PORT if place["port"] is None else place["port"]
-    where, home, engines = Place(**place), layout.home(), Engines()
+    where, home, engines = Place(**place), paths.home(), Engines()
     with ExitStack() as stack:
         bound = stack.enter_context(bind(where))
         store = stack.enter_context(Store(None, home))

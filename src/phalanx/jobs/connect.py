@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phalanx.errors import ConfigError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.models import Actor
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.states import State
@@ -32,7 +32,7 @@ def opened() -> Iterator[Jobs]:
     from phalanx.jobs.service.service import JobService
     from phalanx.jobs.store import Store
 
-    home = layout.home()
+    home = paths.home()
     with Store(None, home) as store:
         # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
         if store.jobs(states=[state for state in State if not state.terminal], limit=1):

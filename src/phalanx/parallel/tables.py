@@ -22,7 +22,7 @@ from phalanx.parallel.apply import applied_to, distributed_models
 from phalanx.parallel.model_shape import is_handle, is_module_held
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
-from phalanx.ps.client import table_client as attach
+from phalanx.ps.client import table_client
 from phalanx.ps.client.connect import secret_of
 from phalanx.ps.client.table_client import Attachment
 from phalanx.ps.snapshot.manifest import MANIFEST, read_manifest
@@ -41,7 +41,7 @@ def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment:
         context: The job.
         strategy: Settings for the mode, unless a model's Plan has said it.
     """
-    servers, tables = len(context.role.server_endpoints), attach.current()
+    servers, tables = len(context.role.server_endpoints), table_client.current()
     if not tables.is_configured:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
     return tables
@@ -65,7 +65,7 @@ def serve(load: Path | None = None, names: Sequence[str] | None = None) -> None:
 
 def finish() -> None:
     """Send what is held back and leave the servers. Safe to call twice."""
-    attach.current().finish()
+    table_client.current().finish()
 
 
 def save(directory: Path, mode: str) -> None:
@@ -80,7 +80,7 @@ def save(directory: Path, mode: str) -> None:
     Raises:
         ConfigError: If the folder cannot be made, or a job without servers holds a model in parts.
     """
-    tables = attach.current()
+    tables = table_client.current()
     store = _store_of(tables, f"fleet.save_persistables({str(directory)!r})")
     with _alone_in(directory):
         store.flush()
@@ -104,7 +104,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
         PeerLostError: If a worker was started again alone, here and on the others.
     """
     check_not_alone("fleet.load")
-    tables = attach.current()
+    tables = table_client.current()
     extra: dict[str, Any] = read(directory).extra()
     # Nobody may go on training while another still loads, nor may a second load undo what was trained.
     agree("load", [str(directory), list(names) if names is not None else None])
@@ -131,7 +131,7 @@ def load(directory: Path, names: Sequence[str] | None) -> None:
 
 def shrink() -> int:
     """End a day of every table; returns rows dropped. Acts on worker 0, and returns 0 on others."""
-    tables = attach.current()
+    tables = table_client.current()
     if context_of.current().rank or not _has_tables(tables):
         return 0
     tables.mode.flush()

@@ -33,12 +33,12 @@ logger = logging.getLogger("phalanx.parallel")
 
 def attach_tables(plan: Plan, model: nn.Module) -> None:
     """Name the tables of a model, and say which of its dense parameters live on servers."""
-    from phalanx.ps.client import table_client as attach  # a job without tables does not wait for this
+    from phalanx.ps.client import table_client  # a job without tables does not wait for this
 
     rules = {name: plan.rule_for(name) for name, _ in model.named_parameters()}
     push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
     dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
-    attachment = attach.current()
+    attachment = table_client.current()
     attachment.configure(push, dense=dense)
     for name, param in model.named_parameters():
         place = rules[name].place
@@ -98,8 +98,8 @@ def _average_module_held(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 def check_operators(plan: Plan, model: nn.Module) -> None:
     """Raise unless a Plan's rules for operators are of the step that this model runs. Collective if there are any.
 
-    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.step.capture`, `px.auto_parallel`, or who
-    has its data: `px.distribute` and `px.Model`).
+    The step is the one that rank 0 captured of this model (`phalanx.auto.capture.step.capture`, `px.auto_parallel`, or
+    who has its data: `px.distribute` and `px.Model`).
 
     Raises:
         PlanError: On all ranks; says what does not fit.
@@ -123,9 +123,9 @@ def check_operators(plan: Plan, model: nn.Module) -> None:
 def place_operators(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     """Let single operators compute as a Plan says, if it says so of any. Collective then."""
     if plan.ops:
-        from phalanx.parallel.operators import placement as operators  # imports DTensor
+        from phalanx.parallel.operators import placement  # imports DTensor
 
-        operators.place_operators(plan, model, mesh)
+        placement.place_operators(plan, model, mesh)
 
 
 def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
@@ -175,9 +175,9 @@ def updaters_of(
 
 def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context) -> Pipeline:
     """Keep this rank's stages of a model, and average their gradients over the ranks with the same. Collective."""
-    from phalanx.parallel.pipeline import engine as pipeline  # a job without stages does not wait for this
+    from phalanx.parallel.pipeline import engine  # a job without stages does not wait for this
 
-    made = pipeline.cut(plan, model, mesh, context)
+    made = engine.cut(plan, model, mesh, context)
     buckets = all_reduce_buckets(plan, shape_of(model))
     for bucket in buckets:
         wire_for(bucket.update, bucket.axes, mesh, context)  # groups are made by all ranks, whatever their stages hold

@@ -10,7 +10,7 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import AllReduce, Average, Plan, Update
 
 MARK_BITS = 16
-"""Bits of a bucket's number, which travels beside its gradients as two elements a bit (`parallel/data/bucket_buffers`)."""
+"""Bits of a bucket's number, sent with its gradients as two elements a bit (`parallel/data/bucket_buffers`)."""
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small so that communication starts early in the backward pass (the same figure as torch

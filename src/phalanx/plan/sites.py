@@ -35,8 +35,8 @@ class Site(NamedTuple):
         if not number.isdecimal() or not operator:
             raise PlanError(
                 f"ops[{said}] names no operator. Write the module, the operator's number in it and its name, such as "
-                "'blocks.0.attend:3:aten._softmax.default'; phalanx.auto.capture.operator_sites.sites(captured) lists those of "
-                "a step that phalanx.auto.capture.step.capture captured."
+                "'blocks.0.attend:3:aten._softmax.default'; phalanx.auto.capture.operator_sites.sites(captured) lists "
+                "those of a step that phalanx.auto.capture.step.capture captured."
             )
         return cls(module, int(number), operator)
 

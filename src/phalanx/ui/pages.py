@@ -15,7 +15,7 @@ from phalanx.jobs.api.jobs import LOG_START, streamed
 from phalanx.jobs.models import Attempt, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import State
-from phalanx.ui import format as show
+from phalanx.ui import formatting
 from phalanx.ui.session import ROOT, Visitor, visitor
 
 routes = APIRouter(include_in_schema=False)
@@ -104,10 +104,10 @@ def _head(who: Visitor, job: Job) -> dict[str, Any]:
         "attempts": attempts,
         "events": events,
         "states": list(State),
-        "phases": show.phases(events, job.ended),
+        "phases": formatting.phases(events, job.ended),
         "reports": reports,
         "columns": _columns(event for _, event in reports),
-        "grace": show.length(float(job.spec.get("grace", 30))),
+        "grace": formatting.length(float(job.spec.get("grace", 30))),
     }
 
 
@@ -230,7 +230,7 @@ def _queue(who: Visitor) -> dict[str, Any]:
 
 
 def _amounts(name: str, used: float, total: float) -> str:
-    return f"{show.gib(used)} / {show.gib(total)}" if name == "memory" else f"{used:g} / {total:g}"
+    return f"{formatting.gib(used)} / {formatting.gib(total)}" if name == "memory" else f"{used:g} / {total:g}"
 
 
 @routes.get("/w/{workspace}/datasets")

@@ -15,8 +15,7 @@ from phalanx.errors import AccessError
 from phalanx.jobs.api.auth import TokenError, enter
 from phalanx.jobs.models import Actor, Job, Role
 from phalanx.jobs.protocol import Jobs
-from phalanx.ui import format as show
-from phalanx.ui import i18n as words
+from phalanx.ui import formatting, i18n
 
 ROOT = "/ui"
 COOKIE = "phalanx_session"
@@ -32,18 +31,18 @@ _pages = Environment(
     lstrip_blocks=True,
 )
 _pages.globals |= {
-    "when": show.when,
-    "span": show.span,
-    "number": show.number,
-    "needs": show.needs,
-    "prose": show.prose,
+    "when": formatting.when,
+    "span": formatting.span,
+    "number": formatting.number,
+    "needs": formatting.needs,
+    "prose": formatting.prose,
 }
 
 
 def language(request: Request) -> str:
     """Return the language chosen before, or the one the browser prefers."""
     chosen = request.cookies.get(_LANGUAGE, "")
-    return chosen if chosen in words.LANGUAGES else words.best(request.headers.get("accept-language", ""))
+    return chosen if chosen in i18n.LANGUAGES else i18n.best(request.headers.get("accept-language", ""))
 
 
 def keep_language(answer: Response, chosen: str) -> None:
@@ -142,8 +141,14 @@ def check_origin(request: Request) -> None:
 def plain_page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """Return a page made in the language of whoever sent `request`; they need not have signed in."""
     spoken = language(request)
-    say = words.speaker(spoken)
+    say = i18n.speaker(spoken)
     here = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
     around: dict[str, Any] = {"root": ROOT, "static": f"{ROOT}/static", "home": f"{ROOT}/", "actor": None, "place": ""}
-    around |= {"language": spoken, "languages": words.LANGUAGES, "say": say, "badge": show.badge(say), "here": here}
+    around |= {
+        "language": spoken,
+        "languages": i18n.LANGUAGES,
+        "say": say,
+        "badge": formatting.badge(say),
+        "here": here,
+    }
     return HTMLResponse(_pages.get_template(template).render(around | values), status)

@@ -21,8 +21,8 @@ class Way(NamedTuple):
     """How a part of the model is computed."""
 
     style: Style | Literal["parts"] | None
-    """Style of `px.shard`, or `parts`: its operators are placed, each computed in parts (`auto/capture/operator_sites`). None
-    as it stands."""
+    """Style of `px.shard`, or `parts`: its operators are placed, each computed in parts
+    (`auto/capture/operator_sites`). None as it stands."""
 
     takes: State = "whole"
     """How its input arrives."""

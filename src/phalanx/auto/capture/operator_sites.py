@@ -160,12 +160,12 @@ class _Followed:
 
     def __init__(self, ranks: int, inputs_cut: int | None = None, within: Sequence[int] = ()) -> None:
         from phalanx.parallel.operators import (
-            layouts as operator_layouts,  # imports DTensor: a second that few wait for
+            layouts as layouts,  # imports DTensor: a second that few wait for
         )
 
-        self._rules, self._ranks = operator_layouts, ranks
+        self._rules, self._ranks = layouts, ranks
         self._inputs_cut, self._within = inputs_cut, frozenset(within)
-        self._mesh: DeviceMesh = operator_layouts.bare_mesh(ranks)
+        self._mesh: DeviceMesh = layouts.bare_mesh(ranks)
         self._made: dict[tuple[int, int], Any] = {}
 
     def placement(self, dim: int | None) -> Placement:

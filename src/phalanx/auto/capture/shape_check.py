@@ -1,7 +1,7 @@
 """Whether the code between cut layers runs on cut activations: tried on shapes, as nothing else can tell.
 
-`auto/capture/module_calls` knows which operators let a cut pass. A model may still name a size, such as the number of heads, that
-is another on a rank; then its code fails on the narrow tensors, and the layers cannot be cut that way.
+`auto/capture/module_calls` knows which operators let a cut pass. A model may still name a size, such as the number of
+heads, that is another on a rank; then its code fails on the narrow tensors, and the layers cannot be cut that way.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 """Values that an optimizer keeps for each parameter."""
 
 Collectives = Callable[[Kind, float, Layout], float]
-"""Seconds of a collective of so many bytes (`phalanx.cluster.calibration.figures` says which), by where its ranks lie."""
+"""Seconds of a collective of so many bytes (which: `phalanx.cluster.calibration.figures`), by where its ranks lie."""
 
 Units = Callable[[Sharding, float, float, Layout], float]
 """Seconds that sharding adds to a step for a unit of so many bytes in so many tensors, by where its ranks lie."""

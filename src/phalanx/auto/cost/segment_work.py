@@ -122,7 +122,8 @@ class LayerWork:
     def least_s(self, arrangement: Arrangement) -> float:
         """Return seconds that one micro-batch takes through all stages and back, in whatever ways.
 
-        Less what gradients of weights save of a step with zero bubble (`auto/solver/pipeline_problem`), spread over its passes.
+        Less what gradients of weights save of a step with zero bubble (`auto/solver/pipeline_problem`), spread over its
+        passes.
         """
         parts = arrangement.model if arrangement.model > 1 else arrangement.data if arrangement.cuts_by_rows else 1
         rows = 1.0 if arrangement.cuts_by_rows else 1 / arrangement.row_parts

@@ -1,8 +1,8 @@
 """The fastest Plan for a model on given ranks, and a bound that proves how good it is (pure).
 
 Outside, every arrangement of the ranks; inside each, a mixed-integer program over the ways to compute the layers. The
-arrangements are taken in the order of a lower bound of their time (`auto/planner/lower_bound`). When that passes the fastest
-Plan found, none that is left can be better. So the bound covers the whole space.
+arrangements are taken in the order of a lower bound of their time (`auto/planner/lower_bound`). When that passes the
+fastest Plan so far, none that is left can be better. So the bound covers the whole space.
 """
 
 from __future__ import annotations

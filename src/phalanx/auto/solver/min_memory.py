@@ -1,8 +1,8 @@
 """The least bytes that a step needs on its fullest rank, over all choices, and what most of them are (pure).
 
 One program as that of the fastest choice, with the peak as its goal. Of stages, one for each rank, whose decisions are
-few once merged (`auto/solver/dominance`), every pick is tried: the cut with the least peak is found stage after stage, from the
-least peak of the stages before that end at each piece.
+few once merged (`auto/solver/dominance`), every pick is tried: the cut with the least peak is computed stage after
+stage, from the least peak of the stages before that end at each piece.
 """
 
 from __future__ import annotations

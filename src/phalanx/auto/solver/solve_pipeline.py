@@ -1,9 +1,9 @@
 """The best of all choices of a step in stages, with a bound: where stages begin is decided with everything else (pure).
 
 Decisions of the same pieces are merged first (`auto/solver/dominance`), and what is left is tried if it is little
-(`auto/solver/stage_partition`). Else it is a program: a piece's stage is a set of binary columns; stages rise by one at most from
-piece to piece, and none is empty. What a node costs in a stage is the product of its option and its piece's stage: one
-continuous column for each pair, whose sums are those of both.
+(`auto/solver/stage_partition`). Else it is a program: a piece's stage is a set of binary columns; stages rise by one
+at most from piece to piece, and none is empty. What a node costs in a stage is the product of its option
+and its piece's stage: one continuous column for each pair, whose sums are those of both.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Picks are taken in the order of what they take at least. Of one pick, the cuts are tried in which no rank works more
 than a little over its share, then more: a cut that is left out has a rank that works longer, which says what it takes
-at least. Where there are few cuts all are tried, and where many equal pieces follow each other `auto/solver/uniform_chain` finds
-the best.
+at least. Where there are few cuts all are tried, and where many equal pieces follow each other
+`auto/solver/uniform_chain` finds the best.
 """
 
 from __future__ import annotations

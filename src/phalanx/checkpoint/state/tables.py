@@ -26,9 +26,9 @@ def save_tables(ranks: Ranks, folder: Path, model: nn.Module) -> None:
     if not has_tables(model):
         return
     from phalanx.parallel import tables  # a job without tables does not wait for this
-    from phalanx.ps.client import table_client as attach
+    from phalanx.ps.client import table_client
 
-    ranks.decide("flushed", attach.current().mode.flush, _nothing)
+    ranks.decide("flushed", table_client.current().mode.flush, _nothing)
     ranks.decide("tables", lambda: tables.save(folder, "full") if ranks.rank == 0 else None, _nothing)
 
 

@@ -177,8 +177,8 @@ PLANNER_ERRORS: dict[str, tuple[str, str]] = {
     "plan of unknown step": (
         (
             "This Plan places single operators, and the step that it is of could not be captured from the data: {why} "
-            "Or call phalanx.auto.capture.step.capture(model, sample) with what a global batch calls the model with before, "
-            "on rank 0 at least."
+            "Or call phalanx.auto.capture.step.capture(model, sample) with what a global batch calls the model with "
+            "before, on rank 0 at least."
         ),
         (
             "此方案切分单个算子，而无法从数据中得到它所对应的训练步：{why} 也可以先调用 "

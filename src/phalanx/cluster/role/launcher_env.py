@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster.env.values import Environment, split_endpoint
-from phalanx.cluster.role import mpi_srun_role as steps
-from phalanx.cluster.role import rank_table_role as hand_started
+from phalanx.cluster.role import mpi_srun_role, rank_table_role
 from phalanx.cluster.role.role import Kind, Launcher, Role
 from phalanx.errors import RoleError, did_you_mean
 
@@ -61,7 +60,7 @@ def read_role(variables: Mapping[str, str]) -> Role:
         return _by_rank(env, kind, "", ("GROUP_RANK", "GROUP_WORLD_SIZE"), "torchrun")
     if any(env.text(name) for name in _FLEET):
         return _fleet(env, kind)
-    return steps.step_role(env) or hand_started.table_role(env) or Role()
+    return mpi_srun_role.step_role(env) or rank_table_role.table_role(env) or Role()
 
 
 def _kind(env: Environment) -> Kind:

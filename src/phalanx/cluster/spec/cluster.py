@@ -153,16 +153,16 @@ def read_cluster(said: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
     Raises:
         ConfigError: If it cannot be understood; says what was found and what is known.
     """
-    from phalanx.cluster.spec import files as description_file
+    from phalanx.cluster.spec import files
 
     if isinstance(said, Cluster):
         return said
     if isinstance(said, Mapping):
-        return description_file.described(said, "the cluster")
+        return files.described(said, "the cluster")
     first, *rest = (word.strip() for word in str(said).split(","))
     if first.endswith((".toml", ".json")):
         settings = _settings(rest, {"device": "", "usd": 0.0})
-        return _priced(description_file.read(Path(first), str(settings["device"])), settings)
+        return _priced(files.read(Path(first), str(settings["device"])), settings)
     return _worded(str(said), first, rest)
 
 

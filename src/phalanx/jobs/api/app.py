@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from phalanx.jobs.api import configurations, health, jobs
-from phalanx.jobs.api import members as people
+from phalanx.jobs.api import configurations, health, jobs, members
 from phalanx.jobs.api.auth import Enter
 from phalanx.jobs.api.error_handlers import add_errors
 from phalanx.jobs.api.heads import Heads
@@ -59,7 +58,7 @@ def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastA
         return answer
 
     app.add_middleware(Heads)
-    for part in (jobs, configurations, people):
+    for part in (jobs, configurations, members):
         app.include_router(part.routes, prefix="/api/v1")
     app.include_router(health.routes)
     app.add_api_route("/api/v1", _about, tags=["health"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import BackendError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
@@ -82,7 +82,7 @@ def write(submission: Submission) -> Path:
     Returns:
         The file of the order.
     """
-    layout.logs(submission.folder).mkdir(parents=True, exist_ok=True)
+    paths.logs(submission.folder).mkdir(parents=True, exist_ok=True)
     path = submission.folder / "attempt.json"
     _put(path, json.dumps(order(submission), indent=1))
     return path
@@ -113,7 +113,7 @@ def read(folder: Path) -> Order:
 
 def beat(folder: Path, node: int, doing: str) -> None:
     """Say that node `node` lives, and what it does: `preparing code`, `running`, ..."""
-    path = layout.heartbeat(folder, node)
+    path = paths.heartbeat(folder, node)
     if _text(path) == doing:
         os.utime(path)
     else:
@@ -122,7 +122,7 @@ def beat(folder: Path, node: int, doing: str) -> None:
 
 def doing(folder: Path, node: int) -> str:
     """Return what node `node` last said that it does, empty before its first word."""
-    return _text(layout.heartbeat(folder, node))
+    return _text(paths.heartbeat(folder, node))
 
 
 def make_room(folder: Path, node: int) -> None:
@@ -134,12 +134,12 @@ def write_end(folder: Path, node: int, end: End) -> None:
     """Leave the exit record of node `node`, whole or not at all, in the room that was made for it if there is any."""
     room = _room(folder, node)
     if not room.exists():
-        _put(layout.exit_record(folder, node), end_json(end))
+        _put(paths.exit_record(folder, node), end_json(end))
         return
     with room.open("r+b") as file:
         file.write(end_json(end).encode())
         file.truncate()
-    room.rename(layout.exit_record(folder, node))
+    room.rename(paths.exit_record(folder, node))
 
 
 def end_json(end: End) -> str:
@@ -149,7 +149,7 @@ def end_json(end: End) -> str:
 
 def read_end(folder: Path, node: int) -> End | None:
     """Return how node `node` ended, or None while it left no record; what is no record counts as a failure."""
-    text = _text(layout.exit_record(folder, node))
+    text = _text(paths.exit_record(folder, node))
     try:
         return end_of(text) if text else None
     except (ValueError, TypeError, KeyError) as error:
@@ -163,7 +163,7 @@ def end_of(text: str) -> End:
 
 
 def _room(folder: Path, node: int) -> Path:
-    return folder / f".{layout.exit_record(folder, node).name}.room"
+    return folder / f".{paths.exit_record(folder, node).name}.room"
 
 
 def _text(path: Path) -> str:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import NotFoundError
-from phalanx.jobs import paths as layout
-from phalanx.jobs import redact as striking
+from phalanx.jobs import paths, redact
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -57,7 +56,7 @@ def names(folder: Path) -> list[str]:
     for prefix, pattern in _FILES.items():
         start, end = pattern.split("{}")
         numbers = [
-            path.name[len(start) : len(path.name) - len(end)] for path in layout.logs(folder).glob(f"{start}*{end}")
+            path.name[len(start) : len(path.name) - len(end)] for path in paths.logs(folder).glob(f"{start}*{end}")
         ]
         found += [f"{prefix}{number}" for number in sorted((n for n in numbers if n.isdigit()), key=int)]
     return found
@@ -142,7 +141,7 @@ def signs(folder: Path) -> dict[str, float]:
     """Return when the log or the run events of each rank last grew, in seconds since the epoch, by name of its log."""
     last: dict[str, float] = {}
     for name in names(folder):
-        files = [_path(folder, name), layout.logs(folder) / f"events.worker.{name}.jsonl"]
+        files = [_path(folder, name), paths.logs(folder) / f"events.worker.{name}.jsonl"]
         times = [file.stat().st_mtime for file in files if file is not None and file.is_file()]
         if name.isdigit() and times:
             last[name] = max(times)
@@ -161,7 +160,7 @@ def cap(folder: Path) -> None:
 
 def _all(folder: Path) -> list[Path]:
     # Files of a launcher lie in a folder of its node, and are linked; links are left out, so each counts once.
-    return [path for path in layout.logs(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+    return [path for path in paths.logs(folder).rglob("*") if path.is_file() and not path.is_symlink()]
 
 
 def _path(folder: Path, name: str) -> Path | None:
@@ -169,11 +168,11 @@ def _path(folder: Path, name: str) -> Path | None:
     found = re.fullmatch(r"(|server-|heter-|node-)(\d{1,6})", name, re.ASCII)
     if found is None:
         raise NotFoundError(f"There is no log {name!r}. Logs are called 0, 1, ... by rank, server-0 and node-0.")
-    path = layout.logs(folder) / _FILES[found[1]].format(found[2])
+    path = paths.logs(folder) / _FILES[found[1]].format(found[2])
     if not path.is_file():  # Nor what a job made in its place: a pipe would be waited for, without end.
         return None
     # Jobs write here, and could link to what is not theirs to show.
-    if not path.resolve().is_relative_to(layout.logs(folder).resolve()):
+    if not path.resolve().is_relative_to(paths.logs(folder).resolve()):
         raise NotFoundError(f"Log {name!r} is a link out of the attempt's folder, which is not followed.")
     return path
 
@@ -194,7 +193,7 @@ def _behind_hole(descriptor: int, start: int, size: int) -> tuple[int, str]:
 
 def _values(secrets: Collection[str]) -> list[bytes]:
     """Return what to look for, the longest first: values, and the lines of those that have several."""
-    return [part.encode() for part in striking.parts(secrets)]
+    return [part.encode() for part in redact.parts(secrets)]
 
 
 def _struck(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> bytes:
@@ -208,7 +207,7 @@ def _struck(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> by
             continue
         parts.append(whole[at : max(at, found.start())])
         if found.start() >= low:
-            parts.append(striking.MARK.encode())
+            parts.append(redact.MARK.encode())
         at = min(found.end(), high)
     return b"".join([*parts, whole[at:high]])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 
 _LIMIT = 1 << 20
 """Most bytes read from one rank's file at once."""
@@ -45,7 +45,7 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
     """
     if rank not in ranks(folder):
         return Reports(rank, [], 0)
-    with (layout.logs(folder) / f"events.{rank}.jsonl").open("rb") as file:
+    with (paths.logs(folder) / f"events.{rank}.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size + offset) if offset < 0 else min(offset, size)
         file.seek(start)
@@ -56,7 +56,7 @@ def read(folder: Path, rank: str, offset: int = 0) -> Reports:
 
 def _files(folder: Path) -> list[Path]:
     # Jobs write here: what is no file would not be read to its end, and what is no text could not be sent.
-    found = layout.logs(folder).glob("events.*.jsonl")
+    found = paths.logs(folder).glob("events.*.jsonl")
     return [path for path in found if path.is_file() and path.name.isprintable()]
 
 

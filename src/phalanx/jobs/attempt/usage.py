@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 
 LIMIT = 1 << 20
 """Bytes of a node's file after which every second of its samples is dropped."""
@@ -58,7 +58,7 @@ def append(folder: Path, node: int, sample: Sample) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    file = layout.usage(folder, node)
+    file = paths.usage(folder, node)
     with file.open("ab") as opened:
         opened.write(json.dumps(asdict(sample)).encode() + b"\n")
         is_full = opened.tell() > LIMIT
@@ -83,7 +83,7 @@ def read(folder: Path, node: int, offset: int = 0) -> Usage:
         offset: As an earlier call returned it; a negative one counts from the end: -1 is the last sample.
     """
     found: list[Sample] = []
-    for line in reversed(_lines(layout.usage(folder, node))):
+    for line in reversed(_lines(paths.usage(folder, node))):
         sample = _sample(line)
         if sample is None:
             continue

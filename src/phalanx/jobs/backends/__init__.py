@@ -7,7 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from phalanx.jobs.backend import Backend
 
-_CLASSES = {"local": "Local", "slurm": "Slurm", "kubernetes": "Kubernetes"}
+_CLASSES = {
+    "local": ("local", "Local"),
+    "slurm": ("slurm.backend", "Slurm"),
+    "kubernetes": ("kubernetes.backend", "Kubernetes"),
+}
 
 
 class Engines(Mapping[str, Backend]):
@@ -20,8 +24,8 @@ class Engines(Mapping[str, Backend]):
     def __getitem__(self, name: str) -> Backend:
         """Return a backend, made at the first call."""
         if name not in self._made:
-            kind = _CLASSES[name]
-            self._made[name] = getattr(importlib.import_module(f"{__name__}.{name}"), kind)()
+            module, kind = _CLASSES[name]
+            self._made[name] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from phalanx.cluster.spec.detect import memory_bytes
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
-from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
+from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.attempt.failures import killed_for_memory, lost_node
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
@@ -70,7 +70,7 @@ class Local:
 
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if this machine could never run `spec`."""
-        launching.check(spec)
+        launch_command.check(spec)
         if spec.resources.nodes > _MOST_NODES:
             raise SpecError(
                 f"The job asks for {spec.resources.nodes} nodes, and this machine plays {_MOST_NODES} at most. "
@@ -94,7 +94,7 @@ class Local:
         Raises:
             BackendError: If no process can be started, or not enough cards are free.
         """
-        attempt.write(submission)
+        attempt_files.write(submission)
         pids = [self._start(submission, node) for node in _nodes(submission)]
         return " ".join([_place(submission), *(str(pid) for pid in pids if pid)])
 
@@ -116,14 +116,14 @@ class Local:
         started = [node for node in nodes if _was_started(folder, node)]
         if not started and not alive:
             return Status(Phase.GONE, "was not started")
-        ends = {node: attempt.read_end(folder, node) for node in nodes}
+        ends = {node: attempt_files.read_end(folder, node) for node in nodes}
         lost = next((node for node in started if node not in alive and ends[node] is None), None)
         failure = None if lost is None else _lost(folder, lost)
         if not alive and failure is None:
             failure = next((found for node in nodes if (found := _short_of_memory(folder, node))), None)
         host = (os.uname().nodename,)
         if alive:
-            doing = attempt.doing(folder, alive[0])
+            doing = attempt_files.doing(folder, alive[0])
             return Status(Phase.RUNNING if doing == "running" else Phase.PREPARING, doing, host, failure)
         succeeded = all(end is not None and end.outcome == "succeeded" for end in ends.values())
         return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED, "", host, failure)
@@ -174,7 +174,7 @@ class Local:
         secrets = os.memfd_create("secrets")
         os.write(secrets, json.dumps(submission.secrets).encode())
         os.lseek(secrets, 0, os.SEEK_SET)
-        log = layout.logs(submission.folder) / f"node-{node}.log"
+        log = paths.logs(submission.folder) / f"node-{node}.log"
         environment = {**os.environ, MARK: str(submission.folder)}
         if self.cards:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
@@ -246,7 +246,7 @@ def _pid_file(folder: Path, node: int) -> Path:
 
 def _was_started(folder: Path, node: int) -> bool:
     """Return whether a node ever ran: it writes its first beat before it starts anything of the user's."""
-    signs = (_pid_file(folder, node), layout.heartbeat(folder, node), layout.exit_record(folder, node))
+    signs = (_pid_file(folder, node), paths.heartbeat(folder, node), paths.exit_record(folder, node))
     return any(path.exists() for path in signs)
 
 

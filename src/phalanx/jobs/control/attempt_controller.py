@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import BackendError, PhalanxError, StateError
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import logs
 from phalanx.jobs.attempt.failures import failure_of, hung, overdue, refused, retried
 from phalanx.jobs.attempt.files import End
@@ -78,7 +78,7 @@ class Live:
         self._reason = job.reason
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt_files(self) -> Attempt:
         """The attempt as it was when it came into care."""
         return self._attempts[-1]
 
@@ -128,11 +128,11 @@ class Live:
     def _ends(self) -> dict[int, End | None]:
         """How nodes ended. Those that hold servers only count if they failed: others are ended with the training."""
         nodes, servers = self.spec.resources.nodes, self.spec.servers
-        ends = {node: attempt.read_end(self.folder, node) for node in range(nodes)}
+        ends = {node: attempt_files.read_end(self.folder, node) for node in range(nodes)}
         if all(end is not None and end.outcome == "succeeded" for end in ends.values()):
             return ends
         for node in range(nodes, nodes + (servers.count if servers else 0)):
-            end = attempt.read_end(self.folder, node)
+            end = attempt_files.read_end(self.folder, node)
             if end is not None and end.outcome == "failed":
                 ends[node] = end
         return ends

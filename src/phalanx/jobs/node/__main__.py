@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
-from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
+from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.node.agent import Node
 
 _MOST_REPORTED = 4000
@@ -27,7 +27,7 @@ def _secrets(folder: Path, node: int, descriptor: int | None, file: Path | None)
         with os.fdopen(descriptor, "rb") as pipe:
             text = pipe.read()
     else:
-        path = layout.secrets(folder, node)
+        path = paths.secrets(folder, node)
         if not path.exists():
             return {}
         text = path.read_bytes()
@@ -43,11 +43,11 @@ def _node(said: str) -> int:
 
 def _report(folder: Path, node: int, file: Path) -> None:
     """Leave the exit record where Kubernetes keeps it with the pod."""
-    end = attempt.read_end(folder, node)
+    end = attempt_files.read_end(folder, node)
     if end is None:
         return
     for keep in (2000, 500, 100):
-        text = attempt.end_json(replace(end, detail=end.detail[-keep:], message=end.message[:keep]))
+        text = attempt_files.end_json(replace(end, detail=end.detail[-keep:], message=end.message[:keep]))
         if len(text) <= _MOST_REPORTED:
             break
     file.write_text(text, encoding="utf-8")
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", required=True, help="number of this node, or the variable that holds it")
     parser.add_argument("--first-node", type=int, default=0, help="number to add to that of --node")
     parser.add_argument("--hosts", help="addresses of all nodes, in order; default: loopback addresses of this machine")
-    parser.add_argument("--port", type=int, default=launching.PORT, help="first of the ports that the attempt may use")
+    parser.add_argument(
+        "--port", type=int, default=launch_command.PORT, help="first of the ports that the attempt may use"
+    )
     parser.add_argument("--secrets-fd", type=int, help="pipe to read {name: value} from")
     parser.add_argument("--secrets-file", type=Path, help="file to read {name: value} from")
     parser.add_argument("--signals-reach-all", action="store_true", help="signals come to all processes below this one")
@@ -70,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     node = asked.first_node + _node(asked.node)
     secrets = _secrets(asked.folder, node, asked.secrets_fd, asked.secrets_file)
-    order = attempt.read(asked.folder)
+    order = attempt_files.read(asked.folder)
     hosts = (
         asked.hosts.split(",")
         if asked.hosts
-        else launching.own_hosts(order.job, order.attempt, order.spec.resources.nodes)
+        else launch_command.own_hosts(order.job, order.attempt, order.spec.resources.nodes)
     )
-    place = launching.Place(node, tuple(hosts), asked.port)
+    place = launch_command.Place(node, tuple(hosts), asked.port)
     code = Node(asked.folder, place, secrets, in_pod=asked.pod, signals_reach_all=asked.signals_reach_all).run()
     if asked.report:
         _report(asked.folder, node, asked.report)

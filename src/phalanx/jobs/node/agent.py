@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from phalanx.cluster.network import interface_towards, system_routes
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
-from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
+from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.attempt.files import BEAT_S, LOST_AFTER_BEATS, End
-from phalanx.jobs.node import exit_reason as node_end
-from phalanx.jobs.node import usage_monitor as node_usage
+from phalanx.jobs.node import exit_reason, usage_monitor
 from phalanx.jobs.node.setup import Prepared, Setup
 from phalanx.jobs.states import Cause
-from phalanx.launch.process import linux as processes
+from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -60,7 +59,7 @@ class Node:
     """One node of an attempt, from its start to its exit record."""
 
     folder: Path
-    place: launching.Place
+    place: launch_command.Place
     secrets: Mapping[str, str]
     in_pod: bool = False
     """Whether this node sees no other's files, and tells its text and its end to Kubernetes."""
@@ -76,32 +75,32 @@ class Node:
     """By file of another node: its time of change, and how many of our beats ago that changed."""
 
     def __post_init__(self) -> None:
-        self.order = attempt.read(self.folder)
+        self.order = attempt_files.read(self.folder)
         self.spec = self.order.spec
-        self.logs = layout.logs(self.folder)
+        self.logs = paths.logs(self.folder)
         # A launcher of ours clears its folder first, so that of each node has one of its own.
         self.own_logs = self.logs / f"node-{self.place.node}" if self.spec.launch == "phalanx" else self.logs
         self.said = self.logs / f"node-{self.place.node}.log"
-        self.stops = processes.StopSignals()
+        self.stops = linux.StopSignals()
 
     def run(self) -> int:
         """Run this node's part; returns the exit code.
 
         The exit record is written whatever happens, last of all.
         """
-        processes.adopt_orphans()
+        linux.adopt_orphans()
         self.logs.mkdir(parents=True, exist_ok=True)
-        attempt.make_room(self.folder, self.place.node)
+        attempt_files.make_room(self.folder, self.place.node)
         with self._output() as output:
             end = self._run(output)
             if end.outcome == "failed":
                 end = self._on_a_full_disk(end)
                 with contextlib.suppress(OSError):  # A disk that is full; the exit record has room of its own.
                     _say(output, f"node {self.place.node}: {end.message}")
-        processes.kill_descendants()
+        linux.kill_descendants()
         with contextlib.suppress(OSError):
             self._link_logs()
-        attempt.write_end(self.folder, self.place.node, replace(end, started=self.started, ended=time.time()))
+        attempt_files.write_end(self.folder, self.place.node, replace(end, started=self.started, ended=time.time()))
         if end.outcome == "succeeded":
             return 0
         code = end.exit_code or 1
@@ -134,7 +133,7 @@ class Node:
             prepared = self._prepare(setup)
             if isinstance(prepared, End):
                 return prepared
-            start = launching.start(
+            start = launch_command.start(
                 self.spec,
                 replace(self.place, hosts=prepared.hosts),
                 python=sys.executable,
@@ -164,7 +163,7 @@ class Node:
         assert setup.prepared is not None
         return setup.prepared
 
-    def _train(self, start: launching.Start, prepared: Prepared, output: BinaryIO) -> End:
+    def _train(self, start: launch_command.Start, prepared: Prepared, output: BinaryIO) -> End:
         parent = os.getpid()
         stdout: BinaryIO = output
         if self.spec.launch == "env" and not self.in_pod:
@@ -177,21 +176,21 @@ class Node:
             stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: processes.die_with_parent(parent),
+            preexec_fn=lambda: linux.die_with_parent(parent),
         )
         self._doing = "running"
         self._beat()
         # What a pod wrote beside its log would go with it.
-        with contextlib.nullcontext() if self.in_pod else node_usage.watched(self.folder, self.place.node):
+        with contextlib.nullcontext() if self.in_pod else usage_monitor.watched(self.folder, self.place.node):
             code = self._watch(process)
         if self._stop is not None:
             return self._stopped(code)
         if code == 0:
             return End("succeeded", exit_code=0)
         said = self.said if stdout is output else Path(stdout.name)
-        return node_end.failure(self.spec, self.place.node, code, said=said, logs=self.own_logs)
+        return exit_reason.failure(self.spec, self.place.node, code, said=said, logs=self.own_logs)
 
-    def _variables(self, start: launching.Start, prepared: Prepared) -> dict[str, str]:
+    def _variables(self, start: launch_command.Start, prepared: Prepared) -> dict[str, str]:
         """What the command finds in its environment; what the job says goes before what we would."""
         found = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
@@ -256,7 +255,7 @@ class Node:
 
     def _beat(self) -> None:
         self._next_beat = time.monotonic() + BEAT_S
-        attempt.beat(self.folder, self.place.node, self._doing)
+        attempt_files.beat(self.folder, self.place.node, self._doing)
 
     def _stop_for(self, stop: Stop) -> None:
         if self._stop is None:
@@ -265,13 +264,13 @@ class Node:
 
     def _look_at_others(self) -> None:
         """End when all are asked to, or with another: none can train without a node that failed or is lost."""
-        if layout.stop(self.folder).exists():
+        if paths.stop(self.folder).exists():
             self._stop_for(Stop("stopped", "asked to end"))
         for node in range(len(self.place.hosts)):
-            path = layout.heartbeat(self.folder, node)
+            path = paths.heartbeat(self.folder, node)
             if node == self.place.node or not path.exists():
                 continue
-            end = attempt.read_end(self.folder, node)
+            end = attempt_files.read_end(self.folder, node)
             if end is None:
                 if self._silent(path) > LOST_AFTER_BEATS:
                     message = f"node {node} has not been heard of for {LOST_AFTER_BEATS * BEAT_S:g} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx.launch.process import linux as processes
+from phalanx.launch.process import linux
 
 
 def main(arguments: list[str]) -> None:
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    processes.die_with_parent(os.getppid())
+    linux.die_with_parent(os.getppid())
     os.execvp(command[0], command)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import BackendError, PhalanxError
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import Order
 from phalanx.jobs.attempt.launch_command import Place, apart
 from phalanx.jobs.sources.archive import unpack
@@ -135,7 +135,7 @@ class Setup:
 
     def _wait_for(self, work: Path) -> None:
         while not work.exists():
-            end = attempt.read_end(self._folder, 0)
+            end = attempt_files.read_end(self._folder, 0)
             if self._stopped.wait(0.1) or (end is not None and end.outcome != "succeeded"):
                 raise BackendError("node 0 ended before it had prepared the code; its own record says why.")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from phalanx.errors import AccessError, NotFoundError, PlanError, SpecError, StateError
-from phalanx.jobs import paths as layout
+from phalanx.jobs import paths
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
@@ -77,7 +77,7 @@ class JobService:
         """Return what a backend would be handed for `spec`; values of secrets are in it for their owner alone."""
         self._need(spec.workspace, Role.DEVELOPER)
         resolved = self._resolved(spec, base)
-        folder = layout.attempt_folder(self._store.home, resolved.name, 1)
+        folder = paths.attempt_folder(self._store.home, resolved.name, 1)
         values = dict.fromkeys(resolved.secrets, "******")
         if full and (names := secrets_of(resolved.model_dump())):
             if self._remote or not self._actor.owner:
@@ -199,7 +199,7 @@ class JobService:
 
         found = self.job(job)
         try:
-            plan = left(layout.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
+            plan = left(paths.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
             return picture(explain(*plan)) if plan is not None else ""
         except (PlanError, ValueError, OSError) as error:
             # Any script may write into its logs' folder; its page is to be seen all the same.
@@ -242,7 +242,7 @@ class JobService:
         if workspace == TrainingJob.model_fields["workspace"].default:
             raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
         for job in self._store.remove_workspace(workspace):
-            shutil.rmtree(layout.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
+            shutil.rmtree(paths.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
 
     def put_member(self, workspace: str, name: str, role: Role) -> None:
         """Make someone a member of a workspace, or give a member another role."""
@@ -390,7 +390,7 @@ class JobService:
 
     def _folder(self, job: Job, attempt: int | None) -> Path:
         number = job.attempt if attempt is None else self._attempt(job.id, attempt).number
-        return layout.attempt_folder(self._store.home, job.id, number)
+        return paths.attempt_folder(self._store.home, job.id, number)
 
 
 def _check_name(what: str, name: str) -> None:

@@ -13,5 +13,6 @@ from phalanx.jobs.store.tokens import TokenRows
 class Store(JobRows, TokenRows, LeaseRows):
     """Everything that is kept. Each method is one transaction: when it has returned, nothing of it can be lost.
 
-    Who may do what is not asked here but in `jobs/service/service`. `Store(url, home)` opens one; `close` or `with` ends it.
+    Who may do what is not asked here but in `jobs/service/service`. `Store(url, home)` opens one; `close` or
+    `with` ends it.
     """

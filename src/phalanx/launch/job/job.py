@@ -17,8 +17,7 @@ from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import report
-from phalanx.launch.job import attempt_resources as staging
-from phalanx.launch.job import registry
+from phalanx.launch.job import attempt_resources, registry
 from phalanx.launch.job.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.logs import LogFolder, shown
@@ -28,9 +27,7 @@ from phalanx.launch.process.link_handle import LinkHandle
 from phalanx.launch.process.linux import StopSignals
 from phalanx.launch.process.server_handle import ForkServerLostError, ServerHandle
 from phalanx.launch.process.start import Starter
-from phalanx.launch.request import machine
-from phalanx.launch.request import options_from_rank_table as tabled
-from phalanx.launch.request import options_from_scheduler as allocated
+from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import ROLES, Request, check_script, resolve
@@ -65,10 +62,10 @@ class Job:
         here = Machine.look(self._inherited)
         require_torch()
         check_script(self._options.training_script)
-        self._options = allocated.fill(self._options, self._inherited)
-        self._options = tabled.fill(self._options, self._inherited, here)
+        self._options = options_from_scheduler.fill(self._options, self._inherited)
+        self._options = options_from_rank_table.fill(self._options, self._inherited, here)
         request = resolve(self._options, here)
-        self._secret = staging.job_secret(request, self._inherited)
+        self._secret = attempt_resources.job_secret(request, self._inherited)
         self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
         threads = self._fix_threads(request, here)
         self._console.write(report.banner(self._options.banner_items()))
@@ -193,11 +190,11 @@ class Job:
 
     def _run_attempt(self, request: Request, attempt: int) -> Outcome:
         restarts = self._restarts if request.mode == "ps" else 0
-        with staging.Stage(request) as stage:
+        with attempt_resources.Stage(request) as stage:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
-            with self._logs.tolerating(staging.ENDPOINTS):
-                staging.write_endpoints(layout, facts.log_dir)
+            with self._logs.tolerating(attempt_resources.ENDPOINTS):
+                attempt_resources.write_endpoints(layout, facts.log_dir)
             trial = Attempt(
                 starter=starter,
                 console=self._console,
@@ -217,10 +214,10 @@ class Job:
             finally:
                 self._restarts -= restarts - trial.restarts
 
-    def _starter(self, stage: staging.Stage, attempt: int) -> Starter:
+    def _starter(self, stage: attempt_resources.Stage, attempt: int) -> Starter:
         log_dir = str(self._logs.path)
         layout = self._arrange(stage, attempt, log_dir)
-        facts = staging.facts(
+        facts = attempt_resources.facts(
             stage.request,
             self._options,
             layout,
@@ -240,7 +237,7 @@ class Job:
             endpoints=stage.sockets(layout),
         )
 
-    def _arrange(self, stage: staging.Stage, attempt: int, log_dir: str) -> Layout:
+    def _arrange(self, stage: attempt_resources.Stage, attempt: int, log_dir: str) -> Layout:
         request = stage.request
         offer = stage.offer(self._job_id, self._options, self._secret)
         offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
@@ -300,7 +297,7 @@ class Job:
 
     def _say_layout(self, layout: Layout, facts: environment.JobFacts) -> None:
         for role in ROLES:
-            here = staging.locals_of(layout, role)
+            here = attempt_resources.locals_of(layout, role)
             if not here:
                 continue
             start = "Local start" if facts.mode == "collective" else f"Local {role} start"
@@ -311,7 +308,7 @@ class Job:
             )
             variables = environment.build(here[0], layout, facts, self._inherited)
             self._console.write(report.environment_table(environment.shown(here[0], facts.mode, variables)))
-        logger.info(staging.log_hint(layout, facts.mode, facts.log_dir))
+        logger.info(attempt_resources.log_hint(layout, facts.mode, facts.log_dir))
 
 
 class InterruptedJobError(Exception):

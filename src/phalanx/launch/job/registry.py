@@ -16,7 +16,7 @@ import click
 from phalanx.cluster.disk import named_errors
 from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
-from phalanx.launch.process import linux as processes
+from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -30,7 +30,7 @@ class Entry:
         self._job: dict[str, Any] = {
             "job_id": job_id,
             "pid": os.getpid(),
-            "start_ticks": processes.start_ticks(os.getpid()),
+            "start_ticks": linux.start_ticks(os.getpid()),
             "started": time.time(),
             "script": script,
             "mode": mode,
@@ -67,7 +67,7 @@ def jobs() -> list[dict[str, Any]]:
             job = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue  # The job ended between the two calls.
-        if processes.start_ticks(job["pid"]) == job["start_ticks"]:
+        if linux.start_ticks(job["pid"]) == job["start_ticks"]:
             alive.append(job)
         else:
             path.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def collect() -> list[dict[str, Any]]:
         for process in job["processes"]:
             event = last_event(process["events"])
             process |= {name: event.get(name) for name in ("step", "loss", "samples_per_s")}
-            process["alive"] = processes.start_ticks(process["pid"]) is not None
+            process["alive"] = linux.start_ticks(process["pid"]) is not None
     return found
 
 

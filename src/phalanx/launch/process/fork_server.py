@@ -21,8 +21,7 @@ import socket
 import time
 from typing import Any, NoReturn
 
-from phalanx.launch.process import linux as processes
-from phalanx.launch.process import wire
+from phalanx.launch.process import linux, wire
 
 SOCKET_FD = 3
 """Descriptor on which the launcher hands the server its end of the socket."""
@@ -47,7 +46,7 @@ class ForkServer:
         except BrokenPipeError:
             pass  # The launcher went away between two messages: the same as its socket closing.
         finally:
-            processes.kill_descendants()
+            linux.kill_descendants()
 
     def _serve_once(self) -> bool:
         launcher = self._launcher.fileno()
@@ -89,7 +88,7 @@ class ForkServer:
     def _become_child(self, parent: int, message: dict[str, Any], fds: list[int]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
-        processes.die_with_parent(parent)
+        linux.die_with_parent(parent)
         for fd in (self._launcher.detach(), self._woken, self._wake):
             os.close(fd)
         from phalanx.launch.process.entry import run_child
@@ -97,7 +96,7 @@ class ForkServer:
         run_child(message, fds)
 
     def _report_exits(self) -> None:
-        for pid, status in processes.reap():
+        for pid, status in linux.reap():
             name = self._ids.pop(pid, None)
             if name is None:
                 continue  # An orphan of a child, adopted and now gone.
@@ -112,7 +111,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     launcher = socket.socket(fileno=SOCKET_FD)
     launcher.set_inheritable(False)
-    processes.adopt_orphans()
+    linux.adopt_orphans()
     from phalanx.launch import preload
     from phalanx.launch.process import entry
 

@@ -45,10 +45,10 @@ class ServerHandle:
                 file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
                 setpgroup=0,
             )
-        from phalanx.launch.process import linux as processes
+        from phalanx.launch.process import linux
 
         # Should the server itself be killed, what its children left behind comes to us.
-        processes.adopt_orphans()
+        linux.adopt_orphans()
 
     def configure(self, environment: dict[str, str]) -> None:
         """Fix the environment in which torch is loaded, and let the server load it."""
@@ -101,6 +101,6 @@ class ServerHandle:
             os.kill(self.pid, signal.SIGKILL)
         if not self._has_ended:
             os.waitpid(self.pid, 0)
-        from phalanx.launch.process import linux as processes
+        from phalanx.launch.process import linux
 
-        processes.kill_descendants()
+        linux.kill_descendants()

@@ -31,7 +31,7 @@ from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import note_stages
-from phalanx.parallel.pipeline import stage_io as pipeline_values
+from phalanx.parallel.pipeline import stage_io
 from phalanx.parallel.pipeline.batch import Batch, LossFunction, rows_of, split
 from phalanx.parallel.pipeline.partition import Recorded, owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
@@ -245,12 +245,12 @@ class Pipeline:
         route = self.route
         speaker = route.holder(route.count - 1)
         if route.index != speaker:
-            return unpack(*pipeline_values.recv(speaker, route.device, route.group))
+            return unpack(*stage_io.recv(speaker, route.device, route.group))
         tensors: list[Tensor] = []
         form = pack(value, tensors)
         for listener in range(route.ranks):
             if listener != speaker:
-                pipeline_values.send(form, tensors, listener, route.device, route.group)
+                stage_io.send(form, tensors, listener, route.device, route.group)
         return value
 
     def _schedule(self) -> tuple[Any, Stage | None]:

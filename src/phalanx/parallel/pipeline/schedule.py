@@ -21,7 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
-from phalanx.parallel.pipeline import stage_io as pipeline_values
+from phalanx.parallel.pipeline import stage_io
 from phalanx.parallel.pipeline.rng_streams import Streams
 from phalanx.parallel.pipeline.stage_io import Border, Form, pack, unpack
 from phalanx.plan.pipeline_order import is_gpipe
@@ -105,12 +105,12 @@ def flow(stages: Sequence[Stage], route: Route) -> Ends:
             taken = [t.detach().requires_grad_(t.requires_grad) for t in ends[stage.index - 1][1]]
             stage.takes = next(before.gives for before in stages if before.index == stage.index - 1)
         elif stage.index:
-            stage.takes, taken = pipeline_values.recv(route.holder(stage.index - 1), route.device, route.group)
+            stage.takes, taken = stage_io.recv(route.holder(stage.index - 1), route.device, route.group)
         given = stage(*taken)
         ends[stage.index] = taken, given
         following = stage.index + 1
         if following < route.count and route.holder(following) != route.index:
-            pipeline_values.send(stage.gives, given, route.holder(following), route.device, route.group)
+            stage_io.send(stage.gives, given, route.holder(following), route.device, route.group)
     return ends
 
 

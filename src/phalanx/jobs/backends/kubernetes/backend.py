@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes import manifests
 from phalanx.jobs.backends.kubernetes.logs import Seen
@@ -81,7 +81,7 @@ class Kubernetes:
         Raises:
             BackendError: If the cluster refuses, or cannot be reached.
         """
-        attempt.write(submission)
+        attempt_files.write(submission)
         config, secret, workload = self._objects(submission)
         space = submission.spec.kubernetes.namespace
         core = self._core()
@@ -126,14 +126,14 @@ class Kubernetes:
 
     def collect(self, submission: Submission, handle: str) -> None:
         """Append what pods have printed since the last call, and take over how each ended."""
-        layout.logs(submission.folder).mkdir(parents=True, exist_ok=True)
+        paths.logs(submission.folder).mkdir(parents=True, exist_ok=True)
         for pod in self._pods(submission):
             if not pod.has_started:
                 continue
             self._bring_log(submission, pod)
             if pod.phase == "Running":
-                attempt.beat(submission.folder, pod.node, "running")
-            if pod.said and attempt.read_end(submission.folder, pod.node) is None:
+                attempt_files.beat(submission.folder, pod.node, "running")
+            if pod.said and attempt_files.read_end(submission.folder, pod.node) is None:
                 _take_over_end(submission.folder, pod)
 
     def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
@@ -189,7 +189,7 @@ class Kubernetes:
 
         The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
         """
-        log = layout.logs(submission.folder) / f"node-{pod.node}.log"
+        log = paths.logs(submission.folder) / f"node-{pod.node}.log"
         seen = Seen.read(log)
         asked: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
         if seen.stamp:
@@ -282,10 +282,10 @@ def _packed(submission: Submission) -> bytes:
 def _take_over_end(folder: Path, pod: Pod) -> None:
     """Keep the exit record that a node left with its container; other text there is not ours."""
     try:
-        end = attempt.end_of(pod.said)
+        end = attempt_files.end_of(pod.said)
     except (ValueError, TypeError, KeyError):
         return
-    attempt.write_end(folder, pod.node, end)
+    attempt_files.write_end(folder, pod.node, end)
 
 
 def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import SpecError
-from phalanx.jobs.attempt import files as attempt
-from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs.attempt import files as attempt_files
+from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.kubernetes import options
 from phalanx.jobs.backends.kubernetes.options import GRACE_S, Manifest
@@ -58,7 +58,7 @@ def name_of(submission: Submission) -> str:
 
 def check(spec: TrainingJob) -> None:
     """Raise SpecError if `spec` lacks what Kubernetes needs, or asks for what a dialect cannot."""
-    launching.check(spec)
+    launch_command.check(spec)
     asked = spec.kubernetes
     if not asked.image:
         raise SpecError(
@@ -128,7 +128,7 @@ def _workload(submission: Submission) -> Manifest:
 
 
 def _config_map(submission: Submission, code: bytes) -> Manifest:
-    order = attempt.order(submission, f"{FOLDER}/home", FOLDER)
+    order = attempt_files.order(submission, f"{FOLDER}/home", FOLDER)
     made = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(order)}}
     if len(code) > CODE_BYTES:
         raise SpecError(

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs import paths as layout
-from phalanx.jobs.attempt import files as attempt
-from phalanx.jobs.attempt import launch_command as launching
+from phalanx.jobs import paths
+from phalanx.jobs.attempt import files as attempt_files
+from phalanx.jobs.attempt import launch_command
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.backends.slurm import states as slurm_words
+from phalanx.jobs.backends.slurm import states as slurm_states
 from phalanx.jobs.models import Failure
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
@@ -64,13 +64,13 @@ class Slurm:
 
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if no partition could ever run `spec`, or no Slurm is reachable from here."""
-        launching.check(spec)
-        slurm_words.check_said(spec)
+        launch_command.check(spec)
+        slurm_states.check_said(spec)
         try:
             said = _call("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l")
         except BackendError as error:
             raise SpecError(f"backend: slurm cannot be used here. {error}") from None
-        slurm_words.check_fits(spec, slurm_words.read_nodes(said))
+        slurm_states.check_fits(spec, slurm_states.read_nodes(said))
 
     def render(self, submission: Submission, *, full: bool = False) -> str:
         """Return the batch script."""
@@ -81,7 +81,7 @@ class Slurm:
             f"--nodes={spec.resources.nodes}",
             "--ntasks-per-node=1",
             "--no-requeue",
-            f"--output={layout.logs(folder)}/slurm.log",
+            f"--output={paths.logs(folder)}/slurm.log",
             "--open-mode=append",
             *_resources(spec),
             *spec.slurm.options,
@@ -90,7 +90,7 @@ class Slurm:
             "options": "\n".join(f"#SBATCH {_quoted(option)}" for option in options),
             "folder": shlex.quote(str(folder)),
             "python": shlex.quote(sys.executable),
-            "port": f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORT_BLOCKS} * {launching.PORTS}))",
+            "port": f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORT_BLOCKS} * {launch_command.PORTS}))",
         }
         return _SCRIPT.format(**values)
 
@@ -104,7 +104,7 @@ class Slurm:
             return noted
         if (row := self._row(submission)) is not None:
             return row.id
-        path = attempt.write(submission).with_name("job.sbatch")
+        path = attempt_files.write(submission).with_name("job.sbatch")
         path.write_text(self.render(submission), encoding="utf-8")
         _write_secrets(submission)
         # What opens our store stays here; all else of this environment goes with the job, as with any sbatch.
@@ -119,14 +119,14 @@ class Slurm:
         row = self._seen_row(submission)
         if row is None:
             return _vanished(submission)
-        hosts = tuple(slurm_words.hosts(row.nodes))
-        if row.state in slurm_words.WAITING:
-            return Status(Phase.QUEUED, slurm_words.why_waiting(row.reason))
-        if row.state in slurm_words.ALIVE:
-            doing = attempt.doing(folder, 0)
+        hosts = tuple(slurm_states.hosts(row.nodes))
+        if row.state in slurm_states.WAITING:
+            return Status(Phase.QUEUED, slurm_states.why_waiting(row.reason))
+        if row.state in slurm_states.ALIVE:
+            doing = attempt_files.doing(folder, 0)
             phase = Phase.RUNNING if doing == "running" else Phase.PREPARING
             return Status(phase, doing or row.state.lower(), hosts)
-        if row.state == "COMPLETED" and attempt.doing(folder, 0):
+        if row.state == "COMPLETED" and attempt_files.doing(folder, 0):
             return Status(Phase.SUCCEEDED, "", hosts)
         return Status(Phase.FAILED, row.state, hosts, _failure(folder, row))
 
@@ -138,23 +138,23 @@ class Slurm:
 
         A signal of Slurm's would reach every process of the job at once, and the nodes' own would be a second one.
         """
-        asked = layout.stop(submission.folder)
+        asked = paths.stop(submission.folder)
         if not asked.exists():
             asked.touch()
         row = self._row(submission)
         if row is None:
             return
         is_late = time.time() > asked.stat().st_mtime + grace_s + LATE_S
-        if row.state in slurm_words.WAITING or (is_late and row.state in slurm_words.ALIVE):
+        if row.state in slurm_states.WAITING or (is_late and row.state in slurm_states.ALIVE):
             self._cancel(submission, row.id)
 
     def cleanup(self, submission: Submission, handle: str) -> None:
         """Cancel what is left of the job, and remove secrets that no node came to read."""
         row = self._row(submission)
-        if row is not None and row.state in (*slurm_words.WAITING, *slurm_words.ALIVE):
+        if row is not None and row.state in (*slurm_states.WAITING, *slurm_states.ALIVE):
             self._cancel(submission, row.id)
         for node in range(submission.spec.resources.nodes):
-            layout.secrets(submission.folder, node).unlink(missing_ok=True)
+            paths.secrets(submission.folder, node).unlink(missing_ok=True)
 
     def _cancel(self, submission: Submission, number: str) -> None:
         """Cancel a job, which may have ended a moment ago."""
@@ -162,7 +162,7 @@ class Slurm:
             _call("scancel", "--quiet", number)
         except BackendError:
             row = self._row(submission)
-            if row is not None and row.state in (*slurm_words.WAITING, *slurm_words.ALIVE):
+            if row is not None and row.state in (*slurm_states.WAITING, *slurm_states.ALIVE):
                 raise
 
     def _row(self, submission: Submission) -> Row | None:
@@ -215,7 +215,7 @@ def _name(submission: Submission) -> str:
 
 def _resources(spec: TrainingJob) -> list[str]:
     wanted, said = spec.resources, []
-    cpu, memory = slurm_words.needs(spec)
+    cpu, memory = slurm_states.needs(spec)
     if cpu is not None:
         said.append(f"--cpus-per-task={math.ceil(cpu)}")
     if memory is not None:
@@ -239,7 +239,7 @@ def _write_secrets(submission: Submission) -> None:
     """Leave every node a file of its own that it alone reads and removes."""
     values = {"PHALANX_JOB_SECRET": secrets.token_hex(32), **submission.secrets}
     for node in range(submission.spec.resources.nodes):
-        path = layout.secrets(submission.folder, node)
+        path = paths.secrets(submission.folder, node)
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(values, file)
@@ -253,7 +253,7 @@ def _noted(folder: Path) -> str:
 
 def _vanished(submission: Submission) -> Status:
     """A job that Slurm forgot, as it does minutes after the end: what its nodes wrote says how it ended."""
-    ends = [attempt.read_end(submission.folder, node) for node in range(submission.spec.resources.nodes)]
+    ends = [attempt_files.read_end(submission.folder, node) for node in range(submission.spec.resources.nodes)]
     if not all(ends):
         return Status(Phase.GONE, "Slurm does not know the job any more")
     succeeded = all(end is not None and end.outcome == "succeeded" for end in ends)
@@ -261,12 +261,12 @@ def _vanished(submission: Submission) -> Status:
 
 
 def _failure(folder: Path, row: Row) -> Failure | None:
-    said = "\n".join(last_lines(str(layout.logs(folder) / "slurm.log"), 20))
-    found = slurm_words.FAILURES.get(row.state)
+    said = "\n".join(last_lines(str(paths.logs(folder) / "slurm.log"), 20))
+    found = slurm_states.FAILURES.get(row.state)
     if found is not None:
         cause, message = found
         return Failure(cause, f"{message} (Slurm: {row.state}, nodes {row.nodes})", detail=said)
-    if attempt.doing(folder, 0):
+    if attempt_files.doing(folder, 0):
         return None
     return Failure(Cause.SETUP, "no node of the job started; logs/slurm.log says more", detail=said)
 
