@@ -53,6 +53,7 @@ bench: $(STAMP)  ## every benchmark, against its peer
 docs: $(STAMP)   ## regenerate the tables in docs/ that come from the code
 	$(BIN)/phalanx env --list --markdown > docs/settings.md
 	$(BIN)/python -m phalanx.strategy.page docs/strategy.md
+	$(BIN)/python docs/design/modules_page.py
 
 tutorials: $(STAMP)  ## run the notebooks in docs/tutorials and write what they print
 	$(BIN)/python docs/tutorials/run.py docs/tutorials/*.ipynb

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch import report
+from phalanx.launch.job import report
 from phalanx.launch.process import environment
 from phalanx.launch.request.topology import Layout, Offer, arrange, check_terms
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import PeerLostError
-from phalanx.launch import report
+from phalanx.launch.job import report
 from phalanx.launch.job.root_cause import Ending, first_failure
 from phalanx.launch.process import entry
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.export.weights import load_weights
-from phalanx.checkpoint.folder.find import newest_good, none_there
+from phalanx.checkpoint.find import newest_good, none_there
 from phalanx.checkpoint.folder.manifest import Manifest
 from phalanx.checkpoint.folder.read import Reader
 from phalanx.checkpoint.ranks import Ranks

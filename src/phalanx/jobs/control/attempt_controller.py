@@ -78,7 +78,7 @@ class Live:
         self._reason = job.reason
 
     @property
-    def attempt_files(self) -> Attempt:
+    def attempt(self) -> Attempt:
         """The attempt as it was when it came into care."""
         return self._attempts[-1]
 

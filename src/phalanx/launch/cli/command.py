@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wan
         name = "fleetrun" if os.path.basename(sys.argv[0]) == "fleetrun" else "phalanx run"
     server = None
     if given and given[0] not in ("-h", "--help"):
-        from phalanx.launch.process.server_handle import ServerHandle
+        from phalanx.launch.job.server_handle import ServerHandle
 
         server = ServerHandle()
     from phalanx.launch.cli.flags import run

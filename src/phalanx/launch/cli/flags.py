@@ -12,8 +12,8 @@ import click
 from phalanx.cluster.allocation import COUNTS
 from phalanx.cluster.messages import messages
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.job.server_handle import ServerHandle
 from phalanx.launch.process import log_format
-from phalanx.launch.process.server_handle import ServerHandle
 from phalanx.launch.request.options import DEFAULT_PORT, Options
 
 _RENAMED = {

@@ -17,12 +17,12 @@ from typing import Any
 from phalanx.errors import InternalError
 from phalanx.launch.job import logs
 from phalanx.launch.job.console import Console
+from phalanx.launch.job.report import how
 from phalanx.launch.job.root_cause import Ending, is_consequence
+from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
 from phalanx.launch.process.link_handle import LinkHandle
 from phalanx.launch.process.linux import StopSignals
-from phalanx.launch.process.start import Starter
-from phalanx.launch.report import how
 from phalanx.launch.request.topology import Process
 
 logger = logging.getLogger("phalanx.launch")

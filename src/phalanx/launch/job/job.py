@@ -16,17 +16,16 @@ from phalanx.cluster.env.values import Environment
 from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
-from phalanx.launch import report
-from phalanx.launch.job import attempt_resources, registry
+from phalanx.launch.job import attempt_resources, registry, report
 from phalanx.launch.job.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.logs import LogFolder, shown
 from phalanx.launch.job.root_cause import first_failure
+from phalanx.launch.job.server_handle import ForkServerLostError, ServerHandle
+from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment, wire
 from phalanx.launch.process.link_handle import LinkHandle
 from phalanx.launch.process.linux import StopSignals
-from phalanx.launch.process.server_handle import ForkServerLostError, ServerHandle
-from phalanx.launch.process.start import Starter
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options

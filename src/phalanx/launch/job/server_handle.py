@@ -84,7 +84,7 @@ class ServerHandle:
         """
         answer = wire.receive(self.socket)
         if answer is None:
-            from phalanx.launch import report
+            from phalanx.launch.job import report
 
             _, status = os.waitpid(self.pid, 0)
             self._has_ended = True

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from phalanx.launch.job.server_handle import ServerHandle
 from phalanx.launch.process import environment
 from phalanx.launch.process.environment import JobFacts
-from phalanx.launch.process.server_handle import ServerHandle
 from phalanx.launch.request.topology import Layout, Process
 
 
