@@ -80,9 +80,9 @@ class Engine:
     def cleanup(self, submission: Submission, handle: str) -> None:
         self._meet("cleanup")
 
-    def end(self, job: str, failure: Failure | None = None, attempt_files: int = 1) -> None:
+    def end(self, job: str, failure: Failure | None = None, attempt: int = 1) -> None:
         phase = Phase.SUCCEEDED if failure is None else Phase.FAILED
-        self.runs[job, attempt_files] = Status(phase, failure=failure)
+        self.runs[job, attempt] = Status(phase, failure=failure)
 
     def _meet(self, call: str) -> None:
         self.calls.append(call)

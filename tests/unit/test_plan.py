@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from phalanx.errors import PlanError
-from phalanx.plan import ModelShape, ParamShape, Plan, load_plan, plan_from_strategy, save_plan
-from phalanx.plan.report import explain
+from phalanx.plan import ModelShape, ParamShape, Plan, explain, load_plan, plan_from_strategy, save_plan
 from phalanx.plan.rules.rules import ACTING
 from phalanx.plan.value import (
     AllReduce,

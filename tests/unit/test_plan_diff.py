@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan import ModelShape, ParamShape, Plan, plan_from_strategy
-from phalanx.plan.report import diff
+from phalanx.plan import ModelShape, ParamShape, Plan, diff, plan_from_strategy
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
 from phalanx.strategy import DistributedStrategy
 

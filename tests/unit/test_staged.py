@@ -128,14 +128,14 @@ def repeated_choices(random: Random) -> StagedChoices:
     )
 
 
-_NONE_REPEATED = {"cut_search.Repeated.is_for": lambda *_: False}
+_NONE_REPEATED = {"stage_partition.Repeated.is_for": lambda *_: False}
 
 HOW = {
     "equal pieces counted": {},
     "all cuts tried": _NONE_REPEATED,
-    "near even cuts tried": {**_NONE_REPEATED, "cut_search._ALL_CUTS": 0},
-    "programmed": {"cut_search._MOST_PICKS": 0},
-    "programmed as they are": {"solve_staged.merged": lambda _: None},
+    "near even cuts tried": {**_NONE_REPEATED, "stage_partition._ALL_CUTS": 0},
+    "programmed": {"stage_partition._MOST_PICKS": 0},
+    "programmed as they are": {"solve_pipeline.merged": lambda _: None},
 }
 """What to replace, so that the solver takes another of its ways."""
 
@@ -144,7 +144,7 @@ HOW = {
 @pytest.mark.parametrize(("drawn", "times"), [(random_choices, 60), (repeated_choices, 40), (uneven_choices, 40)])
 def test_the_solver_finds_what_trying_everything_finds(how, drawn, times, monkeypatch):
     for name, replaced in HOW[how].items():
-        monkeypatch.setattr(f"phalanx.auto.{name}", replaced)
+        monkeypatch.setattr(f"phalanx.auto.solver.{name}", replaced)
     random, none = Random(0), 0
     for _ in range(times):
         choices = drawn(random)

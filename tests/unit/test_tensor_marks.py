@@ -16,7 +16,7 @@ from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.tensor.gathered_linear import average
 from phalanx.parallel.tensor.shard_api import with_marks
 from phalanx.parallel.tensor.styles import check_styles
-from phalanx.plan.report import explain
+from phalanx.plan import explain
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Average, Axis, Frozen, ModuleRule, OnRanks, ParamRule, Plan, Shard, Step
 from phalanx.strategy import DistributedStrategy

@@ -37,7 +37,7 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
     if made is None:
         raise ConfigError(
             f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
-            "distributed_model first; for a Plan that is not applied there is phalanx.plan.report.explain(plan, shape)."
+            "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
         )
     shape = as_trained(made.shape, model)
     given = bind_argument(model, inputs[0]) if len(inputs) == 1 else inputs
