@@ -149,6 +149,54 @@ def test_data_parallel_training_goes_on_at_any_number_of_ranks(tmp_path: Path, s
         assert _same(dict(plain.state_dict()), weights)
 
 
+# --- one file of an optimizer -----------------------------------------------------------------------------------------
+
+
+def _make_zero(seed: int, zero: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40))
+    optimizer = torch.optim.Adam(
+        [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters(), "lr": 0.02}]
+    )
+    strategy = px.DistributedStrategy()
+    if zero:
+        strategy.sharding, strategy.sharding_configs = True, {"stage": zero}
+    _, _, loader = px.distribute(model, optimizer, DATA, strategy=strategy, global_batch=8, seed=1)
+    return model, optimizer, loader
+
+
+def _save_zero(folder: Path, zero: int) -> dict[str, Tensor]:
+    model, optimizer, loader = _make_zero(0, zero)
+    _train(model, optimizer, iter(loader), 3)
+    px.export_state_dict(model, folder / "m.pdparams")
+    px.export_state_dict(optimizer, folder / "m.pdopt")
+    return _state(model, optimizer)
+
+
+def _load_zero(folder: Path, zero: int) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer, loader = _make_zero(1, zero)
+    _train(model, optimizer, iter(loader), 1)
+    optimizer.param_groups[0]["lr"] = 7.0
+    px.load(folder / "m.pdparams", model)
+    px.load(folder / "m.pdopt", optimizer)
+    return _state(model, optimizer), [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("saved_ranks", "zero"), [(1, 0), (2, 1), (2, 3)])
+def test_state_of_an_optimizer_goes_into_one_file_and_back(tmp_path: Path, saved_ranks: int, zero: int) -> None:
+    saved = run_ranks(_save_zero, saved_ranks, tmp_path, zero)
+    for ranks, other_zero in ((1, 0), (2, 2), (2, 3)):
+        for state, rates in run_ranks(_load_zero, ranks, tmp_path, other_zero):
+            assert _same(state, saved[0])
+            assert rates == [0.01, 0.02]
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40))
+    optimizer = torch.optim.Adam([{"params": plain[0].parameters()}, {"params": plain[2].parameters()}])
+    px.load(tmp_path / "m.pdparams", plain)
+    px.load(tmp_path / "m.pdopt", optimizer)  # of no distributed model: parameters in their order
+    assert _same(_state(plain, optimizer), saved[0])
+
+
 # --- sharded by torch's FSDP2, and by layers that hold their own part -------------------------------------------------
 
 

@@ -419,10 +419,40 @@ def test_a_program_whose_model_fixes_the_rows_is_exported_and_announced(
     assert not caplog.text or "torch takes 1 for a constant" in caplog.text
 
 
+def test_an_optimizer_goes_into_one_file_and_back(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make()
+    train(model, optimizer, scheduler, iter(px.data.ShardedLoader(DATA, global_batch=8)), 3)
+    px.export_state_dict(optimizer, tmp_path / "m.pdopt")
+    other, empty, _ = make(seed=1)
+    empty.param_groups[0]["lr"] = 5.0
+    assert px.load(tmp_path / "m.pdopt", empty).path == tmp_path / "m.pdopt"
+    theirs, ours = empty.state_dict(), optimizer.state_dict()
+    assert theirs["param_groups"] == ours["param_groups"]
+    assert ours["state"]
+    for number, entries in ours["state"].items():
+        assert same(theirs["state"][number], entries)
+    read = safetensors.torch.load_file(tmp_path / "m.pdopt")
+    assert {name.partition("/")[0] for name in read} == set("012345")
+
+    with pytest.raises(ConfigError, match=r"has the state of an optimizer. Load it into that: px.load\(path, opt"):
+        px.load(tmp_path / "m.pdopt", other)
+    with pytest.raises(ConfigError, match=r"m.pdopt has the state of AdamW, asked to load it into RMSprop"):
+        px.load(tmp_path / "m.pdopt", torch.optim.RMSprop(other.parameters()))
+    with pytest.raises(ConfigError, match="'0' has shape"):
+        px.load(tmp_path / "m.pdopt", torch.optim.AdamW(list(other.parameters())[::-1]))
+    px.export_state_dict(model, tmp_path / "m.pdparams")
+    with pytest.raises(ConfigError, match=r"m.pdparams has no state of an optimizer"):
+        px.load(tmp_path / "m.pdparams", empty)
+    with pytest.raises(ConfigError, match=r"takes an optimizer alone from the file .* found .*m.pdopt and scheduler"):
+        px.load(tmp_path / "m.pdopt", empty, scheduler=object())
+    with pytest.raises(ConfigError, match="Of a checkpoint give the model too"):
+        px.load(tmp_path, empty)
+
+
 def test_files_of_optimizers_are_answered(tmp_path: Path) -> None:
     model, optimizer, _ = make()
-    with pytest.raises(ConfigError, match=r"weights of a torch.nn.Module, found \w+\. px.save\(folder, model, optim"):
-        px.export_state_dict(optimizer, tmp_path / "m.pdopt")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"the state of a torch optimizer, found dict. Give the object itself"):
+        px.export_state_dict(optimizer.state_dict(), tmp_path / "m.pdopt")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"px.save writes a folder of checkpoints, .* a file: '.*m.pdopt'"):
         px.save(tmp_path / "m.pdopt", model, optimizer)
 

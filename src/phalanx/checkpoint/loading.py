@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.export.weights import load_weights
 from phalanx.checkpoint.find import newest_good, none_there
 from phalanx.checkpoint.folder.manifest import Manifest
 from phalanx.checkpoint.folder.read import Reader
+from phalanx.checkpoint.optimizer_file import load_optimizer_file
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import Training
 from phalanx.checkpoint.state.restore import Restoring, agree_on_layout
@@ -60,7 +62,8 @@ def load(
         source: The folder given to `save`, of which the newest whole checkpoint is taken; or one checkpoint in it; or a
             safetensors file; or a state dict of any framework. Prefixes of wrappers (`module.`, `_orig_mod.`) are
             taken off the names of the latter two, which hold weights alone.
-        model: Takes parameters and buffers.
+        model: Takes parameters and buffers. Or an optimizer alone, which takes the state in a file that
+            `px.export_state_dict(optimizer, path)` wrote.
         optimizer: Takes state and options of its groups.
         loader: Its next iteration goes on with the batch after the last that was trained on.
         scheduler: Takes its state.
@@ -74,11 +77,27 @@ def load(
             anything is changed.
         DataError: If no checkpoint in the folder is whole; says why of each.
     """
+    if isinstance(model, Optimizer):
+        return _load_optimizer(source, model, {"loader": loader, "scheduler": scheduler, "ema": ema})
     found = load_newest(source, Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema))
     if found is None:
         assert not isinstance(source, Mapping)
         raise none_there(Path(source))
     return found
+
+
+def _load_optimizer(source: str | Path | Mapping[str, Tensor], optimizer: Optimizer, others: dict[str, Any]) -> Loaded:
+    """Load a file that has the state of one optimizer. Collective."""
+    given = [name for name, value in others.items() if value is not None]
+    if given or isinstance(source, Mapping) or not Path(source).is_file():
+        raise ConfigError(
+            "px.load takes an optimizer alone from the file that px.export_state_dict(optimizer, path) wrote, found "
+            f"{'a dict' if isinstance(source, Mapping) else source}{' and ' + ', '.join(given) if given else ''}. "
+            "Of a checkpoint give the model too: px.load(folder, model, optimizer)."
+        )
+    background_saves.wait()
+    load_optimizer_file(Path(source), optimizer)
+    return Loaded(Path(source))
 
 
 def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -> Loaded | None:
@@ -87,7 +106,10 @@ def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -
     if isinstance(source, Mapping) or Path(source).is_file():
         given = [word for word in training.words if word != "model"]
         if given:
-            raise ConfigError(f"a file of weights has no state for {', '.join(given)}. Load it into the model alone.")
+            raise ConfigError(
+                f"a file of weights has no state for {', '.join(given)}. Load it into the model alone; a file of an "
+                "optimizer's state into that: px.load(path, optimizer)."
+            )
         ranks = Ranks.meet("px.load", "weights")
         view = ModelView(training.model)
         layout = agree_on_layout(ranks, dict(view.held()), lambda _: None)

@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import io
 import logging
-import mmap
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +14,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.checkpoint.folder.manifest import write_durable
+from phalanx.checkpoint.optimizer_file import export_optimizer
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
-from phalanx.checkpoint.tensors.chunk import Box
-from phalanx.checkpoint.tensors.file import dtype_of, lay_out
 from phalanx.checkpoint.tensors.local import MODEL, ModelView
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.checkpoint.whole_file import write_whole
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.model_shape import is_handle, is_module_held
@@ -36,7 +35,7 @@ logger = logging.getLogger("phalanx.checkpoint")
 T = TypeVar("T")
 
 
-def export_state_dict(model: nn.Module, path: str | Path) -> None:
+def export_state_dict(model: nn.Module | Optimizer, path: str | Path) -> None:
     """Write a model's parameters and buffers as whole tensors to one safetensors file, whatever the Plan.
 
     Collective: every rank writes what it holds to its place in the file, so no rank needs memory for the whole.
@@ -44,6 +43,8 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The model, wrapped or not. Names are those of the plain model; a tensor with two names is written twice.
+            Or an optimizer, of which its state and the options of its groups are written; `px.load(path, optimizer)`
+            reads them.
         path: The file, seen by all ranks; replaced when the new one is whole. No ending is added to its name.
 
     Raises:
@@ -52,101 +53,36 @@ def export_state_dict(model: nn.Module, path: str | Path) -> None:
         BackendError: If the file system does not take it; on all ranks.
         PeerLostError: If a rank did not come; names it.
     """
+    if isinstance(model, Optimizer):
+        export_optimizer(model, path)
+        return
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"px.export_state_dict writes the weights of a torch.nn.Module, found {type(model).__name__}. "
-            "px.save(folder, model, optimizer) writes optimizer state, together with the model that gives it names."
+            "px.export_state_dict writes the weights of a torch.nn.Module or the state of a torch optimizer, found "
+            f"{type(model).__name__}. Give the object itself, not its state_dict()."
         )
-    target = Path(path)
     ranks = Ranks.meet("px.export_state_dict", str(path))
     make_consistent(model, "px.export_state_dict")
     view = ModelView(model)
     held = dict(view.held())
     apart = sorted(name for name in held if not name.startswith(MODEL))
 
-    def begin(said: list[Any]) -> dict[str, Any]:
+    def plan(said: list[Any]) -> tuple[dict[str, Entry], str]:
         if apart:
             raise ConfigError(
                 f"{apart[0].rpartition('/')[2]!r} is a part, of its layer or of a rank that trains apart, whose place "
                 "in the whole is not known. Give its layout in the Plan, or save with px.save."
             )
-        layout = deal_out([{name: Part.from_json(part) for name, part in parts.items()} for parts in said])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
-        head, _, length = _head(layout, view.aliases)
-        _reserve(part, head, length)
-        return {"part": part.name, "layout": {name: entry.to_json() for name, entry in layout.items()}}
+        return deal_out([{name: Part.from_json(part) for name, part in parts.items()} for parts in said]), ""
 
-    decided = ranks.decide("begin", lambda: {name: one.part.to_json() for name, one in held.items()}, begin)
-    part = target.with_name(decided["part"])
-    layout = {name: Entry.from_json(entry) for name, entry in decided["layout"].items()}
-    _, begins, _ = _head(layout, view.aliases)
-
-    def write() -> None:
-        with _mapped(part) as memory:
-            for name, one in held.items():
-                plain = name.removeprefix(MODEL)
-                entry = layout[name]
-                mine = [piece.box for piece in entry.pieces if piece.rank == ranks.rank]
-                for key in (plain, *(alias for alias, of in view.aliases.items() if of == plain)):
-                    whole = memory.tensor(entry, begins[key])
-                    for box in mine:
-                        source = one.tensor[box.within(entry.box_of(one.part))]
-                        whole[box.within(Box.whole(entry.shape))].copy_(source)
-                    del whole
-
-    def finish(_: list[Any]) -> None:
-        part.rename(target)
-        sync_directory(target.parent)
-
-    try:
-        ranks.decide("written", write, finish, timeout_s=WRITE_TIMEOUT_S)
-    finally:
-        if ranks.rank == 0:
-            part.unlink(missing_ok=True)
-
-
-def _head(layout: dict[str, Entry], aliases: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of the file of these tensors, the offset of each, and the length of the file."""
-    names = {name.removeprefix(MODEL): entry for name, entry in layout.items()}
-    names |= {alias: names[of] for alias, of in aliases.items()}
-    shapes = {name: (dtype_of(entry.dtype), entry.shape) for name, entry in names.items()}
-    head, begins = lay_out(shapes)
-    ends = [begins[name] + Box.whole(shape).count * dtype.itemsize for name, (dtype, shape) in shapes.items()]
-    return head, begins, max(ends, default=len(head))
-
-
-def _reserve(path: Path, head: bytes, length: int) -> None:
-    """Make a file of this length, so that a full disk is an error here and not a signal in the middle of writing."""
-    with path.open("xb") as file:
-        file.write(head)
-        file.flush()
-        try:
-            os.posix_fallocate(file.fileno(), 0, length)
-        except OSError:
-            path.unlink()
-            raise
-
-
-class _mapped:  # noqa: N801 (reads as the verb it is)
-    """A file in memory, written back when the block ends."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
-
-    def tensor(self, entry: Entry, begin: int) -> Tensor:
-        """Return the memory of a whole tensor."""
-        dtype, count = dtype_of(entry.dtype), Box.whole(entry.shape).count
-        if not count:
-            return torch.empty(entry.shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).view(entry.shape)
-
-    def __enter__(self) -> _mapped:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._map.flush()
+    write_whole(
+        ranks,
+        {name.removeprefix(MODEL): one for name, one in held.items()},
+        Path(path),
+        say=lambda: {name.removeprefix(MODEL): one.part.to_json() for name, one in held.items()},
+        plan=plan,
+        aliases=view.aliases,
+    )
 
 
 def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **options: Any) -> None:

@@ -91,4 +91,6 @@ def _of_file(path: Path) -> dict[str, Tensor]:
                 "yourself and hand over the dict: px.load(torch.load(path, weights_only=True), model)."
             )
     file_of_tensors = TensorFile(path)
+    if file_of_tensors.note():
+        raise ConfigError(f"{path} has the state of an optimizer. Load it into that: px.load(path, optimizer).")
     return {name: file_of_tensors.tensor(slot) for name, slot in file_of_tensors.slots().items()}

@@ -264,11 +264,7 @@ class Restoring:
             return present
         local = torch.empty_like(held.tensor, dtype=saved.dtype)
         self.reader.read(name, local, box)
-        if not isinstance(param, DTensor):
-            return local
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        return placed_as(param, local)
 
     def _load_random(self) -> None:
         if self.ranks.rank < self.manifest.world_size:
@@ -299,6 +295,15 @@ class Restoring:
         else:
             states = [self.reader.values(rank, "kept")[name]["state"] for rank in range(before)]
             keeper.load_state_dict(combine(states, saved["elsewhere"], world))
+
+
+def placed_as(param: Tensor, local: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that lies on the ranks as a parameter does."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def agree_on_layout(

@@ -6,6 +6,7 @@ The format is 8 bytes with the length of a JSON header, the header, and the tens
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -51,7 +52,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_METADATA = "__metadata__"
+_METADATA, _NOTE = "__metadata__", "phalanx"
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -122,11 +123,12 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
+def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], note: str = "") -> tuple[bytes, dict[str, int]]:
     """Return the first bytes of a file of these tensors, and the offset of each tensor in it.
 
     Args:
         shapes: dtype and shape by name.
+        note: Text for the header, which other readers of the format pass over.
     """
     if _METADATA in shapes:
         raise ConfigError(f"a tensor cannot be called {_METADATA!r}: the format uses that name. Rename it.")
@@ -138,7 +140,8 @@ def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[by
         ends[name] = at
         at += math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [ends[name], at]}
-    text = json.dumps({_METADATA: {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    said = {"format": "pt"} | ({_NOTE: note} if note else {})
+    text = json.dumps({_METADATA: said, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + ends[name] for name in shapes}
@@ -223,13 +226,30 @@ class TensorFile:
         Raises:
             DataError: If it is no safetensors file.
         """
-        length = int.from_bytes(self._map[:8], "little")
-        try:
-            if length > min(len(self._map) - 8, HEADER_BYTES):
-                raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(self._map[8 : 8 + length])
+        with self._errors_named():
+            header, start = self._header()
             header.pop(_METADATA, None)
-            return {name: _slot(name, said, 8 + length) for name, said in header.items()}
+            return {name: _slot(name, said, start) for name, said in header.items()}
+
+    def note(self) -> str:
+        """Return the text that `lay_out` put into the header, "" where there is none.
+
+        Raises:
+            DataError: If it is no safetensors file.
+        """
+        with self._errors_named():
+            return str((self._header()[0].get(_METADATA) or {}).get(_NOTE, ""))
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        length = int.from_bytes(self._map[:8], "little")
+        if length > min(len(self._map) - 8, HEADER_BYTES):
+            raise ValueError(f"its header would have {length} bytes")
+        return json.loads(self._map[8 : 8 + length]), 8 + length
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{self.path} is no safetensors file: {error}.") from None
 
