@@ -65,7 +65,8 @@ void bind_shm(nb::module_& module) {
       .def_prop_ro("is_done", [](const Operation& op) { return op.is_done.load(std::memory_order_acquire); })
       .def_prop_ro("peer", [](const Operation& op) { return op.peer; });
 
-  nb::class_<Group>(module, "SharedGroup", "Collectives and messages between the ranks of one host; see csrc/shm_group.h.")
+  nb::class_<Group>(module, "SharedGroup", nb::is_weak_referenceable(),
+                    "Collectives and messages between the ranks of one host; see csrc/shm_group.h.")
       .def(nb::init<int, int, int, const std::string&, double>(), nb::arg("fd"), nb::arg("rank"), nb::arg("size"),
            nb::arg("name"), nb::arg("timeout_s"))
       .def("all_reduce", [](Group& g, Address data, std::size_t count, int type, int reduce) -> Op {
@@ -103,6 +104,8 @@ void bind_shm(nb::module_& module) {
       .def("wait", &Group::wait, nb::arg("operation"), nb::arg("timeout_s") = 0.0, Free())
       .def("ends_within", &Group::ends_within, nb::arg("operation"), nb::arg("patience_s"), Free())
       .def("missing_from", &Group::missing_from, Free())
+      .def("waited_for", &Group::waited_for, Free())
+      .def("disagree", &Group::disagree, nb::arg("text"), Free())
       .def("tend", &Group::tend, Free())
       .def("close", &Group::close, Free())
       .def("set_timeout", &Group::set_timeout)

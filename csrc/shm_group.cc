@@ -1,6 +1,7 @@
 #include "shm_group.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -57,6 +58,8 @@ std::string described(const Said& said) {
   if (kind == Kind::kBroadcast || kind == Kind::kScatter) text += " from rank " + std::to_string(said.root);
   return text;
 }
+
+bool is_main_thread() { return ::syscall(SYS_gettid) == ::getpid(); }
 
 thread_local std::string calls_label;
 
@@ -311,10 +314,12 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
   if (op->is_done.load(std::memory_order_acquire)) return true;
   require_own_process();
   const Clock::time_point start = Clock::now();
+  const bool is_main_in_call = op->kind < Kind::kSend && is_main_thread();
   {
     const std::lock_guard held(way_lock_);
     ++waiters_;
   }
+  if (is_main_in_call) region_.me().main_waits.store(1, std::memory_order_release);
   bool is_done;
   while (!(is_done = is_done_after_advance(op))) {
     const Clock::time_point now = Clock::now();
@@ -329,6 +334,7 @@ bool Group::await_end(const Op& op, Clock::time_point limit) {
       break;
     }
   }
+  if (is_main_in_call) region_.me().main_waits.store(0, std::memory_order_release);
   const std::lock_guard held(way_lock_);
   if (--waiters_ == 0) way_is_free_.notify_all();
   return is_done;
@@ -358,6 +364,27 @@ std::string Group::missing_from(const Op& op) {
   }
   if (names.empty()) return "";
   return described(first) + " on " + region_.name_of(region_.rank()) + " waits for " + names;
+}
+
+std::string Group::waited_for() {
+  const std::lock_guard held(lock_);
+  if (broken_ || !calls_.empty()) return "";
+  const std::uint32_t entered = region_.me().entered.load(std::memory_order_acquire);
+  for (int r = 0; r < region_.size(); ++r) {
+    const Member& other = region_.member(r);
+    const std::uint32_t its = other.entered.load(std::memory_order_acquire);
+    if (other.main_waits.load(std::memory_order_acquire) == 0 || static_cast<std::int32_t>(its - entered) <= 0) continue;
+    const Member::Round& round = other.rounds[its & 1];  // stays what it is: the next round needs this rank
+    return region_.name_of(r) + " waits in " + phalanx::described(round.said) +
+           (round.said.label != 0 ? std::string(" for ") + round.label : "");
+  }
+  return "";
+}
+
+void Group::disagree(const std::string& text) {
+  region_.fail(Failure::kDisagreement, text);
+  const std::lock_guard held(lock_);
+  if (!broken_) look_for_trouble(Clock::now());
 }
 
 void Group::tend(const Op& op) {

@@ -72,7 +72,12 @@ class Group {
   // What an operation waits for, in words that name the call and the ranks that are missing from it; empty where nothing
   // is known to be missing.
   std::string missing_from(const Op& op);
-  // The same for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
+  // A collective that the main thread of another rank waits in and this rank has not called, in words that name both;
+  // empty where there is none. A rank whose main thread waits for that one elsewhere waits for ever.
+  std::string waited_for();
+  // Ends the group on every rank: operations under way and later ones throw Disagreement with this text.
+  void disagree(const std::string& text);
+  // As `wait`, for a thread in the background: sleeps rather than spins, gives way to `wait`, and does not throw.
   void tend(const Op& op);
   // Ends this rank's part: the others are told, and operations under way fail with std::runtime_error. Nothing in a
   // forked child, which is no rank.

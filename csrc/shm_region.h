@@ -59,6 +59,7 @@ struct Member {
   alignas(kLine) std::int64_t pid;
   std::uint64_t started;  // when the process started, so that another one of the same id is not taken for it
   std::atomic<std::uint32_t> has_left_group;
+  std::atomic<std::uint32_t> main_waits;  // 1 while the main thread of this rank waits for the end of a collective
   char name[160];
 };
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import phalanx as px
 from phalanx import comm
@@ -97,6 +101,49 @@ def test_a_call_that_some_ranks_leave_out_is_named_while_the_others_wait():
         r"waiting for rank 1 .* since 0 s, at 'px.save', which only rank 0 called so far: call it on all ranks",
         first.output,
     )
+
+
+def _save_on_one_rank(verb: str, folder: str) -> tuple[str, float]:
+    """Return the error, and the seconds from the call on rank 0 to it."""
+    context = px.init()
+    model = torch.nn.Linear(4, 2)
+    dist.all_reduce(torch.ones(1))
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        if context.rank == 0:
+            px.save(folder, model) if verb == "save" else px.comm.barrier("epoch")
+        with comm.labels.label_calls("the gradients"):
+            dist.all_reduce(torch.ones(12))
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize(("verb", "call"), [("save", "px.save"), ("barrier", "epoch")])
+def test_a_call_on_one_rank_while_another_trains_on_is_an_error_at_once_on_both(tmp_path: Path, verb: str, call: str):
+    (first, first_s), (second, second_s) = run_ranks(_save_on_one_rank, 2, verb, str(tmp_path / "run"))
+    assert re.fullmatch(
+        rf"rank 0 \(host .*\) waits in {call}, and rank 1 \(host .*\) waits in all_reduce sum of 12 float32 for the "
+        rf"gradients: each waits for the other .* Call {call} on every rank, at the same place: .*",
+        first,
+    )
+    assert second == first
+    assert max(first_s, second_s) < 2.5
+
+
+def _slow_collective_elsewhere() -> float:
+    """Rank 1 makes a call late, of which rank 0 knows: nothing is wrong."""
+    context = px.init()
+    work = dist.all_reduce(torch.ones(3), async_op=True) if context.rank == 0 else None
+    if context.rank == 1:
+        time.sleep(2.0)
+        dist.all_reduce(torch.ones(3))
+    agreement.barrier("epoch")
+    if work is not None:
+        work.wait()
+    return px.comm.share("rank", context.rank)
+
+
+def test_ranks_that_are_late_but_make_the_same_calls_are_left_alone():
+    assert run_ranks(_slow_collective_elsewhere, 2) == [0, 0]
 
 
 def _share_without_rank_0() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.cluster.rendezvous import name_ranks
 from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
+from phalanx.comm.crossed import Crossing
 from phalanx.comm.process_group import Meeting
 from phalanx.comm.store import open_store
 from phalanx.errors import ConfigError, PeerLostError
@@ -21,6 +22,9 @@ logger = logging.getLogger("phalanx.comm")
 
 SAY_EVERY_S = 5.0
 """Seconds between two lines that say whom this rank waits for."""
+
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks at what other ranks wait in."""
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for the slowest rank: it may still be reading data or building a model."""
@@ -41,6 +45,7 @@ def agree(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Non
 
     Raises:
         ConfigError: If values differ, on all ranks alike; names the first difference and who has what.
+            Or if another rank waits in a collective for this one meanwhile; names both calls.
         PeerLostError: If a rank did not come in time; names it.
     """
     text = _to_json(name, value)
@@ -80,7 +85,7 @@ def share(name: str, value: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any
     key = f"{_next_call(meeting)}/share"
     if meeting.role.rank == 0:
         meeting.store.set(key, _to_json(name, value))
-    _await(meeting, [0], [key], name, timeout_s)
+    _await(meeting, [0], [key], name, timeout_s, _crossing(meeting, name))
     return json.loads(meeting.store.get(key))
 
 
@@ -184,17 +189,35 @@ def _exchange(meeting: Meeting, key: str, mine: str, name: str, timeout_s: float
     role, store = meeting.role, meeting.store
     store.set(f"{key}/{role.rank}", mine)
     keys = [f"{key}/{r}" for r in range(role.world_size)]
-    _await(meeting, range(role.world_size), keys, name, timeout_s)
+    _await(meeting, range(role.world_size), keys, name, timeout_s, _crossing(meeting, name))
     return [store.get(k) for k in keys]
 
 
-def _await(meeting: Meeting, ranks: Sequence[int], keys: list[str], name: str, timeout_s: float) -> None:
+def _crossing(meeting: Meeting, name: str) -> Crossing:
+    return Crossing(process_group.describe_rank(meeting.role.rank), name)
+
+
+def _await(
+    meeting: Meeting,
+    ranks: Sequence[int],
+    keys: list[str],
+    name: str,
+    timeout_s: float,
+    crossing: Crossing | None = None,
+) -> None:
     start, store = time.monotonic(), meeting.store
+    next_line = start + min(SAY_EVERY_S, timeout_s)
+    pause_s = SAY_EVERY_S if crossing is None else LOOK_EVERY_S
 
     def absent() -> list[int]:
         return [r for r, key in zip(ranks, keys, strict=True) if not store.has([key])]
 
-    while not store.wait(keys, min(SAY_EVERY_S, max(0.0, start + timeout_s - time.monotonic()))):
+    while not store.wait(keys, max(0.0, min(pause_s, next_line - time.monotonic()))):
+        if crossing is not None:
+            crossing.look()
+        if time.monotonic() < next_line:
+            continue
+        next_line = min(time.monotonic() + SAY_EVERY_S, max(start + timeout_s, time.monotonic()))
         waited_s = time.monotonic() - start
         left = {r for r in absent() if store.has([_left(r)])}
         # A rank says that it leaves after its last call, so who is still absent now will not come.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from phalanx.comm import crossed
 from phalanx.comm.shared_memory import hosts
 from phalanx.comm.shared_memory.buffers import (
     Landing,
@@ -55,6 +56,8 @@ class SharedMemoryGroup(NamedGroup):
         me = f"rank {ranks[self._rank]} (host {socket.gethostname()}, pid {os.getpid()})"
         met = hosts.meet(self._store, self._rank, self._size, me, self._timeout)
         self._core = met.core
+        if met.core is not None:
+            crossed.watch(met.core)
         self._between = met.between
         self._carrier: Any = Native(met.core) if met.core is not None else met.between
         self.carrier = met.carrier
