@@ -61,6 +61,37 @@ def answered_while_the_main_thread_receives(rank: int) -> None:
         dist.send(word * 2, 0)
 
 
+def crossed(rank: int) -> str:
+    """A callback makes a call before one of the main thread on rank 0, and after it on rank 1."""
+    px.init()
+
+    def call_again(_: Future) -> torch.Tensor:
+        return dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0]
+
+    first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    if rank == 0:
+        again = first.then(call_again)
+        with pytest.raises(RuntimeError):
+            again.wait()
+        with pytest.raises(px.PhalanxError) as caught:
+            dist.all_reduce(torch.ones(2))
+    else:
+        with pytest.raises(px.PhalanxError) as caught:
+            dist.all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def crossed_on_each() -> str:
+    return crossed(px.init().rank)
+
+
+def test_calls_of_callbacks_that_cross_those_of_the_script_are_an_error_that_says_so() -> None:
+    first, second = run_ranks(crossed_on_each, 2, timeout_s=40)
+    assert "made all_reduce sum of 1 float32" in first
+    assert "torch's PowerSGD hook does so where a model has several buckets" in first
+    assert "made all_reduce sum of 2 float32" in second
+
+
 def compressed_by_torch(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.errors import ConfigError
+
 _PATIENCE_S = 10.0
 """How long the end of a group waits for a callback, which may wait for something else."""
 
@@ -31,8 +33,22 @@ class _Thread(threading.local):
     level = 0
 
 
+_ORDER = (
+    " Calls were made in callbacks of futures here, which run when a call ends: in another order among the script's "
+    "own calls on each rank. torch's PowerSGD hook does so where a model has several buckets, and runs over NCCL alone "
+    "then: give DistributedDataParallel a bucket_cap_mb that holds all gradients, or let px.distribute compress them."
+)
+
 _thread = _Thread()
 """How deep in callbacks the code of this thread is: 0 outside of any that a group runs."""
+
+
+class _Calls:
+    in_callbacks = False
+
+
+_calls = _Calls()
+"""Whether a callback of a future made a call in this process."""
 
 
 class Callbacks:
@@ -95,6 +111,7 @@ class SharedWork(dist.Work):
         then: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        _calls.in_callbacks |= _thread.level > 0
         self._carrier, self.operations, self._result = carrier, operations, result
         self._held, self._then = held, then
         self._error: Exception | None = None
@@ -181,6 +198,8 @@ class SharedWork(dist.Work):
         try:
             for operation in self.operations:
                 self._carrier.wait(operation, timeout_s)
+        except ConfigError as found:
+            error = ConfigError(f"{found}{_ORDER}") if _calls.in_callbacks else found
         except Exception as found:  # noqa: BLE001 -- kept for whoever asks
             error = found
         with self._lock:
