@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.checkpoint.loading import load
     from phalanx.checkpoint.saving import save
     from phalanx.comm.context import Context, current, init, shutdown, use_batch
+    from phalanx.launch.from_function import launch
     from phalanx.parallel.apply import apply
     from phalanx.parallel.data.weighted_mean import weighted_mean
     from phalanx.parallel.distribute import DataParallel, no_sync
@@ -124,7 +125,7 @@ _HOMES = {
     "weighted_mean": "phalanx.parallel.data.weighted_mean",
     "vocab_cross_entropy": "phalanx.parallel.tensor.vocab",
 }
-_MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "plan", "ps")
+_MODULES = ("checkpoint", "cluster", "comm", "data", "distributed", "fleet", "launch", "plan", "ps")
 _TORCH_FREE = {"DistributedStrategy", "Plan", "cluster", "plan", "predict"}
 
 __all__ = ["PhalanxError", "__version__", *_HOMES, *_MODULES]
