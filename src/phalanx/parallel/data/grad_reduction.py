@@ -49,6 +49,14 @@ class Plain:
         return work
 
 
+class WireOverflow(Exception):  # noqa: N818 -- caught where the parameter is known, and then an error of ours
+    """A sum of finite numbers is beyond what the dtype on the wire can hold; on all ranks of the wire."""
+
+    def __init__(self, position: int, dtype: torch.dtype) -> None:
+        super().__init__(f"element {position} is beyond {dtype}")
+        self.position, self.dtype = position, dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Cast:
     """In a smaller dtype; sums are rounded to it."""
@@ -59,7 +67,7 @@ class Cast:
     def send(self, flat: Tensor) -> Sent:
         """Begin to send a rounded copy."""
         small = flat.to(self.dtype)
-        return _Rounded(flat, small, self.through.send(small))
+        return _Rounded(flat, small, self.through.send(small), self.through)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +97,31 @@ class _Rounded:
     flat: Tensor
     small: Tensor
     work: Sent
+    through: Wire
 
     def wait(self) -> None:
+        """Take over the sum.
+
+        Raises:
+            WireOverflow: If the smaller dtype could not hold it; the sum is taken over all the same.
+        """
         self.work.wait()
+        overflow = self._overflow()
         self.flat.copy_(self.small)
+        if overflow is not None:
+            raise overflow
+
+    def _overflow(self) -> WireOverflow | None:
+        # bfloat16 reaches as far as float32: what is not finite in it was none before.
+        if self.small.dtype != torch.float16 or bool(self.small.isfinite().all()):
+            return None
+        # All ranks see the same sum, so all come here, and whether one of them had such a gradient itself is one sum.
+        was_finite = bool(self.flat.isfinite().all())
+        others = torch.full_like(self.small, float(not was_finite))
+        self.through.send(others).wait()
+        if bool(others.any()):
+            return None
+        return WireOverflow(int(self.small.isfinite().logical_not().nonzero()[0]), self.small.dtype)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,10 @@ from phalanx.parallel.data.bucket_buffers import (
     require_same_kind,
     require_still_frozen,
 )
-from phalanx.parallel.data.grad_reduction import Plain, wire_for
+from phalanx.parallel.data.grad_reduction import Plain, WireOverflow, wire_for
 from phalanx.parallel.data.sample_weights import weigher
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.precision.loss_scale import is_loss_scaled
 from phalanx.plan.buckets import GradientBucket
 
 logger = logging.getLogger("phalanx.parallel")
@@ -325,8 +326,26 @@ class Reducer:
         assert work is not None
         try:
             work.wait()
+        except WireOverflow as overflow:
+            self._overflowed(bucket, overflow)
         except RuntimeError as error:
             raise self._lost(error) from error
+
+    def _overflowed(self, bucket: Bucket, overflow: WireOverflow) -> None:
+        """Raise for a gradient that the wire cannot hold, unless a loss scale skips such steps. On all ranks alike."""
+        ends = accumulate(gradient.view.numel() for gradient in bucket.gradients)
+        at = next((g for g, end in zip(bucket.gradients, ends, strict=True) if overflow.position < end), None)
+        what = f"the gradient of {at.name!r}" if at is not None else f"a buffer beside {self._label_of(bucket)}"
+        most = torch.finfo(overflow.dtype).max
+        if at is not None and is_loss_scaled(at.param):
+            if self._context.rank == 0:
+                logger.warning("%s, added up over the ranks, is above %g, the most float16 holds", what, most)
+            return
+        raise ConfigError(
+            f"{what}, added up over the ranks in float16 (fp16_allreduce), is above {most:g}, the most that holds; on "
+            "each rank it is finite. Set strategy.fp16_allreduce = False, or make it smaller: a lower learning rate, a "
+            "mean in place of a sum in the loss."
+        )
 
     def _hand_back(self, bucket: Bucket) -> list[str]:
         """Give every parameter its reduced gradient; return the names of those that nobody used."""

@@ -35,6 +35,11 @@ _watched = WeakTensorKeyDictionary()
 """Parameters of optimizers with a loss scale, by identity: the hook that unscales their gradients, if one does."""
 
 
+def is_loss_scaled(param: Tensor) -> bool:
+    """Return whether an optimizer with a loss scale trains a parameter, and skips steps whose gradients overflow."""
+    return param in _watched
+
+
 def gradient_scale(param: Tensor) -> float:
     """Return by how much a parameter's gradient is too large now; 1 for nearly all."""
     return float(_factors.get(param, 1.0)) if _factors else 1.0
