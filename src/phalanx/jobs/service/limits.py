@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.addresses import is_local
+from phalanx.jobs.reach import Reach, host_rule
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
@@ -42,6 +43,7 @@ class _File(BaseModel):
     backends: tuple[Literal["local", "slurm", "kubernetes"], ...] | None = None
     namespaces: tuple[str, ...] | None = None
     kubernetes_patch: bool = False
+    hosts: tuple[Annotated[str, AfterValidator(host_rule)], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Limits:
         backends: Where their jobs may run; None is no limit.
         namespaces: Of Kubernetes, which their jobs may be made in; None is no limit.
         kubernetes_patch: Whether they may patch pods freely, which can reach the files of a node.
+        hosts: Hosts and networks that are not public, and whose addresses they may give all the same.
     """
 
     home: Path
@@ -61,6 +64,12 @@ class Limits:
     backends: tuple[str, ...] | None = None
     namespaces: tuple[str, ...] | None = None
     kubernetes_patch: bool = False
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def reach(self) -> Reach:
+        """Whom the server may connect to for members."""
+        return Reach(self.hosts)
 
     @classmethod
     def read(cls, home: Path) -> Limits:

@@ -75,7 +75,8 @@ def resolve(
             whole = _expanded(dataset, Dataset, configs.dataset)
             whole = whole if limits is None else limits.dataset(whole, spec.backend)
             secret = _value(configs, whole.secret)
-            found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes"))
+            reach = None if limits is None else limits.reach
+            found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes", reach=reach))
     with problems.of("command"):
         problems.extend(_of_the_tree(spec, found, home, outside=limits is None))
     if spec.backend != "kubernetes":

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx.errors import BackendError, DataError, SpecError
+from phalanx.jobs.reach import Reach
 from phalanx.jobs.sources import remote
 from phalanx.jobs.sources.build_once import made_once
 from phalanx.jobs.sources.code import absolute
@@ -21,7 +22,9 @@ from phalanx.jobs.spec import Dataset
 logger = logging.getLogger("phalanx.jobs")
 
 
-def fixed(dataset: Dataset, base: Path | None, secret: str | None = None, *, here: bool = True) -> Dataset:
+def fixed(
+    dataset: Dataset, base: Path | None, secret: str | None = None, *, here: bool = True, reach: Reach | None = None
+) -> Dataset:
     """Return `dataset` with version and size as they are now, and its path in full.
 
     Args:
@@ -29,13 +32,14 @@ def fixed(dataset: Dataset, base: Path | None, secret: str | None = None, *, her
         base: Folder that relative paths are meant from; None refuses them.
         secret: Value of `dataset.secret`.
         here: Whether what trains sees the folders of this machine.
+        reach: Which hosts may be asked; None is no limit.
 
     Raises:
         SpecError: If it is not there or cannot be read, or is not what it was when it was pinned.
     """
     if dataset.kind in ("local", "nas"):
         return _fixed_path(dataset, base, here)
-    found = remote.look(dataset, secret)
+    found = remote.look(dataset, secret, reach)
     if dataset.version not in (None, found.version):
         raise SpecError(
             f"{dataset.uri} is not what it was: version {dataset.version} was asked for, {found.version} is there. "

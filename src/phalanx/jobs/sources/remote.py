@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.errors import DataError, SpecError
 from phalanx.jobs.addresses import bucket_and_key, inner_path
+from phalanx.jobs.reach import Reach
 from phalanx.jobs.sources.build_once import Progress
 from phalanx.jobs.spec import Dataset
 
@@ -28,14 +29,21 @@ class Found:
     size: int | None
 
 
-def look(dataset: Dataset, secret: str | None = None) -> Found:
+def look(dataset: Dataset, secret: str | None = None, reach: Reach | None = None) -> Found:
     """Return what lies at the address of an s3, oss or http dataset, whose content is not read.
 
+    Args:
+        dataset: The dataset.
+        secret: Value of `dataset.secret`.
+        reach: Which hosts may be asked; None is no limit.
+
     Raises:
-        SpecError: If it cannot be reached or read, or is not there.
+        SpecError: If it cannot be reached or read, or is not there, or its host may not be asked.
     """
     if dataset.kind == "http":
-        return _look_at_page(dataset)
+        return _look_at_page(dataset, reach)
+    if reach is not None and dataset.endpoint is not None:
+        reach.check(dataset.endpoint)
     objects = _objects(dataset, secret)[1]
     listing = "".join(f"{name}\0{found['size']}\0{found['ETag']}\n" for name, found in sorted(objects.items()))
     return Found(hashlib.sha256(listing.encode()).hexdigest(), sum(found["size"] for found in objects.values()))
@@ -64,13 +72,17 @@ def fetch(dataset: Dataset, into: Path, secret: str | None = None) -> None:
         place.chmod(0o444)
 
 
-def _look_at_page(dataset: Dataset) -> Found:
+def _look_at_page(dataset: Dataset, reach: Reach | None) -> Found:
     import httpx  # slow to import, as s3fs is
 
     asked = {"Accept-Encoding": "identity"}  # the size of the file, not of how it travels
+    options: dict[str, Any] = {"headers": asked, "follow_redirects": True, "timeout": _ANSWER_S}
     try:
         # Some servers answer HEAD with an error, all of them GET; the body is not read.
-        with httpx.stream("GET", str(dataset.uri), headers=asked, follow_redirects=True, timeout=_ANSWER_S) as answer:
+        with (
+            httpx.Client(**options) if reach is None else reach.client(**options) as client,
+            client.stream("GET", str(dataset.uri)) as answer,
+        ):
             status, headers = answer.status_code, answer.headers
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
