@@ -9,6 +9,7 @@ import pytest
 from phalanx.auto.predict.run_file import read_runs
 from phalanx.auto.search.request import read_limit
 from phalanx.cluster.messages import messages
+from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError
 
@@ -49,3 +50,27 @@ def test_the_planners_errors_are_in_the_users_language(monkeypatch: pytest.Monke
         read_runs(["{"], "r.jsonl")
     with pytest.raises(ConfigError, match=r"限制 'zero=9' 无效。请写 zero= 和 0, 1, 2, 3 之一"):
         read_limit("zero=9")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("{", r"t\.json：第 1 行第 2 列不是 JSON"),
+        ("{}", r"t\.json：该表 不是已知的格式"),
+        ('{"version": "1.0"}', r"t\.json：该表 没有 'server_list'，只有 version。请补上。"),
+        (
+            '{"version": "1.0", "server_list": [{}], "server_count": "2"}',
+            r"server_count 为 2，但表中列出了 1 个服务器。",
+        ),
+        (
+            '{"version": "1.0", "server_list": [{"server_id": "h"}], "server_count": "1"}',
+            r"t\.json：server_list\[0\]\.server_id 应为服务器的 IPv4 地址，实际为 'h'。",
+        ),
+    ],
+)
+def test_mistakes_in_rank_tables_are_told_in_the_users_language(
+    monkeypatch: pytest.MonkeyPatch, table: str, message: str
+) -> None:
+    monkeypatch.setenv("PHALANX_LANG", "zh")
+    with pytest.raises(ConfigError, match=message):
+        rank_table.parse(table, "t.json")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from phalanx.cluster.messages.descriptions import DESCRIPTIONS
 from phalanx.cluster.messages.planner import PLANNER
 from phalanx.cluster.messages.planner_errors import PLANNER_ERRORS
+from phalanx.cluster.rank_table_messages import RANK_TABLES
 from phalanx.errors import nearest
 
 LANGUAGES = ("en", "zh")
@@ -19,6 +20,7 @@ TABLE: dict[str, tuple[str, str]] = {
     **PLANNER,
     **PLANNER_ERRORS,
     **DESCRIPTIONS,
+    **RANK_TABLES,
     "waiting": ("server not ready, wait 3 sec to retry...", "服务尚未就绪，3 秒后重试..."),
     "waiting for": ("not ready endpoints:{names}", "尚未就绪的端点：{names}"),
     "waiting because": ("not ready endpoints:{names} ({why})", "尚未就绪的端点：{names}（{why}）"),

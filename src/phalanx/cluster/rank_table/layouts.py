@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
 
 Layout = Literal["group", "server"]
@@ -47,7 +48,7 @@ class Entry:
 
     def wrong(self, what: str) -> ConfigError:
         """Return the error that says where and what."""
-        return ConfigError(f"{self.source}: {self.path or 'the table'} {what}")
+        return ConfigError(text("table wrong", source=self.source, path=self.path or text("table itself"), what=what))
 
     def has(self, key: str) -> bool:
         """Return whether this is an object with `key`."""
@@ -56,36 +57,36 @@ class Entry:
     def need(self, key: str) -> Entry:
         """Return the entry under `key`, which must be there."""
         if not isinstance(self.value, dict):
-            raise self.wrong(f"must be an object in braces, found {self.value!r}. Correct it.")
+            raise self.wrong(text("table object", found=repr(self.value)))
         if key not in self.value:
-            found = ", ".join(self.value) or "nothing"
-            raise self.wrong(f"has no {key!r}, only {found}. Add it.")
+            found = ", ".join(self.value) or text("table nothing")
+            raise self.wrong(text("table key", name=key, found=found))
         return Entry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
 
     def items(self) -> list[Entry]:
         """Return the entries of a list."""
         if not isinstance(self.value, list):
-            raise self.wrong(f"must be a list in brackets, found {self.value!r}. Correct it.")
+            raise self.wrong(text("table list", found=repr(self.value)))
         return [Entry(value, self.source, f"{self.path}[{n}]") for n, value in enumerate(self.value)]
 
     def number(self) -> int:
         """Return a whole number of at least 0, which may be written as text."""
-        text = str(self.value).strip()
-        if isinstance(self.value, bool) or not (text.isascii() and text.isdecimal()):
-            raise self.wrong(f"must be a whole number of at least 0, found {self.value!r}. Correct it.")
-        return int(text)
+        digits = str(self.value).strip()
+        if isinstance(self.value, bool) or not (digits.isascii() and digits.isdecimal()):
+            raise self.wrong(text("table number", found=repr(self.value)))
+        return int(digits)
 
-    def text(self) -> str:
+    def words(self) -> str:
         """Return text without spaces around it."""
         if not isinstance(self.value, str):
-            raise self.wrong(f"must be text in quotes, found {self.value!r}. Correct it.")
+            raise self.wrong(text("table text", found=repr(self.value)))
         return self.value.strip()
 
     def check_count(self, key: str, found: int, of: str) -> None:
-        """Raise unless the number under `key` is how many there are."""
+        """Raise unless the number under `key` is how many there are of something, which `of` is the message for."""
         said = self.need(key)
         if said.number() != found:
-            raise said.wrong(f"is {said.number()}, but the table lists {found} {of}. Correct one of them.")
+            raise said.wrong(text("table count", said=said.number(), found=found, of=text(of)))
 
 
 def layout_of(table: Entry) -> Layout:
@@ -94,36 +95,31 @@ def layout_of(table: Entry) -> Layout:
         return "server"
     if any(table.has(key) for key in ("group_list", "group_count", "board_id")):
         return "group"
-    raise table.wrong(
-        "is in no layout known here: it has neither 'group_list' (with board_id) nor 'server_list' (with version 1.0). "
-        "Make one with `phalanx rank-table make --hosts 10.0.0.1,10.0.0.2`."
-    )
+    raise table.wrong(text("table layout"))
 
 
 def read_groups(table: Entry) -> tuple[str, list[Device]]:
     """Return board id and devices, in the order of the file, of the older layout."""
     board_id = _board_id(table.need("board_id"))
     groups = table.need("group_list").items()
-    table.check_count("group_count", len(groups), "groups")
+    table.check_count("group_count", len(groups), "table groups")
     if len(groups) != 1:
-        raise table.need("group_list").wrong(
-            f"has {len(groups)} groups, and a job is started from one. Write a table for each job."
-        )
+        raise table.need("group_list").wrong(text("table one group", count=len(groups)))
     group = groups[0]
     devices = [_instance(entry) for entry in group.need("instance_list").items()]
-    group.check_count("instance_count", len(devices), "instances")
-    group.check_count("device_num", len(devices), "devices")
-    group.check_count("server_num", len({device.server for device in devices}), "servers")
+    group.check_count("instance_count", len(devices), "table instances")
+    group.check_count("device_num", len(devices), "table devices")
+    group.check_count("server_num", len({device.server for device in devices}), "table servers")
     _check_interfaces(table, devices)
     _check_completed(table)
     return board_id, devices
 
 
 def _board_id(entry: Entry) -> str:
-    board_id = entry.text().lower()
+    board_id = entry.words().lower()
     if board_id not in MACHINES:
-        known = " or ".join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
-        raise entry.wrong(f"must be {known}, found {entry.value!r}. Correct it.")
+        known = text("table or").join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
+        raise entry.wrong(text("table board unknown", known=known, found=repr(entry.value)))
     return board_id
 
 
@@ -131,9 +127,7 @@ def _instance(entry: Entry) -> Device:
     devices = entry.need("devices").items()
     rank, server = entry.need("rank_id").number(), _server(entry.need("server_id"))
     if len(devices) != 1:
-        raise entry.wrong(
-            f"(rank_id {rank}) has {len(devices)} devices, and a process runs on one. Give each an instance of its own."
-        )
+        raise entry.wrong(text("table instance", rank=rank, count=len(devices)))
     return _device(devices[0], rank, server)
 
 
@@ -143,28 +137,25 @@ def _check_interfaces(table: Entry, devices: Sequence[Device]) -> None:
         return
     count = table.need("para_plane_nic_num")
     if table.has("para_plane_nic_name"):
-        table.check_count("para_plane_nic_num", len(table.need("para_plane_nic_name").items()), "interfaces")
+        table.check_count("para_plane_nic_num", len(table.need("para_plane_nic_name").items()), "table interfaces")
     servers = [device.server for device in devices]
     most = max((servers.count(server) for server in servers), default=0)
     on_devices = table.has("para_plane_nic_location") and table.need("para_plane_nic_location").value == "device"
     if on_devices and count.number() != most:
-        raise count.wrong(
-            f"is {count.number()}, but interfaces are said to be on the devices, and a server has {most}. "
-            "Correct one of them."
-        )
+        raise count.wrong(text("table on devices", count=count.number(), most=most))
 
 
 def read_servers(table: Entry) -> list[Device]:
     """Return the devices, in the order of the file, of the newer layout."""
     version = table.need("version")
     if str(version.value).strip() != "1.0":
-        raise version.wrong(f"must be 1.0, the version read here, found {version.value!r}. Make a table of 1.0.")
+        raise version.wrong(text("table version", found=repr(version.value)))
     servers = table.need("server_list").items()
-    table.check_count("server_count", len(servers), "servers")
+    table.check_count("server_count", len(servers), "table servers")
     names = [_server(server.need("server_id")) for server in servers]
     for server, name in zip(servers, names, strict=True):
         if names.count(name) > 1:
-            raise server.need("server_id").wrong(f"{name} is listed twice. List each server once, with its devices.")
+            raise server.need("server_id").wrong(text("table server twice", name=name))
     _check_completed(table)
     return [
         _device(device, device.need("rank_id").number(), name)
@@ -174,22 +165,23 @@ def read_servers(table: Entry) -> list[Device]:
 
 
 def _device(entry: Entry, rank: int, server: str) -> Device:
-    address = entry.need("device_ip").text() if entry.has("device_ip") else ""
+    address = entry.need("device_ip").words() if entry.has("device_ip") else ""
     if address and not _is_address(address):
-        raise entry.need("device_ip").wrong(f"must be an IP address, found {address!r}. Correct it.")
+        raise entry.need("device_ip").wrong(text("table address", found=repr(address)))
     return Device(rank=rank, server=server, device_id=entry.need("device_id").number(), device_ip=address)
 
 
 def _server(entry: Entry) -> str:
-    address = entry.text()
+    address = entry.words()
     if not _is_address(address, 4):
-        raise entry.wrong(f"must be the server's IPv4 address, found {address!r}. Write e.g. 10.0.0.1.")
+        raise entry.wrong(text("table server", found=repr(address)))
     return address
 
 
-def _is_address(text: str, version: int | None = None) -> bool:
+def _is_address(address: str, version: int | None = None) -> bool:
     try:
-        return ipaddress.ip_address(text).version == (version or ipaddress.ip_address(text).version)
+        found = ipaddress.ip_address(address).version
+        return version is None or found == version
     except ValueError:
         return False
 
@@ -197,9 +189,7 @@ def _is_address(text: str, version: int | None = None) -> bool:
 def _check_completed(table: Entry) -> None:
     status = table.need("status")
     if status.value != COMPLETED:
-        raise status.wrong(
-            f"must be {COMPLETED!r}, found {status.value!r}: what writes the table has not finished. Wait for it."
-        )
+        raise status.wrong(text("table status", wanted=repr(COMPLETED), found=repr(status.value)))
 
 
 def _by_server(devices: Sequence[Device]) -> Iterator[tuple[str, list[Device]]]:

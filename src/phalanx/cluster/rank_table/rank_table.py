@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.messages.messages import text
 from phalanx.cluster.rank_table import layouts
 from phalanx.cluster.rank_table.layouts import MACHINES, Device, Entry, Layout
 from phalanx.errors import ConfigError
@@ -65,9 +66,9 @@ class RankTable:
         name, machines = MACHINES.get(self.board_id, ("", (machine.lower(),)))
         if machine.lower() not in machines:
             ours = next((known for known, (_, names) in MACHINES.items() if machine.lower() in names), None)
-            advice = f"Write {ours} if it is meant for this host" if ours else "Use a table of version 1.0, without one"
+            advice = text("table board here", board=ours) if ours else text("table board none")
             raise ConfigError(
-                f"{self.source}: board_id {self.board_id} says {name}, but this machine is {machine}. {advice}."
+                text("table board", source=self.source, board=self.board_id, name=name, machine=machine, advice=advice)
             )
 
     def to_json(self, layout: Layout, board_id: str = "") -> str:
@@ -89,14 +90,11 @@ def load(path: str) -> RankTable:
         ConfigError: If it cannot be read or is wrong; names file, place and what to do.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"The rank table {path} cannot be read ({reason}). Correct the path, or make one with "
-            "`phalanx rank-table make --hosts 10.0.0.1,10.0.0.2 --out rank_table.json`."
-        ) from None
-    return parse(text, path)
+        reason = error.strerror if isinstance(error, OSError) else text("table no text")
+        raise ConfigError(text("table unreadable", path=path, why=reason)) from None
+    return parse(content, path)
 
 
 def load_named(variables: Mapping[str, str]) -> RankTable:
@@ -113,17 +111,17 @@ def load_named(variables: Mapping[str, str]) -> RankTable:
     return load(str(above) if not Path(path).exists() and above.exists() else path)
 
 
-def parse(text: str, source: str) -> RankTable:
+def parse(content: str, source: str) -> RankTable:
     """Read a rank table from text.
 
     Args:
-        text: JSON in either layout; commas before a closing bracket are passed over, with a notice.
+        content: JSON in either layout; commas before a closing bracket are passed over, with a notice.
         source: Where it came from, for messages.
 
     Raises:
         ConfigError: For the first mistake; says where it is and what to do.
     """
-    value, notices = _decode(text, source)
+    value, notices = _decode(content, source)
     table = Entry(value, source)
     layout = layouts.layout_of(table)
     board_id, devices = layouts.read_groups(table) if layout == "group" else ("", layouts.read_servers(table))
@@ -138,44 +136,37 @@ def _unusual(table: RankTable) -> list[str]:
     found = []
     for server in table.servers:
         ids = [device.device_id for device in table.on(server)]
-        where = f"{table.source}: {server} has"
         if len(ids) not in (1, 2, 4) and len(ids) % 8:
-            found.append(
-                f"{where} {len(ids)} devices, where collectives of other frameworks want 1, 2, 4 or 8; it works here. "
-                "Where groups of 4 devices are linked, list 4 or 8 for the full speed of the links"
-            )
+            found.append(text("table devices count", source=table.source, server=server, count=len(ids)))
         elif 1 < len(ids) <= 4 and min(ids) < 4 <= max(ids):
             said = ", ".join(map(str, sorted(ids)))
-            found.append(
-                f"{where} devices {said}, of both fours 0-3 and 4-7; it works here. Where only the devices of a "
-                "four are linked with each other, list those of one"
-            )
+            found.append(text("table devices fours", source=table.source, server=server, devices=said))
     return found
 
 
-def _decode(text: str, source: str) -> tuple[Any, tuple[str, ...]]:
+def _decode(content: str, source: str) -> tuple[Any, tuple[str, ...]]:
     lines: list[int] = []
 
     def blank(found: re.Match[str]) -> str:
         if found[0] != ",":
             return found[0]
-        lines.append(text.count("\n", 0, found.start()) + 1)
+        lines.append(content.count("\n", 0, found.start()) + 1)
         return " "
 
     # A blank in place of each comma: the lines and columns of other mistakes stay what they are.
-    cleaned = _STRING_OR_COMMA.sub(blank, text)
+    cleaned = _STRING_OR_COMMA.sub(blank, content)
     try:
         value = json.loads(cleaned)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{source}: no JSON at line {error.lineno}, column {error.colno} ({error.msg}). Correct it there."
+            text("table not JSON", source=source, line=error.lineno, column=error.colno, why=error.msg)
         ) from None
-    return value, tuple(f"{source}: the comma before a closing bracket in line {line} is passed over" for line in lines)
+    return value, tuple(text("table comma", source=source, line=line) for line in lines)
 
 
 def _check_ranks(devices: list[Device], source: str) -> None:
     if not devices:
-        raise ConfigError(f"{source}: the table lists no device. List at least one.")
+        raise ConfigError(text("table empty", source=source))
     seen: dict[int, Device] = {}
     places: dict[tuple[str, int], Device] = {}
     for device in devices:
@@ -183,18 +174,24 @@ def _check_ranks(devices: list[Device], source: str) -> None:
         if device.rank in seen:
             other = seen[device.rank]
             raise ConfigError(
-                f"{source}: rank_id {device.rank} is given twice, to device {other.device_id} of {other.server} and "
-                f"device {device.device_id} of {device.server}. Number the ranks 0 to {len(devices) - 1}."
-            )
+                text(
+                    "table rank twice", source=source, rank=device.rank, device=other.device_id, server=other.server,
+                    other=device.device_id, other_server=device.server, last=len(devices) - 1,
+                )
+            )  # fmt: skip
         if place in places:
             raise ConfigError(
-                f"{source}: device {device.device_id} of {device.server} is listed twice, for ranks "
-                f"{places[place].rank} and {device.rank}. Give each rank a device of its own."
-            )
+                text(
+                    "table device twice", source=source, device=device.device_id, server=device.server,
+                    rank=places[place].rank, other=device.rank,
+                )
+            )  # fmt: skip
         seen[device.rank] = places[place] = device
     missing = next((rank for rank in range(len(devices)) if rank not in seen), None)
     if missing is not None:
         raise ConfigError(
-            f"{source}: {len(devices)} devices need rank_id 0 to {len(devices) - 1}, but {missing} is missing and "
-            f"{max(seen)} is given. Number them from 0 without gaps."
-        )
+            text(
+                "table rank missing", source=source, count=len(devices), last=len(devices) - 1, missing=missing,
+                most=max(seen),
+            )
+        )  # fmt: skip
