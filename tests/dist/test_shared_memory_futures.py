@@ -63,11 +63,12 @@ def answered_while_the_main_thread_receives(rank: int) -> None:
 
 def crossed(rank: int) -> str:
     """A callback makes a call before one of the main thread on rank 0, and after it on rank 1."""
-    px.init()
 
     def call_again(_: Future) -> torch.Tensor:
         return dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0]
 
+    if rank == 1:
+        time.sleep(0.5)  # a callback of a call that has ended runs at once, in the thread of the script
     first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     if rank == 0:
         again = first.then(call_again)
