@@ -145,7 +145,7 @@ def test_data_must_fit_the_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_secret_of_the_data_is_looked_up_and_kept_out_of_the_job(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def look(dataset: Dataset, secret: str | None) -> Found:
+    def look(dataset: Dataset, secret: str | None, _: object) -> Found:
         seen.append(secret)
         return Found("1", 1)
 
