@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.checkpoint import background as background_saves
+from phalanx.checkpoint.export.optimizer_file import load_optimizer_file
 from phalanx.checkpoint.export.weights import load_weights
 from phalanx.checkpoint.find import newest_good, none_there
 from phalanx.checkpoint.folder.manifest import Manifest
 from phalanx.checkpoint.folder.read import Reader
-from phalanx.checkpoint.optimizer_file import load_optimizer_file
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import Training
 from phalanx.checkpoint.state.restore import Restoring, agree_on_layout

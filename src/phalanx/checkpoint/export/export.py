@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.checkpoint.export.optimizer_file import export_optimizer
+from phalanx.checkpoint.export.whole_file import write_whole
 from phalanx.checkpoint.folder.manifest import write_durable
-from phalanx.checkpoint.optimizer_file import export_optimizer
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.local import MODEL, ModelView
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
-from phalanx.checkpoint.whole_file import write_whole
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.model_shape import is_handle, is_module_held

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from phalanx.cluster.messages.descriptions import DESCRIPTIONS
 from phalanx.cluster.messages.planner import PLANNER
 from phalanx.cluster.messages.planner_errors import PLANNER_ERRORS
-from phalanx.cluster.rank_table_messages import RANK_TABLES
+from phalanx.cluster.messages.rank_tables import RANK_TABLES
 from phalanx.errors import nearest
 
 LANGUAGES = ("en", "zh")

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.checkpoint.export.whole_file import write_whole
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import load_optimizer, optimizer_state, param_names
 from phalanx.checkpoint.state.restore import agree_on_layout, placed_as
@@ -24,7 +25,6 @@ from phalanx.checkpoint.tensors.file import TensorFile
 from phalanx.checkpoint.tensors.local import MODEL, OPTIMIZER, RANKS, Held, ModelView
 from phalanx.checkpoint.tensors.names import require_same
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
-from phalanx.checkpoint.whole_file import write_whole
 from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.apply import distributed_models
 from phalanx.parallel.checks.consistency import make_consistent
