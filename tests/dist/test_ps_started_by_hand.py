@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 SCRIPT = (
     SPARSE_MODEL
     + """
-import sys
+import os, sys
 what = sys.argv[1]
 strategy = fleet.DistributedStrategy(a_sync=False)
 fleet.init(strategy=strategy)
@@ -27,6 +27,8 @@ if fleet.is_server():
     print("server ends", flush=True)
     sys.exit()
 fleet.init_worker()
+if what == "is killed":
+    os.kill(os.getpid(), 9)
 if what == "fails":
     raise ValueError("no data")
 if what == "trains":
@@ -44,8 +46,8 @@ print("worker ends", flush=True)
 )
 
 
-def start(folder: Path, what: str) -> list[tuple[int, str]]:
-    """Start a server and two workers, and return the exit code and the output of each."""
+def start(folder: Path, what: str, **of_server: str) -> list[tuple[int, str]]:
+    """Start a server, with further variables, and two workers, and return the exit code and the output of each."""
     bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     server, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in bound)
     for one in bound:
@@ -56,7 +58,7 @@ def start(folder: Path, what: str) -> list[tuple[int, str]]:
         "PADDLE_TRAINERS_NUM": "2",
         "XDG_RUNTIME_DIR": str(folder),
     }
-    own = [{"TRAINING_ROLE": "PSERVER", "POD_IP": "127.0.0.1", "PADDLE_PORT": server.rpartition(":")[2]}]
+    own = [{"TRAINING_ROLE": "PSERVER", "POD_IP": "127.0.0.1", "PADDLE_PORT": server.rpartition(":")[2], **of_server}]
     own += [{"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)} for rank in range(2)]
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "train.py", what]
@@ -88,6 +90,13 @@ def test_a_worker_that_fails_before_its_first_table_is_lost_and_nobody_waits(tmp
     assert server[0] != 0
     assert "PeerLostError" in server[1]
     assert all("ValueError: no data" in text for _, text in workers)
+
+
+def test_a_server_whose_workers_were_killed_before_their_first_table_ends_and_says_so(tmp_path: Path) -> None:
+    server, *workers = start(tmp_path, "is killed", PHALANX_COLLECTIVE_TIMEOUT_S="6")
+    assert [code for code, _ in workers] == [-9, -9]
+    assert server[0] == 1
+    assert "No worker came to its first table in the 6 s since this server started" in server[1]
 
 
 def test_under_the_launcher_servers_end_without_a_complaint(tmp_path: Path) -> None:

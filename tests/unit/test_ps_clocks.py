@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.errors import BackendError, ClosedError, ConfigError, PeerLostError, PhalanxError
 from phalanx.ps.server.clocks import Clocks, ServerMode, checked_worker
+from phalanx.ps.server.main import Absence
 from phalanx.ps.server.write_freeze import Gate
 from phalanx.ps.snapshot.save import LEFT
 from phalanx.ps.stores.leases import Leases
@@ -147,6 +148,43 @@ def test_a_worker_that_connects_again_is_not_lost() -> None:
     clocks.leave(0)
     clocks.disconnect(0, now=100.0)
     assert clocks.expire(now=200.0, grace_s=1.0) == []
+
+
+def test_workers_that_never_came_are_lost_some_time_after_the_last_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("phalanx.ps.server.main.time.monotonic", lambda: now)
+    absence, clocks = Absence(60.0), Clocks("sync", 3)
+    now = 150.0
+    assert not absence.check(None)
+    clocks.connect(0)
+    assert not absence.check(clocks)
+    waiter = Waiter(lambda: clocks.wait(1))
+    now = 205.0
+    clocks.connect(2)
+    assert not absence.check(clocks)
+    now = 264.0
+    assert not absence.check(clocks)
+    assert waiter.waits
+    now = 265.0
+    assert absence.check(clocks)
+    with pytest.raises(PeerLostError, match=r"and worker 1 did not come in the 60 s since"):
+        waiter.end()
+
+
+def test_a_server_to_which_nobody_comes_ends_and_one_that_all_came_to_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("phalanx.ps.server.main.time.monotonic", lambda: now)
+    absence, clocks = Absence(60.0), Clocks("async", 1)
+    clocks.connect(0)
+    assert not absence.check(clocks)
+    now = 1e6
+    assert not absence.check(clocks)
+    clocks.disconnect(0, now)  # `expire` is about that
+    assert not absence.check(clocks)
+    assert not absence.check(None)
+    now += 60.0
+    with pytest.raises(PeerLostError, match="No worker came"):
+        absence.check(None)
 
 
 def test_stop_ends_waits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from phalanx.errors import BackendError, ConfigError, PeerLostError
 from phalanx.ps.server.changes import pack
 from phalanx.ps.server.log import Log
-from phalanx.ps.server.main import watch
+from phalanx.ps.server.main import Absence, watch
 from phalanx.ps.server.service import Service
 from phalanx.ps.table.rules import SGD, Adagrad, TableSpec
 from phalanx.ps.wire.message import Reply
@@ -78,7 +79,7 @@ def test_a_server_whose_disk_failed_answers_that_and_ends(monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"could not be flushed to disk: .*Input/output error.*Replace the disk"):
         worker.push(gradient((1,), 1.0), step=0)
     with pytest.raises(BackendError, match="could not be flushed to disk"):
-        watch(service, None, 0.0)
+        watch(service, None, 0.0, None, Absence(math.inf))
 
 
 def test_a_step_that_was_skipped_is_an_error() -> None:

@@ -106,6 +106,19 @@ class Clocks:
                 self._changed.notify_all()
             return lost
 
+    def lose_missing(self, waited_s: float, now: float) -> None:
+        """Count the `missing` workers as lost, after so many seconds; every wait, now and later, then fails."""
+        with self._changed:
+            missing = self._missing()
+            self._away |= dict.fromkeys(missing, now)
+            if self._end is None:
+                self._end = PeerLostError(
+                    f"Training needs every worker until it leaves, and {', '.join(f'worker {w}' for w in missing)} did "
+                    f"not come in the {waited_s:g} s since the last that came. Read that worker's log for why; if it "
+                    "needs longer to come to its first table, set PHALANX_COLLECTIVE_TIMEOUT_S for the servers."
+                )
+                self._changed.notify_all()
+
     def stop(self) -> None:
         """End every wait, now and later, because the server stops."""
         with self._changed:
@@ -154,6 +167,12 @@ class Clocks:
         """Pushes of each worker so far; `LEFT` for one that left."""
         with self._changed:
             return self._reached()
+
+    @property
+    def missing(self) -> list[int]:
+        """Live workers that never connected since this server started."""
+        with self._changed:
+            return self._missing()
 
     @property
     def away(self) -> set[int]:
@@ -228,6 +247,9 @@ class Clocks:
         return clocks
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _missing(self) -> list[int]:
+        return sorted(self._live - self._here - self._away.keys())
 
     def _complete(self) -> int:
         return min((self._pushed[w] for w in self._live), default=max(self._pushed))

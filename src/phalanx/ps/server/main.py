@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import get_args
 
 from phalanx.cluster.env.values import Environment
 from phalanx.cluster.role.role import Role
-from phalanx.errors import RoleError
+from phalanx.errors import PeerLostError, RoleError
 from phalanx.ps.server.clocks import Clocks
 from phalanx.ps.server.log import Durability
 from phalanx.ps.server.recovery import Recovery
@@ -30,6 +31,10 @@ GRACE_S = 2.0
 
 LAST_WORDS_S = 10.0
 """How long a server goes on after a worker is lost, so that the others hear who it was."""
+
+ABSENCE_S = 1800.0
+"""How long a server waits for workers that never came, where no launcher of ours sees that one ended;
+PHALANX_COLLECTIVE_TIMEOUT_S sets another time, as it does for workers that wait for each other."""
 
 REPORT_S = 60.0
 
@@ -61,11 +66,14 @@ def run(
     Raises:
         ConfigError: If the endpoint is taken, or `load` holds no snapshot.
         DataError: If the state or the snapshot is broken; names file and offset.
-        PeerLostError: If a worker went without leaving, and workers are not started again.
+        PeerLostError: If a worker went without leaving, or never came, and workers are not started again.
         PhalanxError: If this server failed so that it cannot go on.
     """
     # Where workers wait for a server that was started again, servers wait for a worker.
-    restarts = Environment(os.environ).seconds("PHALANX_SERVER_RETRY_S") > 0
+    settings = Environment(os.environ)
+    restarts = settings.seconds("PHALANX_SERVER_RETRY_S") > 0
+    is_watched = restarts or role.launcher == "phalanx"
+    absence = Absence(math.inf if is_watched else settings.seconds("PHALANX_COLLECTIVE_TIMEOUT_S") or ABSENCE_S)
     service = Service(role.rank, role.world_size)
     saving = Saving(service)
     if load is not None:
@@ -85,7 +93,7 @@ def run(
     thread = threading.Thread(target=listener.serve, name="listener", daemon=True)
     thread.start()
     try:
-        watch(service, recovery, 0.0 if restarts else GRACE_S, matching)
+        watch(service, recovery, 0.0 if restarts else GRACE_S, matching, absence)
     finally:
         service.stopped.set()
         if service.state.clocks is not None:
@@ -97,7 +105,41 @@ def run(
             recovery.close()
 
 
-def watch(service: Service, recovery: Recovery | None, grace_s: float, matching: Matching | None = None) -> None:
+class Absence:
+    """Ends a server that waits for workers which never came: a worker that was killed tells nobody.
+
+    Args:
+        limit_s: Seconds since the start, or since the last worker that came.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._missing: list[int] | None = None
+        self._since = time.monotonic()
+
+    def check(self, clocks: Clocks | None) -> bool:
+        """Return whether workers that never came count as lost now.
+
+        Raises:
+            PeerLostError: If no worker at all came.
+        """
+        missing, now = None if clocks is None else clocks.missing, time.monotonic()
+        if missing != self._missing:
+            self._missing, self._since = missing, now
+        if missing == [] or now - self._since < self._limit_s:
+            return False
+        if clocks is None:
+            raise PeerLostError(
+                f"No worker came to its first table in the {self._limit_s:g} s since this server started. Read the "
+                "workers' logs for why; if they start later, set PHALANX_COLLECTIVE_TIMEOUT_S for the servers."
+            )
+        clocks.lose_missing(self._limit_s, now)
+        return True
+
+
+def watch(
+    service: Service, recovery: Recovery | None, grace_s: float, matching: Matching | None, absence: Absence
+) -> None:
     """Return when the server is to end; raises if it is because a worker is lost."""
     reported, last = time.monotonic(), ""
     with _Terminated() as terminated:
@@ -112,8 +154,13 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float, matching:
                 return
             if terminated.seen:
                 terminated.obey()
+            has_given_up = absence.check(clocks)
             if clocks is not None:
-                _attend(service, clocks, recovery, grace_s)
+                if has_given_up or (grace_s and clocks.expire(time.monotonic(), grace_s)):
+                    _let_others_hear(service)
+                    clocks.check()
+                if recovery is not None:
+                    recovery.tick()
             if time.monotonic() - reported >= REPORT_S:
                 reported, said = time.monotonic(), summary(service)
                 if said != last:
@@ -121,14 +168,6 @@ def watch(service: Service, recovery: Recovery | None, grace_s: float, matching:
                 last = said
     if service.failure is not None:
         raise service.failure
-
-
-def _attend(service: Service, clocks: Clocks, recovery: Recovery | None, grace_s: float) -> None:
-    if grace_s and clocks.expire(time.monotonic(), grace_s):
-        _let_others_hear(service)
-        clocks.check()
-    if recovery is not None:
-        recovery.tick()
 
 
 def _compare_tables(service: Service, matching: Matching | None, *, has_ended: bool = False) -> None:
