@@ -178,6 +178,7 @@ def matrix_optimizers_on_slices():
     weights = [param for param in model.parameters() if param.dim() > 1]
     for optimizer in (
         torch.optim.Muon(weights),
+        torch.optim.Muon(weights, lr=0.0),  # as a warm-up begins
         torch.optim.Adafactor(model.parameters()),
         torch.optim.LBFGS(model.parameters()),
     ):

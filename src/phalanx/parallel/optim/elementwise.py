@@ -12,6 +12,9 @@ from torch.optim import LBFGS, Optimizer
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
 
+_RATE = 0.1
+"""Learning rate of the trial. The optimizer's own may be so small now, 0 before a warm-up, that nothing would show."""
+
 
 def check_elementwise(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise if an optimizer looks at more than one element at a time, and this rank holds slices of what it trains.
@@ -46,6 +49,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         for name in inspect.signature(type(optimizer)).parameters
         if name in first and name not in ("params", "capturable", "fused", "foreach")
     }
+    if isinstance(settings.get("lr"), float | Tensor):
+        settings["lr"] = _RATE
     value, gradients = torch.randn(4, 6), torch.randn(2, 4, 6)
     whole, halves = nn.Parameter(value.clone()), [nn.Parameter(half.clone()) for half in value.split(2)]
     try:
