@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
@@ -379,3 +380,28 @@ def test_merged_gradients_that_pass_a_sharded_model_twice_have_their_weight_once
     for found in run_ranks(recurrent, 2):
         for value, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)
+
+
+class HostNumbers(TorchDispatchMode):
+    """Counts tensors made of numbers of the host; copied to a card, each lets the host wait for all that runs there."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+def backward_passes_that_copy_nothing_from_the_host():
+    here = px.init()
+    model = small_net()
+    px.distribute(model)
+    for step in range(5):  # parameters are compared after the first
+        with HostNumbers() as seen:
+            model(rows(here.rank, step)).sum().backward()
+    assert applied_to(model).reducer.steps == 5
+    assert seen.count == 0
+
+
+def test_the_host_does_not_wait_for_a_card_in_a_backward_pass():
+    run_ranks(backward_passes_that_copy_nothing_from_the_host, 2)

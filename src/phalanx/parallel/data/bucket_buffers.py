@@ -71,6 +71,9 @@ class Bucket:
     wire: Wire
     """How it is added up over the ranks."""
 
+    own_marks: Tensor
+    """This rank's marks, which the sums replace in `marks`. On the device: from the host they would wait for it."""
+
     pending: int = 0
     """Gradients this backward pass has not produced yet."""
 
@@ -107,7 +110,7 @@ class Bucket:
 
 
 def allocate(
-    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Wire]], readers: Wire, sync_buffers: bool
+    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Wire]], readers: Wire, sync_buffers: bool, number: int
 ) -> list[Bucket]:
     """Make the buckets of a model; its buffers ride in the last bucket of their dtype, or in one of their own.
 
@@ -117,6 +120,7 @@ def allocate(
         readers: Leads to the ranks that read rows of their own, over which buffers are combined; they ride in buckets
             that travel like this.
         sync_buffers: Whether floating-point buffers ride along.
+        number: The model's.
     """
     params = dict(model.named_parameters())
     riders = list(synced_buffers(model)) if sync_buffers else []
@@ -126,9 +130,11 @@ def allocate(
         members = [params[name] for name in names]
         dtype = members[0].dtype
         riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of.get(dtype) == index else []
-        made.append(_allocate_one(names, members, riding, wire))
+        made.append(_allocate_one(names, members, riding, wire, _number(number, index)))
     homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
-    made += [_allocate_one((), (), [r for r in riders if _tensor(r).dtype == dtype], readers) for dtype in homeless]
+    for dtype in homeless:
+        riding = [r for r in riders if _tensor(r).dtype == dtype]
+        made.append(_allocate_one((), (), riding, readers, _number(number, len(made))))
     for bucket in made:
         bucket.sharers = _sharers(bucket.flat)
     return made
@@ -142,14 +148,8 @@ def _sharers(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def mark(bucket: Bucket, number: int) -> None:
-    """Write which bucket this is beside its gradients; sums of marks tell whether all ranks sent the same one."""
-    bits = [number >> place & 1 for place in range(MARK_BITS)]
-    bucket.marks.copy_(torch.tensor([[1 - bit, bit] for bit in bits]).view(-1))
-
-
 def are_of_one_bucket(bucket: Bucket) -> bool:
-    """Return whether all ranks sent the same bucket: no bit that one has set is clear at another.
+    """Return whether all ranks sent the same bucket: no bit of its number that one has set is clear at another.
 
     Sums of nothing are exact in every dtype that travels.
     """
@@ -197,7 +197,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _allocate_one(
-    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire
+    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire, number: int
 ) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
     sizes = [p.numel() for p in members] + [len(members), 2 * MARK_BITS] + [_tensor(r).numel() for r in riding]
@@ -212,7 +212,14 @@ def _allocate_one(
         for (module, name), piece in zip(riding, pieces[len(members) + 2 :], strict=True)
     ]
     flags, marks = pieces[len(members) : len(members) + 2]
-    return Bucket(flat=flat, flags=flags, marks=marks, gradients=gradients, carried=carried, wire=wire)
+    bits = [number >> place & 1 for place in range(MARK_BITS)]
+    own = torch.tensor([[1 - bit, bit] for bit in bits], dtype=flat.dtype, device=flat.device).view(-1)
+    return Bucket(flat=flat, flags=flags, marks=marks, gradients=gradients, carried=carried, wire=wire, own_marks=own)
+
+
+def _number(model: int, bucket: int) -> int:
+    """Return what tells a bucket from those of other models: as many numbers as there are marks for."""
+    return model % 64 << 10 | bucket % 1024
 
 
 def _view_like(piece: Tensor, param: Tensor) -> Tensor:

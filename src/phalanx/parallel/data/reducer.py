@@ -42,7 +42,6 @@ from phalanx.parallel.data.bucket_buffers import (
     Gradient,
     allocate,
     are_of_one_bucket,
-    mark,
     require_same_kind,
     require_still_frozen,
 )
@@ -154,7 +153,7 @@ class Reducer:
 
         self._model = type(model).__name__
         routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
-        self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers)
+        self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number)
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         self._unscaled = frozenset() if overlapped else frozenset(sums)
         for index, bucket in enumerate(self._buckets if overlapped else ()):
@@ -270,7 +269,7 @@ class Reducer:
             bucket.flags.copy_(torch.tensor([g.param.grad is not None for g in bucket.gradients]))
         else:
             bucket.flags.fill_(1)
-        mark(bucket, self.number % 64 << 10 | self._next % 1024)
+        bucket.marks.copy_(bucket.own_marks)
         self._load_buffers(bucket.carried)
         try:
             with label_calls(self._label_of(bucket)):
