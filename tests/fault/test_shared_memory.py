@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -214,3 +215,31 @@ def _wait_for_late_ranks() -> tuple[str, str]:
     with pytest.raises(PeerLostError) as caught:
         dist.barrier()
     return "", str(caught.value)
+
+
+def test_a_signal_interrupts_a_rank_that_waits_and_what_it_waits_for_still_comes():
+    waited, total = run_ranks(_interrupted_wait, 2)[0]
+    assert waited < AT_ONCE_S
+    assert total == [2.0, 2.0]
+
+
+def _interrupted_wait() -> tuple[float, list[float]]:
+    rank = px.init().rank
+    store = dist.distributed_c10d._get_default_group().get_group_store()
+    both = torch.ones(2, 2)[:, 0]  # with gaps, so the sum lands in memory of the call first
+    if rank == 1:
+        store.wait(["interrupted"])
+        dist.all_reduce(both)
+        dist.barrier()
+        return 0.0, both.tolist()
+    start = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(both)
+    waited = time.monotonic() - start
+    store.set("interrupted", "")
+    dist.barrier()
+    deadline = time.monotonic() + AT_ONCE_S
+    while both[0] != 2.0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return waited, both.tolist()

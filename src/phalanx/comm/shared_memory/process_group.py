@@ -396,10 +396,13 @@ class SharedMemoryGroup(NamedGroup):
         carrier: Any = None,
     ) -> SharedWork:
         work = SharedWork(carrier or self._carrier, operations, result, held, then)
-        if opts is not None and not opts.asyncOp and self._coalesced is None:
-            work.wait()
-        elif not work.is_completed():
-            self._keeper.keep(work)
+        try:
+            if opts is not None and not opts.asyncOp and self._coalesced is None:
+                work.wait()
+        finally:
+            # Nor has it ended where a signal interrupted the wait: what it reads and writes must stay.
+            if not work.is_completed():
+                self._keeper.keep(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
