@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx as px
+from phalanx.comm.context import BatchShare
 from phalanx import fleet
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
@@ -225,6 +226,12 @@ def line_searches():
     assert calls[0] == calls[1]
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    here = px.current()  # rank 1 only keeps in step, with a batch of which it computes nothing that is defined
+    here.batch = BatchShare(rows=2 - 2 * here.rank, global_rows=2)
+    value = optimizer.step(lambda: model(mine(X)).square().mean() * (torch.nan if here.rank else 1.0))
+    assert value.isfinite()
+    here.batch = None
+
     with pytest.raises(ConfigError, match="LBFGS decides by the loss"):
         torch.optim.LBFGS(model.parameters()).step(lambda: model(mine(X)).sum())
 

@@ -12,6 +12,7 @@ import phalanx.comm.context as context_of
 from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.parallel.apply import applied
+from phalanx.parallel.data.sample_weights import times
 from phalanx.parallel.step.gate import wrap_closures
 
 
@@ -30,7 +31,7 @@ def _of_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
         readers = context.readers
         is_sum = _is_summed()
         weight = row_weight_of(context.passes.of_update(), readers.count, is_sum=is_sum)
-        summed = all_reduce(loss * weight, "sum", group=readers.group)
+        summed = all_reduce(times(loss, weight), "sum", group=readers.group)  # what does not count may be undefined
         return summed if is_sum else summed / readers.count
 
     return evaluate
