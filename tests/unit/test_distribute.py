@@ -13,6 +13,7 @@ import phalanx as px
 from phalanx.comm.context import Readers
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.parallel.apply import are_known
 from phalanx.parallel.distribute import announce
 
 
@@ -109,3 +110,23 @@ def test_old_words_are_named_once(caplog: pytest.LogCaptureFixture, phalanx_prop
         model.scale_loss(model(torch.ones(1, 2)).sum()).backward()
         model.apply_collective_grads()
     assert caplog.text.count("scale_loss and apply_collective_grads are not needed") == 1
+
+
+class Walked(nn.Linear):
+    """Counts how often someone goes through its modules."""
+
+    walks = 0
+
+    def named_modules(self, *args: Any, **named: Any) -> Iterator[Any]:
+        self.walks += 1
+        return super().named_modules(*args, **named)
+
+
+def test_whether_parameters_are_of_distributed_models_takes_one_walk_through_each() -> None:
+    model, others = Walked(2, 1), nn.Linear(2, 1)
+    px.distribute(model)
+    model.walks = 0
+    assert not are_known([*others.parameters()] * 8)
+    assert model.walks == 1
+    model.weight = nn.Parameter(torch.ones(1, 2))
+    assert are_known([others.weight, model.weight])

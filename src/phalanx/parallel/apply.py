@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,6 +116,12 @@ def name_of(param: Tensor) -> str | None:
                 return name
     name, _ = _cared_for.get(param, (None, False))
     return name  # type: ignore[no-any-return]
+
+
+def are_known(params: Sequence[Tensor]) -> bool:
+    """Return whether any of these has a name by `name_of`; each model is walked through once."""
+    members = {id(member) for model in _applied for member in model.parameters()} if params else set()
+    return any(id(param) in members or param in _cared_for for param in params)
 
 
 def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied, applied, is_cared_for, name_of
+from phalanx.parallel.apply import Applied, applied, are_known, is_cared_for, name_of
 from phalanx.parallel.session import assembly, warn_if_never_called
 
 logger = logging.getLogger("phalanx.parallel")
@@ -56,7 +56,7 @@ class StepWatch:
         if is_concerned:
             self._check_moment(optimizer, models)
         late = [p for p in self._apart if p.grad is not None]
-        if late and (self._is_handed_over or is_concerned or any(name_of(p) for p in late)):
+        if late and (self._is_handed_over or is_concerned or are_known(late)):
             raise ConfigError(_explain_apart(late) if models else _explain_no_model())
 
     def _follow(self, optimizer: Optimizer, models: int) -> None:
