@@ -10,6 +10,8 @@ whose gradients are sums of both, then weigh 1, and each forward pass weighs wha
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,20 @@ class _Backward:
     """What parameters weigh by; empty also where the forward passes weigh."""
 
     arrived: list[ForwardPass] = field(default_factory=list)
+    weights: dict[tuple[int, bool], float] = field(default_factory=dict)
+    """What parameters weigh, by number of ranks and whether gradients are summed."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a model that has begun."""
+
+    model: int
+    """Identity of the model."""
+
+    shares: Shares
+    handled: BaseException | None
+    """The exception that the script was handling when it called."""
 
 
 class Passes:
@@ -49,7 +65,10 @@ class Passes:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._calls: dict[int, list[_Call]] = {}
+        """By thread, the outer ones first: models may call models."""
+
+        self._alive: list[weakref.ref[ForwardPass]] = []
         self._unseen: dict[Shares, ForwardPass] = {}
         """Forward passes without an output that could refer to them."""
 
@@ -66,6 +85,23 @@ class Passes:
             self._running = self._last = None  # a backward pass that raised does not end by itself
         return self._batches.resolve(inputs, is_training=is_training)
 
+    def begin_forward(self, model: object, inputs: Any) -> None:
+        """Note that a model is called with inputs, in this thread."""
+        call = _Call(id(model), self.enter(inputs), sys.exception())
+        self._calls.setdefault(threading.get_ident(), []).append(call)
+
+    def end_forward(self, model: object) -> Shares | None:
+        """Return what the call of a model that ends now is of; None if it raised, or its beginning was not seen."""
+        calls = self._calls.get(threading.get_ident(), [])
+        at = next((at for at in reversed(range(len(calls))) if calls[at].model == id(model)), None)
+        if at is None:
+            return None
+        call = calls[at]
+        del calls[at:]  # those within it were interrupted, as by Ctrl-C
+        if not calls:
+            del self._calls[threading.get_ident()]
+        return call.shares if sys.exception() is call.handled else None
+
     def add(self, forward: ForwardPass, *, is_seen: bool) -> None:
         """Register a forward pass.
 
@@ -73,14 +109,15 @@ class Passes:
             forward: The pass.
             is_seen: Whether one of its outputs refers to it.
         """
-        self._alive.add(forward)
+        self._alive.append(weakref.ref(forward))
         if not is_seen:
             self._unseen[forward.shares] = forward
 
     def may_mix(self, shares: Shares, ranks: int) -> bool:
         """Return whether the backward pass to come may be of further batches, of another weight."""
-        further = [share for other in self._to_come() for share in other.shares]
-        return not weigh_alike([*shares, *further, *self._batches.to_come()], ranks)
+        further = {share for other in self._to_come() for share in other.shares}
+        further.update(shares, self._batches.to_come())
+        return len(further) > 1 and not weigh_alike(tuple(further), ranks)
 
     def now(self) -> Shares:
         """Return what a loss that is computed now may be of: the forward passes that wait for their backward pass."""
@@ -90,7 +127,13 @@ class Passes:
         return tuple(dict.fromkeys(share for forward in to_come for share in forward.shares))
 
     def _to_come(self) -> list[ForwardPass]:
-        return [forward for forward in self._alive if not forward.is_over]
+        if not self._alive:
+            return []
+        forwards = [forward for reference in self._alive if (forward := reference()) is not None]
+        waiting = [forward for forward in forwards if not forward.is_over]
+        if len(waiting) < len(self._alive):
+            self._alive = [weakref.ref(forward) for forward in waiting]
+        return waiting
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -121,6 +164,14 @@ class Passes:
     def of_backward(self, ranks: int) -> Shares:
         """Return what the gradients of parameters in the backward pass that runs are of."""
         return (self._running or self._begin(None, ranks)).shares
+
+    def weight_of_backward(self, ranks: int, is_sum: bool = False) -> float:
+        """Return what the gradients of parameters in the backward pass that runs weigh; see `row_weight_of`."""
+        running = self._running or self._begin(None, ranks)
+        weight = running.weights.get((ranks, is_sum))
+        if weight is None:  # parameters ask one by one
+            weight = running.weights[ranks, is_sum] = row_weight_of(running.shares, ranks, is_sum=is_sum)
+        return weight
 
     def of_update(self) -> Shares:
         """Return all that the backward pass that runs, or the last, is of; what is in hand where none was seen."""

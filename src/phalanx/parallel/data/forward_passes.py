@@ -16,9 +16,6 @@ from phalanx.comm.batches import Shares, tensors_in
 from phalanx.comm.passes import ForwardPass
 from phalanx.parallel.data.sample_weights import times, weighted_outputs, without_views
 
-_entered: list[tuple[int, Shares]] = []
-"""Forward passes that have begun, the outer ones first: the identity of the model, and what its inputs are of."""
-
 
 def follow_forward_passes(model: nn.Module, *, is_sum: bool) -> None:
     """Let gradients of a model be of the batch that its forward passes are of.
@@ -30,7 +27,7 @@ def follow_forward_passes(model: nn.Module, *, is_sum: bool) -> None:
     # Without state of their own, so that a copy of the model has them too.
     leave = partial(_leave, is_sum=is_sum)
     model.register_forward_pre_hook(_enter, with_kwargs=True)
-    model.register_forward_hook(leave, with_kwargs=True)
+    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
     if model._compiled_call_impl is not None:
         # Hooks are part of the graph, which cannot look up a batch.
         model._compiled_call_impl = partial(_call, weakref.ref(model), model._compiled_call_impl, leave)
@@ -43,7 +40,11 @@ def _call(
     if module is None or torch.compiler.is_compiling():
         return compiled(*inputs, **named)
     _enter(module, inputs, named)
-    outputs = compiled(*inputs, **named)
+    try:
+        outputs = compiled(*inputs, **named)
+    except BaseException:
+        _leave_raised(module)
+        raise
     weighted = leave(module, inputs, named, outputs)
     return outputs if weighted is None else weighted
 
@@ -51,27 +52,28 @@ def _call(
 def _enter(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or not context_of.is_initialized():
         return
-    _entered.append((id(model), context_of.current().passes.enter((inputs, named))))
+    context_of.current().passes.begin_forward(model, (inputs, named))
+
+
+def _leave_raised(model: nn.Module) -> None:
+    if context_of.is_initialized():
+        context_of.current().passes.end_forward(model)
 
 
 def _leave(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any, *, is_sum: bool) -> Any:
     if torch.compiler.is_compiling() or not context_of.is_initialized():
         return None
-    while _entered:
-        entered, shares = _entered.pop()
-        if entered == id(model):  # else an error ended it
-            break
-    else:
+    shares = context_of.current().passes.end_forward(model)
+    if shares is None or not torch.is_grad_enabled():
         return None
-    return _watched(shares, outputs, (inputs, named), is_sum=is_sum) if torch.is_grad_enabled() else None
+    return _watched(shares, outputs, (inputs, named), is_sum=is_sum)
 
 
 def _watched(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -> Any:
     """Return outputs that refer to their forward pass, and weigh what arrives at them if need be."""
     here = context_of.current()
-    ranks, seen = here.readers.count, [x for x in tensors_in(outputs) if x.grad_fn is not None]
-    is_tree = len(seen) == sum(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(outputs))
-    mixes = is_tree and here.passes.may_mix(shares, ranks)
+    seen = [x for x in tensors_in(outputs) if x.grad_fn is not None]
+    mixes = here.passes.may_mix(shares, here.readers.count) and _is_tree(outputs, len(seen))
     # Torch drops the hooks of a view that is changed in place.
     is_single = len(seen) == 1 and not seen[0]._is_view()
     forward = ForwardPass(shares, weighs=mixes or is_single, is_sum=is_sum)
@@ -81,6 +83,11 @@ def _watched(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -> Any:
     for tensor in seen:
         tensor.register_hook(partial(_arrive, forward))
     return None
+
+
+def _is_tree(outputs: Any, count: int) -> bool:
+    """Return whether the leaves of outputs are all of their tensors with a graph, of which there are `count`."""
+    return count == sum(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(outputs))
 
 
 def _factor(forward: ForwardPass) -> float:

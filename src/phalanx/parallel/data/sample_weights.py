@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.context import Context, Readers
 
@@ -28,16 +27,18 @@ def weigher(
         is_sum: Whether gradients are summed over the ranks: rows then weigh alike, and count or do not.
         gain: A further factor.
     """
+    weight, ranks = context.passes.weight_of_backward, readers.count  # looked up once: each parameter's gradient comes
 
     def weigh(gradient: Tensor) -> Tensor:
-        return times(gradient, gain * row_weight(context, readers, is_sum=is_sum))
+        factor = gain * weight(ranks, is_sum)
+        return gradient if factor == 1.0 else times(gradient, factor)
 
     return weigh
 
 
 def row_weight(context: Context, readers: Readers, *, is_sum: bool = False) -> float:
-    """Return the weight of this rank's rows in the backward pass that runs; see `row_weight_of`."""
-    return row_weight_of(context.passes.of_backward(readers.count), readers.count, is_sum=is_sum)
+    """Return the weight of this rank's rows in the backward pass that runs."""
+    return context.passes.weight_of_backward(readers.count, is_sum)
 
 
 def with_gradient_times(x: Tensor, factor: Callable[[], float]) -> Tensor:
