@@ -3,7 +3,9 @@
 A loop may read ahead, read several loaders in turn or list a loader, so the batch given out last need not be the batch
 that is computed on. Each batch is registered with the memory its tensors lie in. Inputs of a model that lie there, as
 views do, are of that batch. Of other inputs (`x.float()`, noise, augmented copies) only candidates are known: the
-batches given out that nothing was computed on yet, and the batch computed on last until the next is given out.
+batches given out that nothing was computed on yet, and the batch computed on last until the next is given out. Where
+these are several, the loop reads ahead, and what holds for the whole epoch holds for each of its batches: a batch that
+weighs differently at its end is refused at the beginning.
 """
 
 from __future__ import annotations
@@ -48,6 +50,12 @@ class Iteration:
     """One pass of a script over a loader."""
 
     is_training: bool
+    shares: Shares = ()
+    """What its batches may be, as far as that is known before they come."""
+
+    is_resumed: bool = False
+    """Whether it begins inside an epoch."""
+
     count: int = 0
     """Batches given out."""
 
@@ -82,6 +90,10 @@ class Batches:
         """Share of the batch that was computed on last, or given out since; None between two epochs."""
 
         self._waiting = _Waiting()
+        self._passed = _Waiting()
+        """Batches of which nothing is left and that a script seems to have looked at only, for statistics say. It may
+        have kept copies: what is computed on while no loader gives out batches may be of them."""
+
         self._current: _Given | None = None
         """The training batch computed on last, if none was given out since."""
 
@@ -104,12 +116,26 @@ class Batches:
 
     # -- loaders -------------------------------------------------------------------------------------------------
 
-    def begin(self, *, is_training: bool) -> Iteration:
-        """Return what the batches of one pass over a loader are given out under."""
+    def begin(self, *, is_training: bool, shares: Shares = (), is_resumed: bool = False) -> Iteration:
+        """Return what the batches of one pass over a loader are given out under.
+
+        Args:
+            is_training: Whether they are to be trained on.
+            shares: What they may be, as far as that is known.
+            is_resumed: Whether the pass begins inside an epoch.
+        """
         if is_training:
-            # A pass over the data that computed nothing, for statistics say, has no batch that is yet to come.
-            self._waiting.drop(lambda given: given.is_gone and given.iteration.is_over and not given.iteration.is_used)
-        return Iteration(is_training)
+            # A pass over the data that computed nothing, for statistics say, has no batch that is yet to come. What is
+            # left of a resumed epoch nobody takes statistics of.
+            self._pass_by(
+                lambda given: (
+                    given.is_gone
+                    and given.iteration.is_over
+                    and not given.iteration.is_used
+                    and not given.iteration.is_resumed
+                )
+            )
+        return Iteration(is_training, shares, is_resumed)
 
     def give(self, batch: Any, share: BatchShare, iteration: Iteration) -> None:
         """Register a batch that is given out now."""
@@ -144,7 +170,7 @@ class Batches:
             return
         # `next(iter(loader))` looks at a batch; what a script left is not computed on, unless it keeps it.
         is_look = iteration.count == 1
-        self._waiting.drop(lambda given: given.iteration is iteration and (is_look or given.is_gone))
+        self._pass_by(lambda given: given.iteration is iteration and (is_look or given.is_gone))
 
     # -- computations --------------------------------------------------------------------------------------------
 
@@ -173,10 +199,7 @@ class Batches:
             self._use(given)
         shares = tuple(dict.fromkeys(given.share for given in recognised))
         if not shares and (is_training or not self._is_evaluating):
-            shares = self.to_come()
-            only = self._waiting.only if self._named is None and self._current is None else None
-            if only is not None:
-                self._use(only)
+            shares = self._of_unknown()
         if not shares:
             return () if self.in_hand is None else (self.in_hand,)
         if self.in_hand not in shares:
@@ -187,8 +210,29 @@ class Batches:
         """Return what the next computation may be of, unless its inputs tell."""
         if self._named is not None:
             return (self._named.share,)
-        current = () if self._current is None else (self._current.share,)
-        return tuple(dict.fromkeys((*current, *self._waiting.shares)))
+        if self._current is None:
+            return self._waiting.shares
+        return tuple(dict.fromkeys((self._current.share, *self._waiting.shares)))
+
+    def _of_unknown(self) -> Shares:
+        """Return what a computation is of whose inputs do not tell, and note that it is computed on."""
+        if self._named is not None:
+            return (self._named.share,)
+        if self._current is not None:
+            if not self._waiting.count:
+                return (self._current.share,)
+            return tuple(dict.fromkeys((self._current.share, *self._current.iteration.shares, *self._waiting.epochs)))
+        only = self._waiting.only
+        if only is not None and not only.iteration.is_over:
+            self._passed.clear()  # this loop takes batch after batch, and did look only at those before
+        elif self._waiting.count + self._passed.count > 1:
+            return tuple(dict.fromkeys((*self._waiting.epochs, *self._passed.epochs)))
+        else:
+            only = only or self._passed.only
+        if only is None:
+            return ()
+        self._use(only)
+        return (only.share,)
 
     def overlooked(self) -> Shares:
         """Return what the next backward pass may be of beside the forward passes that were seen.
@@ -214,6 +258,11 @@ class Batches:
             self._current = given
             self._used.append(given)
             self._waiting.remove(given)
+            self._passed.remove(given)
+
+    def _pass_by(self, is_meant: Callable[[_Given], bool]) -> None:
+        for given in self._waiting.take(is_meant):
+            self._passed.add(given)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -247,42 +296,57 @@ class Batches:
 
 
 class _Waiting:
-    """Training batches that nothing was computed on yet, by their share: an epoch has few different."""
+    """Training batches that nothing was computed on yet, by pass and share: an epoch has few different."""
 
     def __init__(self) -> None:
-        self._given: dict[BatchShare, dict[_Given, None]] = {}
+        self._given: dict[tuple[Iteration, BatchShare], dict[_Given, None]] = {}
+        self.count = 0
         self._full = 2 * READ_AHEAD
 
     @property
     def shares(self) -> Shares:
-        return tuple(self._given)
+        return tuple({share: None for _, share in self._given})
+
+    @property
+    def epochs(self) -> Shares:
+        """All that the epochs they are of hold: what was not given out yet is to be as well known as what was."""
+        return tuple({share: None for iteration, own in self._given for share in (own, *iteration.shares)})
 
     def shares_where(self, is_meant: Callable[[_Given], bool]) -> Shares:
-        return tuple(share for share, group in self._given.items() if any(map(is_meant, group)))
+        return tuple({share: None for (_, share), group in self._given.items() if any(map(is_meant, group))})
 
     @property
     def only(self) -> _Given | None:
         """The batch that waits, if it is alone."""
-        groups = list(self._given.values())
-        return next(iter(groups[0])) if len(groups) == 1 and len(groups[0]) == 1 else None
+        return next(iter(next(iter(self._given.values())))) if self.count == 1 else None
 
     def add(self, given: _Given) -> None:
-        self._given.setdefault(given.share, {})[given] = None
-        if sum(map(len, self._given.values())) > self._full:
+        self._given.setdefault((given.iteration, given.share), {})[given] = None
+        self.count += 1
+        if self.count > self._full:
             gone = [old for group in self._given.values() for old in group if old.is_gone]
             for old in gone[:-READ_AHEAD]:
                 self.remove(old)
-            self._full = 2 * max(READ_AHEAD, sum(map(len, self._given.values())))
+            self._full = 2 * max(READ_AHEAD, self.count)
 
     def remove(self, given: _Given) -> None:
-        if (group := self._given.get(given.share)) is not None:
-            group.pop(given, None)
+        group = self._given.get((given.iteration, given.share), {})
+        if given in group:
+            del group[given]
+            self.count -= 1
             if not group:
-                del self._given[given.share]
+                del self._given[given.iteration, given.share]
 
-    def drop(self, is_dropped: Callable[[_Given], bool]) -> None:
-        for given in [given for group in self._given.values() for given in group if is_dropped(given)]:
+    def take(self, is_meant: Callable[[_Given], bool]) -> list[_Given]:
+        """Remove those that are meant, and return them."""
+        taken = [given for group in self._given.values() for given in group if is_meant(given)]
+        for given in taken:
             self.remove(given)
+        return taken
+
+    def clear(self) -> None:
+        self._given.clear()
+        self.count = 0
 
 
 def _owner(places: dict[tuple[int, int], tuple[StorageWeakRef, _Given]], span: tuple[int, int]) -> _Given | None:
@@ -298,6 +362,13 @@ def _owner(places: dict[tuple[int, int], tuple[StorageWeakRef, _Given]], span: t
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists, mappings, dataclasses, and whatever torch knows as a pytree."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
+    if type(tree) in (tuple, list, dict):  # what most are, without torch's registry
+        for part in tree.values() if type(tree) is dict else tree:
+            yield from tensors_in(part)
+        return
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -327,9 +398,10 @@ def row_weight_of(shares: Shares, ranks: int, *, is_sum: bool = False) -> float:
         rows = " or ".join(str(share.global_rows) for share in shares)
         raise ConfigError(
             f"a gradient is of a batch of {rows} rows, which weigh differently on {ranks} ranks, and which cannot be "
-            "known: the model's inputs are not the tensors that a loader gave out, and several batches were given out "
-            "before it was called. Call px.use_batch(batch) before the forward pass, with what the loader gave, or let "
-            "all batches be even: drop_last=True, and a global batch that the ranks divide."
+            "known: the model's inputs are not the tensors that a loader gave out, and several batches of an epoch "
+            "that has such were given out before it was called. Call px.use_batch(batch) before the forward pass, "
+            "with what the loader gave, or let all batches be even: drop_last=True, and a global batch that the ranks "
+            "divide."
         )
     return float(shares[0].rows > 0) if is_sum else shares[0].weight * ranks
 

@@ -226,7 +226,7 @@ class ShardedLoader:
         return self._hand_out(self._loading.batches(self._epoch, self._position))
 
     def _hand_out(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
-        iteration, is_complete = _iteration(self.training), False
+        iteration, is_complete = self._begun(), False
         try:
             for batch, share, self._position in batches:
                 yield self._given_out(to_device(batch), share, iteration)
@@ -237,6 +237,14 @@ class ShardedLoader:
         finally:
             if context.is_initialized():
                 context.current().batches.end(iteration, is_complete=is_complete)
+
+    def _begun(self) -> Iteration:
+        """Return the pass over the data that begins here."""
+        if not context.is_initialized():
+            return Iteration(self.training)
+        return context.current().batches.begin(
+            is_training=self.training, shares=self._loading.shares(), is_resumed=self._position > 0
+        )
 
     def _given_out(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
         """Return a batch, registered as given out now."""
@@ -311,9 +319,3 @@ class ShardedLoader:
         self._loading.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
         self._epoch, self._position = self._next_epoch, self._next_position
-
-
-def _iteration(is_training: bool) -> Iteration:
-    return (
-        context.current().batches.begin(is_training=is_training) if context.is_initialized() else Iteration(is_training)
-    )

@@ -123,6 +123,11 @@ class Loading:
         span = rows * ordering.joined
         return ordering.spans * (span // batch if self.drop_last else -(-span // batch))
 
+    def shares(self) -> tuple[BatchShare, ...]:
+        """Return what the batches of this process are of the global batches; none for what is not known before."""
+        order = self.order
+        return () if order is None else order.shares(self.here())
+
     def batches(self, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         """Yield (batch, share, position after it) of an epoch from position `first` on.
 

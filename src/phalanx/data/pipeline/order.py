@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.sampling.order import Work, cut
+from phalanx.data.sampling.order import Work, cut, shares_of
 from phalanx.data.sampling.ranks import Shard
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.shards import EpochPlan
@@ -98,6 +98,10 @@ class PipelineOrder:
     def steps(self, shard_count: int) -> int:
         """See `Order`."""
         return self.ordering.spans * self._cut(shard_count).steps
+
+    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
+        """See `Order`."""
+        return shares_of(self._cut(shard.count), shard)
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`."""

@@ -50,6 +50,9 @@ class Order(Protocol):
     def steps(self, shard_count: int) -> int:
         """Return the number of global batches of a whole epoch."""
 
+    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
+        """Return what this shard's batches of a whole epoch are of their global batches; none if that is not known."""
+
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """Yield this shard's batches of `epoch`, from position `first` on."""
 
@@ -74,6 +77,10 @@ class RowOrder:
     def steps(self, shard_count: int) -> int:
         """See `Order`."""
         return cut(self.rows, self.global_batch(shard_count), self.drop_last).steps
+
+    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
+        """See `Order`."""
+        return shares_of(cut(self.rows, self.global_batch(shard.count), self.drop_last), shard)
 
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`. With a sampler it is collective at the first batch."""
@@ -111,6 +118,10 @@ class BatchOrder:
         """See `Order`."""
         return EpochPlan(len(self.batch_sampler), shard_count).steps
 
+    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
+        """See `Order`. The sampler says the rows of a batch with the batch."""
+        return ()
+
     def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
         """See `Order`; positions count batches. Collective at the first batch."""
         seed = self.seed()
@@ -141,6 +152,12 @@ def cut(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochP
             f"{global_batch}: no batch is left. Give a smaller batch, or drop_last=False."
         )
     return EpochPlan(rows, global_batch, drop_last, first)
+
+
+def shares_of(plan: EpochPlan, shard: Shard) -> tuple[BatchShare, ...]:
+    """Return what a shard's batches are of their global batches: of the full ones, and of the last."""
+    parts = [plan.rank_batch(step, shard.index, shard.count) for step in {0, plan.steps - 1} if 0 <= step < plan.steps]
+    return tuple({BatchShare(part.rows, part.global_rows): None for part in parts})
 
 
 def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
