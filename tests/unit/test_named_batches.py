@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from phalanx.data.loader.binding import Binding, bind
 from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.data.samples.device import moved
 from phalanx.errors import ConfigError
-from phalanx.train.loss.own_loss import warn_of_ignored
 from phalanx.train.model.planning import global_batch
 from phalanx.train.step.step import TrainStep
 
@@ -234,20 +232,6 @@ def test_a_mean_over_targets_that_count_is_no_mean_of_rows() -> None:
     rows._columns["labels"][3] = -100
     with pytest.raises(ConfigError, match=r"1 are -100: the mean over all data cannot be told from means of batches"):
         px.evaluate(WithLoss(), rows, "loss")
-
-
-@pytest.mark.usefixtures("phalanx_propagates")
-def test_ranks_that_average_means_over_other_numbers_of_targets_say_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    px.init()
-    label = columns()["labels"]
-    warn_of_ignored(label.index_fill(0, torch.tensor([2]), -100))
-    monkeypatch.setattr(type(px.current()), "readers", SimpleNamespace(count=2))
-    warn_of_ignored(label)
-    assert not caplog.messages
-    warn_of_ignored(label.index_fill(0, torch.tensor([2]), -100))
-    assert ["not the loss of one process" in message for message in caplog.messages] == [True]
 
 
 def test_a_net_that_returns_no_loss_is_named_before_the_first_update() -> None:

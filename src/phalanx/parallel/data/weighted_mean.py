@@ -68,6 +68,18 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
     return apply_function(_Mean, total.reshape(()), mean, factor)
 
 
+def mean_of_means(mean: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean loss over all ranks of which each rank has its mean and the weight of that; see `weighted_mean`.
+
+    A mean over nothing, which is undefined, does not count.
+    """
+    weight = weight.double()
+    total = torch.where(weight > 0, mean.detach().double(), 0.0) * weight
+    whole, factor = global_mean_of(total, weight, context_of.current().passes.now() if is_joined() else ())
+    # One factor, rounded once: where ranks have equal weights it is 1.
+    return apply_function(_Mean, mean.reshape(()), whole.to(mean.dtype), (factor * weight).to(mean.dtype))
+
+
 def is_joined() -> bool:
     """Return whether this process trains with Phalanx."""
     return context_of.is_initialized()

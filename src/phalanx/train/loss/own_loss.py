@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm import context
 from phalanx.data.loader.binding import entry_of
 from phalanx.errors import ConfigError
 from phalanx.train.metrics.exact_sum import AllRanks, MeanOfRows
-
-logger = logging.getLogger("phalanx.train")
 
 IGNORED = -100
 """The class that a row or token without a target has; torch's and transformers' own."""
@@ -37,18 +33,6 @@ def own_loss(output: Any, _target: Any = None) -> Tensor:
         f"when the batch has labels; found {found}. Let the data yield the targets under the name that the net has for "
         "them, or pass loss_fn=."
     )
-
-
-def warn_of_ignored(target: Any) -> None:
-    """Warn if ranks average losses of their own of which each is a mean over other numbers of targets."""
-    is_several = context.is_initialized() and context.current().readers.count > 1
-    if is_several and isinstance(target, Tensor) and bool((target == IGNORED).any()):
-        logger.warning(
-            "some targets are %d: the loss that the model returns is a mean over the others, and ranks weigh their "
-            "means by rows. Where ranks have different numbers of targets this is not the loss of one process. Compute "
-            "the loss in a loss_fn of your own, from the logits.",
-            IGNORED,
-        )
 
 
 def scores_of(output: Any) -> Any:

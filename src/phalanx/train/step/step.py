@@ -31,7 +31,8 @@ from phalanx.train.events import report_step, tell_loss
 from phalanx.train.loss.batches import BatchReader, types_explained
 from phalanx.train.loss.counted_loss import check_reduction, counted_loss
 from phalanx.train.loss.label_check import LabelsChecked
-from phalanx.train.loss.own_loss import of_scores, own_loss, warn_of_ignored
+from phalanx.train.loss.own_loss import of_scores, own_loss
+from phalanx.train.own_mean import check_stages, own_mean
 from phalanx.train.step.cuda_graph import Captured
 
 logger = logging.getLogger("phalanx.train")
@@ -95,11 +96,13 @@ class TrainStep:
         # A step that is compiled or captured must not look at values.
         is_traced = compiled or captured
         checked = of_scores if is_traced else partial(LabelsChecked, is_collective=is_collective)
-        self._loss_fn: LossFunction = checked(loss_fn)
+        self._pipeline = None if made is None else made.pipeline
+        is_whole = self._returns_loss and self._pipeline is None
+        self._own = own_mean(model, made, is_seen=not is_traced) if is_whole else None
+        self._loss_fn: LossFunction = checked(loss_fn if self._own is None or is_traced else self._own.loss)
         self._counted = counted_loss(loss_fn, made)
         if self._counted is not None:
             self._counted.total = checked(self._counted.total)
-        self._pipeline = None if made is None else made.pipeline
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._fetch = dict(fetch)
         self.compiled = compiled
@@ -161,8 +164,6 @@ class TrainStep:
             columns: The same by the names that the script has for them, for errors.
         """
         inputs, target = moved(inputs, self._device), moved(target, self._device)
-        if self.steps == 0 and self._returns_loss:
-            warn_of_ignored(target)
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
@@ -189,6 +190,8 @@ class TrainStep:
         self._optimizer.zero_grad(set_to_none=True)
         weight = self._weight(target)
         if self._pipeline is not None:
+            if self._returns_loss:
+                check_stages(target)
             loss_fn = (
                 self._loss_fn if weight is None or not len(target) else self._of_microbatches(inputs, target, weight)
             )
@@ -197,6 +200,8 @@ class TrainStep:
         loss, fetched = self._forward(inputs, target, loss_fn)
         if weight is not None:
             loss = weighted_mean(loss, weight)
+        elif self._own is not None:
+            loss = self._own.mean(loss, target)
         self._scaled(loss).backward()
         return loss, fetched
 
