@@ -147,8 +147,10 @@ def _fits(loss: Tensor, logits: Any, target: Tensor) -> tuple[bool, bool]:
     """
     if not bool(torch.isfinite(loss)):
         return True, True
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != target.shape:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.shape[:-1] != target.shape:
         return False, False
+    if bool(((target != IGNORED) & ((target < 0) | (target >= logits.shape[-1]))).any()):
+        return False, False  # no classes of these logits
     tolerance = _TOLERANCE.get(loss.dtype, 1e-2)
 
     def is_of(scores: Tensor, labels: Tensor) -> bool:
