@@ -32,7 +32,7 @@ from phalanx.train.loss.batches import BatchReader, types_explained
 from phalanx.train.loss.counted_loss import check_reduction, counted_loss
 from phalanx.train.loss.label_check import LabelsChecked
 from phalanx.train.loss.own_loss import of_scores, own_loss
-from phalanx.train.own_mean import check_stages, own_mean
+from phalanx.train.loss.own_mean import check_stages, own_mean
 from phalanx.train.step.cuda_graph import Captured
 
 logger = logging.getLogger("phalanx.train")
