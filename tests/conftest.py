@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -70,6 +71,13 @@ def no_context_left() -> Iterator[None]:
     context = sys.modules.get("phalanx.comm.context")
     if context is not None:
         context.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_frozen() -> None:
+    """Spare every `gc.collect()`, and `px.distribute` calls it twice, half a second of walking through torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
