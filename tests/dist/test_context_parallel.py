@@ -193,7 +193,7 @@ FEW = {name: CASES[name] for name in ("causal", "masked", "recompute")}
 def test_ranks_that_compute_parts_of_sequences_train_as_one_process(
     ranks: int, degree: int, cases: dict[str, Case]
 ) -> None:
-    found = run_ranks(train_all, ranks, cases, degree)
+    found = run_ranks(train_all, ranks, cases, degree, timeout_s=110)
     for name, case in cases.items():
         expected = alone(case)
         for rank, of in enumerate(found):
