@@ -307,10 +307,10 @@ class _GraphCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self._inner = torch._dynamo.lookup_backend("inductor")
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = self._inner(graph, inputs)
+        # Looked up here, as that imports a second's worth of torch.
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")(graph, inputs)
         # Counted once made: the compiler abandons an attempt when it learns that a number need not be a variable.
         self.count += 1
         return compiled
