@@ -15,7 +15,7 @@ import pytest
 
 from file_server import CONTENT, PROXIES, Server, serving
 from phalanx.data.readers import archive
-from phalanx.data.readers import download
+from phalanx.data import download
 from phalanx.errors import ConfigError, DataError, PeerLostError
 from ranks import run_ranks
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from file_server import CONTENT, PROXIES, serving
-from phalanx.data.readers import download
+from phalanx.data import download
 
 pytestmark = pytest.mark.fault
 

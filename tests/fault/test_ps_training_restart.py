@@ -12,7 +12,7 @@ SCRIPT = (
 import json, os, signal, sys
 from pathlib import Path
 from phalanx.comm import agreement
-from phalanx.ps import attach
+from phalanx.ps.client import table_client
 
 agreement.SAY_EVERY_S = 0.5  # so soon one that waits looks whether another was started again
 victim, mode = sys.argv[1:]
@@ -46,7 +46,7 @@ def train(victim):
         return [model.head.weight.tolist(), model.ids(torch.arange(50)).tolist()]
 
 results = [train(each) for each in (["nobody", victim] if victim == "server" else [victim])]
-pushed = attach.current().mode.store.report()["dense/0"].pushed
+pushed = table_client.current().mode.store.report()["dense/0"].pushed
 print("RESULT", json.dumps({"values": results, "pushed": pushed}), flush=True)
 if victim == "worker":
     fleet.save_persistables("saved")
