@@ -11,7 +11,7 @@ from phalanx.jobs import spec
 from phalanx.jobs.spec_file import read
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
-SECTION = PAGE.partition("## What a job may say")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## The job spec")[2].partition("\n## ")[0]
 WORDS = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", SECTION, flags=re.DOTALL)))))
 
 
