@@ -1,11 +1,11 @@
-"""Train AlexNet, convolutions data parallel and fully connected layers model parallel, on random images.
+"""Train AlexNet, convolutions data parallel and fully connected layers tensor parallel, on random images.
 
 python examples/alexnet_hybrid/train.py
 phalanx run -n 2 examples/alexnet_hybrid/train.py --optimizer sgd --dropout 0
 
-Each rank computes the convolutions of its own images. The fully connected layers, where nearly all parameters are, are
-cut: each rank holds a part of their outputs, and computes it for the images of all ranks. At --dropout 0 the losses
-are those of one process with the same global batch; with dropout each rank has a random stream of its own.
+Each rank computes the convolutions of its own images. The fully connected layers, which have nearly all parameters,
+are sharded: each rank holds some of their outputs, and computes them for the images of all ranks. With --dropout 0 the
+losses are those of one process with the same global batch; with dropout each rank has its own random stream.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CLASSES = 10
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
-    """Image i is the same on every rank, whoever reads it."""
+    """Image i is the same on every rank."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed = count, seed
@@ -42,9 +42,9 @@ class RandomImages(Dataset[tuple[Tensor, Tensor]]):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
-    parser.add_argument("--lr", type=float, default=None, help="0.001 for adam, 0.01 for sgd when omitted")
-    parser.add_argument("--dropout", type=float, default=0.5, help="0 makes the result equal at any number of ranks")
-    parser.add_argument("--device-batch", type=int, default=1, help="images of one step on each rank")
+    parser.add_argument("--lr", type=float, default=None, help="default: 0.001 for adam, 0.01 for sgd")
+    parser.add_argument("--dropout", type=float, default=0.5, help="0: same result on any number of ranks")
+    parser.add_argument("--device-batch", type=int, default=1, help="images per step and rank")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="two steps only")

@@ -1,4 +1,4 @@
-"""Train a ResNet-50 on CIFAR-10, alone or in parallel as you say or a planner finds: one word on the command line.
+"""Train a ResNet-50 on CIFAR-10 with px.Model; --parallel_mode selects one process, a parallel layout or the planner.
 
 python examples/cifar_auto_parallel/train.py --data cifar-10-batches-bin --parallel_mode STAND_ALONE
 phalanx run -n 8 examples/cifar_auto_parallel/train.py --data cifar-10-batches-bin --parallel_mode DATA_PARALLEL
@@ -7,7 +7,7 @@ phalanx run -n 2 examples/cifar_auto_parallel/train.py --parallel_mode AUTO_PARA
 pytest -s -v examples/cifar_auto_parallel/train.py
 
 Without CIFAR-10's binary files it trains on scikit-learn's handwritten digits, enlarged to CIFAR's size. `--norm group`
-makes the losses equal in every mode: batch norm sees the rows of its rank, as it does everywhere.
+makes the losses equal in every mode, because BatchNorm uses per-rank statistics.
 """
 
 import argparse
@@ -31,17 +31,19 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = [mode.name for mode in px.ParallelMode]
-    parser.add_argument("--parallel_mode", choices=modes, default=None, help="as the ranks are when omitted")
-    parser.add_argument("--data", default="digits", help="folder of CIFAR-10's .bin files, or digits")
-    parser.add_argument("--image-size", type=int, default=None, help="224 for CIFAR-10, 32 for digits when omitted")
+    parser.add_argument("--parallel_mode", choices=modes, default=None, help="default: from the number of ranks")
+    parser.add_argument("--data", default="digits", help="folder with CIFAR-10's .bin files, or digits")
+    parser.add_argument("--image-size", type=int, default=None, help="default: 224 for CIFAR-10, 32 for digits")
     parser.add_argument("--layers", type=int, default=50, choices=(18, 34, 50, 101, 152))
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     parser.add_argument("--norm", choices=("batch", "group"), default="batch")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=None, help="stop after this many steps")
-    parser.add_argument("--global-batch", type=int, default=256, help="rows of one step over all ranks: 8 x 32")
+    parser.add_argument("--global-batch", type=int, default=256, help="samples per step over all ranks: 8 x 32")
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--print-every", type=int, default=None, help="steps between two losses; an epoch when omitted")
+    parser.add_argument(
+        "--print-every", type=int, default=None, help="steps between two printed losses; default: an epoch"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a narrow network for a few steps")
     args = parser.parse_args(arguments)
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         print(f"===============ds_num {dataset.get_dataset_size()}")
 
     net = ResNet(10, args.layers, width=args.width, small_images=args.data == "digits", norm=args.norm)
-    px.shard(net, {"classifier": "column"})  # what HYBRID_PARALLEL cuts; the other modes leave it whole
+    px.shard(net, {"classifier": "column"})  # HYBRID_PARALLEL shards it; the other modes replicate it
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     model = px.Model(
         net,
@@ -128,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def test_train_cifar() -> None:
-    """The script under pytest: a narrow, less deep network on digits, in the mode of the ranks that were launched."""
+    """The script under pytest: a narrow, less deep network on digits, in the mode that fits the number of ranks."""
     result = main(["--layers", "18", "--width", "8", "--global-batch", "32", "--epochs", "1", "--lr", "0.05"])
     assert result["loss"] < 2.3, "a guess among ten costs 2.3"
 

@@ -24,7 +24,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--global-batch", type=int, default=32, help="cases of one step over all ranks")
+    parser.add_argument("--global-batch", type=int, default=32, help="samples per step over all ranks")
     parser.add_argument("--lr", type=float, default=0.002)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a few epochs")
@@ -35,7 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_cases(seed: int) -> tuple[Rows, Rows, Rows]:
-    """Return cases to train on, to stop by, and to test with; features have the mean 0 and the variance 1 in training.
+    """Return the training, validation and test cases; features have the mean 0 and the variance 1 in training.
 
     A malignant tumour is 1.
     """

@@ -1,10 +1,10 @@
-"""Detection: find handwritten digits on a larger picture, each with its box and class, in one shot.
+"""Detection: find handwritten digits in a larger picture, each with its box and class, in one pass.
 
 python examples/families/detection.py
 phalanx run -n 2 examples/families/detection.py
 
 The digits are scikit-learn's real images, 8 x 8 pixels; pictures are made of them: one to three at random places,
-enlarged by 1 to 1.5. A picture is cut into cells; the one that holds a digit's middle is to tell its box and its class.
+enlarged by 1 to 1.5. A picture is divided into cells; the cell with a digit's centre predicts its box and class.
 """
 
 import argparse
@@ -26,10 +26,10 @@ CLASSES = 10
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=2000, help="to train on")
+    parser.add_argument("--pictures", type=int, default=2000, help="training pictures")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
-    parser.add_argument("--global-batch", type=int, default=32, help="pictures of one step over all ranks")
+    parser.add_argument("--global-batch", type=int, default=32, help="pictures per step over all ranks")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="few pictures, a narrow network")
@@ -40,10 +40,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_pictures(count: int, seed: int, train: bool) -> tuple[Tensor, Tensor]:
-    """Return pictures (count, 1, SIDE, SIDE) and what each cell is to say, (count, CELLS, CELLS, 6).
+    """Return pictures (count, 1, SIDE, SIDE) and the target of each cell, (count, CELLS, CELLS, 6).
 
-    The six are: whether a digit's middle is here, its box (middle in the cell from 0 to 1, logarithm of its height and
-    width in cells), its class.
+    The six are: whether the cell has a digit's centre, its box (centre in the cell from 0 to 1, logarithm of its height
+    and width in cells), its class.
     """
     digits = DigitsDataset(train)
     generator = torch.Generator().manual_seed(seed)
@@ -71,7 +71,7 @@ def make_pictures(count: int, seed: int, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def detector(width: int) -> nn.Module:
-    """Return a network from pictures to what `make_pictures` says of each cell, the class as ten scores."""
+    """Return a network from pictures to the targets of `make_pictures`, with ten scores for the class."""
     layers: list[nn.Module] = []
     channels = [1, width, 2 * width, 4 * width]
     for before, after in itertools.pairwise(channels):
@@ -81,7 +81,7 @@ def detector(width: int) -> nn.Module:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over pictures; each counts the same, however many digits it has, so ranks' means add up."""
+    """Return the mean over pictures, each with the same weight, so that means of ranks can be averaged."""
     output = output.permute(0, 2, 3, 1)
     is_here = target[..., 0]
     here = F.binary_cross_entropy_with_logits(output[..., 0], is_here, reduction="none").sum((1, 2))
@@ -91,14 +91,14 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def right_share(output: Tensor, target: Tensor) -> Tensor:
-    """Return 2 x right / (told + there) of each picture.
+    """Return the F1 score of each picture: 2 x correct / (predicted + actual).
 
-    Right is a digit that is told in its cell, with its class, and a box that overlaps its own by half.
+    A prediction is correct if cell and class match and its box overlaps the digit's box by half.
     """
     output = output.permute(0, 2, 3, 1)
-    told, there = output[..., 0] > 0, target[..., 0] > 0
-    right = told & there & (output[..., 5:].argmax(-1) == target[..., 5]) & (overlap(output, target) >= 0.5)
-    return 2 * right.sum((1, 2)) / (told.sum((1, 2)) + there.sum((1, 2)))
+    predicted, actual = output[..., 0] > 0, target[..., 0] > 0
+    correct = predicted & actual & (output[..., 5:].argmax(-1) == target[..., 5]) & (overlap(output, target) >= 0.5)
+    return 2 * correct.sum((1, 2)) / (predicted.sum((1, 2)) + actual.sum((1, 2)))
 
 
 def overlap(output: Tensor, target: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""A graph: which side each member of Zachary's karate club took, from who met whom and the sides of some.
+"""A graph network: predict the side of each member of Zachary's karate club from who met whom and the sides of some.
 
 python examples/families/graph.py
 phalanx run -n 2 examples/families/graph.py
 
 The network of 34 members was observed by W. W. Zachary (1977) and comes with networkx, which torch needs anyway. Two
-layers of graph convolution (Kipf and Welling, arXiv:1609.02907) train on half of the members; a row is a member.
+layers of graph convolution (Kipf and Welling, arXiv:1609.02907) train on half of the members; a sample is a member.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--global-batch", type=int, default=17, help="members of one step over all ranks")
+    parser.add_argument("--global-batch", type=int, default=17, help="members per step over all ranks")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a few epochs")
@@ -41,12 +41,12 @@ def read_club() -> tuple[Tensor, Tensor]:
 
 
 class GraphNetwork(nn.Module):
-    """Two graph convolutions over the whole graph; scores of the members asked for.
+    """Two graph convolutions over the full graph; scores of the requested members.
 
     Args:
         met: Weights of the edges, shape (members, members).
-        width: Numbers that stand for a member.
-        classes: What is told apart.
+        width: Size of the hidden representation of a member.
+        classes: Number of classes.
     """
 
     def __init__(self, met: Tensor, width: int, classes: int) -> None:
@@ -54,7 +54,7 @@ class GraphNetwork(nn.Module):
         linked = met + torch.eye(len(met))
         scale = linked.sum(1).rsqrt()
         self.register_buffer("spread", scale[:, None] * linked * scale)
-        self.first = nn.Embedding(len(met), width)  # a linear layer, of features that only say which member it is
+        self.first = nn.Embedding(len(met), width)  # a linear layer over one-hot features
         self.second = nn.Linear(width, classes)
 
     def forward(self, members: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Grey images of ten classes: MNIST's own files, or the small digits that scikit-learn ships."""
+"""Grey images of ten classes: MNIST's own files, or the small digits of scikit-learn."""
 
 import gzip
 import logging
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 
 class InputError(Exception):
-    """A file, a variable or a flag is not what it should be; the message says what to do."""
+    """A file, a variable or a flag is invalid; the message has the fix."""
 
 
 class Images(NamedTuple):
@@ -24,7 +24,7 @@ class Images(NamedTuple):
     labels: torch.Tensor
 
     def batch(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some rows as the network wants them, with the mean and spread of MNIST taken out."""
+        """Return some samples as float tensors, normalised by the mean and standard deviation of MNIST."""
         return (self.pixels[rows].unsqueeze(1) / 255 - 0.1307) / 0.3081, self.labels[rows]
 
 
@@ -75,7 +75,7 @@ def read_mnist(folder: Path, part: str) -> Images:
 
 
 def read_digits() -> tuple[Images, Images]:
-    """Return scikit-learn's 1797 digits, enlarged to MNIST's size; every fifth is kept for the test."""
+    """Return scikit-learn's 1797 digits, enlarged to MNIST's size; every fifth is a test image."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:

@@ -4,8 +4,8 @@ python examples/mnist_ddp/train.py
 phalanx run -n 2 examples/mnist_ddp/train.py --data DIR
 torchrun --standalone --nproc_per_node 2 examples/mnist_ddp/train.py
 
-Nothing of Phalanx is imported: any launcher that sets RANK and WORLD_SIZE can start this file. The global
-batch stays the same on any number of ranks, so with --dropout 0 the losses do too.
+This script does not import Phalanx: any launcher that sets RANK and WORLD_SIZE can start it. The global
+batch does not depend on the number of ranks, and with --dropout 0 neither do the losses.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from mnist import Images, InputError, read_data
 class DistributedDataParallel(nn.Module):
     """Start every rank from rank 0's weights, and average the gradients when a backward pass ends.
 
-    All gradients of one dtype travel in one flat all-reduce. Every rank must run as many backward passes.
+    All gradients of one dtype are sent in one flat all-reduce. Every rank must run the same number of backward passes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module):
         buckets: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                if parameter.grad is None:  # unused here, maybe not elsewhere: the ranks' messages must match
+                if parameter.grad is None:  # unused here, but maybe not on other ranks, whose all-reduce must match
                     parameter.grad = torch.zeros_like(parameter)
                 buckets[parameter.dtype].append(parameter.grad)
         for gradients in buckets.values():
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 
 class GlobalBatches:
-    """This rank's rows of each global batch. What a global batch holds does not depend on the number of ranks."""
+    """This rank's samples of each global batch. The global batch does not depend on the number of ranks."""
 
     def __init__(self, count: int, global_batch: int, rank: int, world_size: int, seed: int) -> None:
         self.count, self.global_batch, self.seed = count, global_batch, seed
@@ -107,7 +107,7 @@ class GlobalBatches:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the order of the next epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class GlobalBatches:
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: GlobalBatches, images: Images, most: int | None
 ) -> tuple[float, int, int]:
-    """Train on at most `most` batches. Returns their mean loss over all ranks, how many they were, and their rows."""
+    """Train on at most `most` batches. Returns their mean loss over all ranks, their number, and their samples."""
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=images.labels.device)
     steps = seen = 0
@@ -130,8 +130,8 @@ def train_epoch(
         optimizer.zero_grad()
         pixels, labels = images.batch(rows)
         loss = F.nll_loss(model(pixels), labels, reduction="sum") / global_rows
-        # The wrapper divides the ranks' sum by their number. This rank's part of the mean over the global
-        # batch is times that number here, so each row weighs the same however the rows were split.
+        # The wrapper averages over ranks. This rank's part of the mean over the global batch is multiplied by
+        # the world size, so that every sample has the same weight however the batch is split.
         (loss * batches.world_size).backward()
         optimizer.step()
         total += loss.detach()
@@ -142,7 +142,7 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Images) -> float:
-    """Return the share of test images that are recognised; each rank looks at some, none twice."""
+    """Return the accuracy on the test images; each rank evaluates some of them, none twice."""
     model.eval()
     correct = torch.zeros((), dtype=torch.long, device=images.labels.device)
     for start in range(1000 * dist.get_rank(), len(images.labels), 1000 * dist.get_world_size()):
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, train: Images, test: Images, device: torch.dev
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Read who this process is; alone when nobody says."""
+    """Read rank and world size from the environment; a single process if they are not set."""
     rank, world_size = os.environ.get("RANK", "unset"), os.environ.get("WORLD_SIZE", "unset")
     if rank == world_size == "unset":
         return 0, 1
@@ -198,15 +198,15 @@ def choose_device(gpu: bool, rank: int) -> torch.device:
         logging.info("=========================")
         logging.warning("--gpu was given, but torch finds no CUDA device: training on the CPU.")
         return torch.device("cpu")
-    cards = torch.cuda.device_count()
-    card = int(os.environ.get("LOCAL_RANK", rank % cards))
-    if card >= cards:
-        raise InputError(f"Local rank {card} needs a card of its own, but this host shows {cards}. Start fewer.")
-    logging.info("CUDA device name: %s", torch.cuda.get_device_name(card))
+    gpus = torch.cuda.device_count()
+    gpu = int(os.environ.get("LOCAL_RANK", rank % gpus))
+    if gpu >= gpus:
+        raise InputError(f"Local rank {gpu} needs its own GPU, but this node has {gpus}. Start fewer ranks.")
+    logging.info("CUDA device name: %s", torch.cuda.get_device_name(gpu))
     logging.info("CUDA version: %s", torch.version.cuda)
     logging.info("=========================")
-    torch.cuda.set_device(card)
-    return torch.device("cuda", card)
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
 
 
 def join_ranks(device: torch.device, rank: int, world_size: int) -> None:
@@ -226,15 +226,17 @@ def parse_arguments() -> argparse.Namespace:
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST's IDX files; scikit-learn's digits if omitted")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with MNIST's IDX files; default: scikit-learn's digits"
+    )
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--steps", type=positive, help="stop after this many optimizer steps")
-    parser.add_argument("--global-batch", type=positive, default=128, help="rows of one step, over all ranks")
+    parser.add_argument("--global-batch", type=positive, default=128, help="samples per step over all ranks")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--momentum", type=float, default=0.5)
-    parser.add_argument("--dropout", type=float, default=0.5, help="0 makes runs on different numbers of ranks equal")
+    parser.add_argument("--dropout", type=float, default=0.5, help="0: same result on any number of ranks")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--gpu", action="store_true", help="one card per rank, if CUDA is there")
+    parser.add_argument("--gpu", action="store_true", help="use one GPU per rank if CUDA is available")
     parser.add_argument("--smoke", action="store_true", help="a few steps only")
     args = parser.parse_args()
     if not 0 <= args.dropout < 1:
@@ -251,7 +253,7 @@ def main() -> None:
     args = parse_arguments()
     try:
         rank, world_size = rank_and_world_size()
-        # Before the ranks meet: bad input ends every rank the same way, and none waits for another.
+        # Before the process group is initialised: bad input fails on every rank, and none waits for another.
         train, test = read_data(args.data)
         device = choose_device(args.gpu, rank)
     except InputError as error:

@@ -32,7 +32,7 @@ class Images:
 
 
 def open_images(name: str, folder: str | None, class_dim: int | None) -> Images:
-    """Return the images called `name`, for a model of `class_dim` classes; of the data's own when it is None."""
+    """Return the images called `name`, for a model of `class_dim` classes; default: those of the data."""
     folder = folder or FOLDERS.get(name, "")
     if name == "digits":
         train, test, size = DigitsDataset(True, channels=3), DigitsDataset(False, channels=3), 8

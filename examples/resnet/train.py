@@ -1,4 +1,4 @@
-"""Train a ResNet on images; the same file for one process and for many, eager and compiled.
+"""Train a ResNet on images; the same script for one process and for many, eager and compiled.
 
 python examples/resnet/train.py
 phalanx run -n 2 examples/resnet/train.py --graph
@@ -20,23 +20,25 @@ import phalanx as px
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=SOURCES, default="digits", help="which images to train on")
-    parser.add_argument("--data-dir", default=None, help="folder of the files, for every source but digits")
+    parser.add_argument("--data-dir", default=None, help="folder with the files, for every source except digits")
     parser.add_argument("--layers", type=int, default=18, choices=(18, 34, 50, 101, 152))
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     parser.add_argument(
-        "--norm", choices=("batch", "group"), default="batch", help="group: same result at any world size"
+        "--norm", choices=("batch", "group"), default="batch", help="group: same result for any world size"
     )
-    parser.add_argument("--class-dim", type=int, default=None, help="classes of the model; the data's when omitted")
+    parser.add_argument("--class-dim", type=int, default=None, help="classes of the model; default: those of the data")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=None, help="stop after this many optimizer steps")
-    parser.add_argument("--global-batch", type=int, default=64, help="rows of one optimizer step, over all ranks")
+    parser.add_argument("--global-batch", type=int, default=64, help="samples per optimizer step over all ranks")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--l2-decay", type=float, default=1e-4)
-    parser.add_argument("--warmup-steps", type=int, default=20, help="steps over which the learning rate rises")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="steps of linear warm-up")
     parser.add_argument("--graph", action="store_true", help="compile the forward pass, the loss and the update")
-    parser.add_argument("--strategy", default=None, help="file of a technique, such as one of strategies/*.yaml")
-    parser.add_argument("--checkpoint", default=None, help="folder to save to, and to go on from where it holds a save")
+    parser.add_argument("--strategy", default=None, help="strategy file, such as one of strategies/*.yaml")
+    parser.add_argument(
+        "--checkpoint", default=None, help="checkpoint directory; resumes from it if it contains a checkpoint"
+    )
     parser.add_argument("--save-every", type=int, default=100, help="optimizer steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a narrow model for a few steps")
@@ -55,12 +57,12 @@ def strategy_of(args: argparse.Namespace) -> px.DistributedStrategy:
 
 
 def build(args: argparse.Namespace, images: Images):
-    """Return model, optimizer and loader, which train as the strategy says."""
+    """Return the distributed model, optimizer and loader."""
     strategy = strategy_of(args)
     model = ResNet(
         class_dim=images.class_dim, layers=args.layers, width=args.width, small_images=images.size <= 64, norm=args.norm
     )
-    if strategy.lamb:  # changes how Adam updates; every other technique goes with SGD
+    if strategy.lamb:  # LAMB needs Adam; every other technique works with SGD
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.l2_decay)
@@ -70,7 +72,7 @@ def build(args: argparse.Namespace, images: Images):
 
 
 def batches(args: argparse.Namespace, loader, steps: int):
-    """Yield epoch, number in it, images and labels of what is left to train on after some steps."""
+    """Yield epoch, batch index, images and labels of the batches that remain after some steps."""
     for epoch in range(loader.epoch, args.epochs):
         for batch_id, (image, label) in enumerate(loader):
             yield epoch, batch_id, image, label
@@ -80,7 +82,7 @@ def batches(args: argparse.Namespace, loader, steps: int):
 
 
 def train(args: argparse.Namespace, model, optimizer, loader, step):
-    """Train, from a checkpoint where there is one; return the last loss, the steps so far and the rows of this run."""
+    """Train, from the checkpoint if any; return the last loss, the steps so far and the samples of this run."""
     checkpointer, found = None, None
     if args.checkpoint:
         checkpointer = px.Checkpointer(args.checkpoint, model, optimizer, loader, every=args.save_every)
@@ -116,7 +118,7 @@ def main() -> None:
 
     images = open_images(args.data, args.data_dir, args.class_dim)
     if is_first:
-        print("Execute startup program.")  # the weights are drawn, and those of rank 0 sent to all
+        print("Execute startup program.")  # weights are initialised and broadcast from rank 0
     model, optimizer, loader = build(args, images)
     step = px.train_step(model, F.cross_entropy, optimizer, fetch={"output": lambda output, _: output})
     if is_first:

@@ -1,4 +1,4 @@
-"""A small GPT (Radford et al., 2019: norms before each part), plain PyTorch."""
+"""A small GPT (Radford et al., 2019: pre-norm), plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers on each token, both around a shortcut."""
+    """Causal attention and a two-layer MLP, both with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        # -1: a rank may hold some of the heads only
+        # -1: with tensor parallel a rank holds a subset of the heads
         q, k, v = (part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(seen.transpose(1, 2).flatten(2))
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next token at each place.
+    """Scores of the next token at each position.
 
     Args:
         vocabulary: Number of different tokens.
@@ -45,7 +45,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return scores of shape (rows, places, vocabulary)."""
+        """Return scores of shape (samples, positions, vocabulary)."""
         x = self.tokens(ids) + self.places[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)

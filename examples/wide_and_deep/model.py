@@ -1,7 +1,7 @@
 """Wide & deep learning (H.-T. Cheng et al., "Wide & Deep Learning for Recommender Systems", 2016).
 
 The wide part is a weight for every id, the deep part a network over a vector for every id and the dense values. Ids
-need no vocabulary: their rows live in tables on the parameter servers, or in this process when there are none.
+need no vocabulary: their rows live in tables on the parameter servers, or in this process if there are none.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Train a wide & deep model; the same file for one process, and for workers that share tables on servers.
+"""Train a wide & deep model; the same script for one process, and for workers that share tables on parameter servers.
 
 python examples/wide_and_deep/train.py
 phalanx run --server_num 1 --worker_num 2 examples/wide_and_deep/train.py --mode sync
@@ -30,15 +30,17 @@ MODES = {
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="flights", help="flights, synthetic, or a folder of files in Criteo's format")
-    parser.add_argument("--split", choices=("time", "random"), default="time", help="which flights are for the test")
+    parser.add_argument("--split", choices=("time", "random"), default="time", help="how to choose the test flights")
     parser.add_argument("--mode", choices=MODES, default="async", help="how workers and servers work together")
-    parser.add_argument("--rows", type=int, default=200_000, help="rows of the synthetic data")
-    parser.add_argument("--hash-space", type=int, default=None, help="ids of a folder's files; 64 bits when omitted")
+    parser.add_argument("--rows", type=int, default=200_000, help="samples of the synthetic data")
+    parser.add_argument(
+        "--hash-space", type=int, default=None, help="number of ids for a folder's files; default: 64 bits"
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="stop each epoch after this many steps")
-    parser.add_argument("--global-batch", type=int, default=512, help="rows of one step, over all workers")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the dense parameters (Adam)")
-    parser.add_argument("--sparse-lr", type=float, default=0.02, help="of the rows (Adagrad)")
+    parser.add_argument("--global-batch", type=int, default=512, help="samples per step over all workers")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the dense parameters (Adam)")
+    parser.add_argument("--sparse-lr", type=float, default=0.02, help="learning rate of the embedding rows (Adagrad)")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--smoke", action="store_true", help="few steps")
     args = parser.parse_args()
@@ -48,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def open_data(args: argparse.Namespace) -> tuple[ShardedLoader, ShardedLoader | None, dict]:
-    """Return the loaders of training and test rows, and the sizes of a model that fits them."""
+    """Return the loaders of the training and test set, and the model sizes that fit them."""
     if args.data == "flights":
         flights = open_flights(args.split)
         train = ShardedLoader(flights.train, global_batch=args.global_batch, seed=args.seed)
@@ -69,7 +71,7 @@ def build(args: argparse.Namespace, sizes: dict) -> tuple[WideDeepModel, torch.o
 
 
 def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: ShardedLoader) -> dict:
-    """Train; the first pass scores each batch before it is trained on, so that a stream needs no test rows."""
+    """Train; the first epoch evaluates each batch before training on it, so that a stream needs no test set."""
     started, rows, seen = time.perf_counter(), 0, fleet.metrics.Auc()
     for epoch in range(args.epochs):
         losses, counted = 0.0, 0
@@ -98,7 +100,7 @@ def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: Sha
 
 @torch.no_grad()
 def evaluate(model: WideDeepModel, loader: ShardedLoader) -> float:
-    """Return the AUC over the test rows of all workers."""
+    """Return the AUC over the test samples of all workers."""
     model.eval()
     auc = fleet.metrics.Auc()
     for dense, ids, label in loader:

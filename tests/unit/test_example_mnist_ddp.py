@@ -153,7 +153,7 @@ def test_a_rank_without_a_card_of_its_own_is_refused(train: ModuleType, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(train.InputError, match="Local rank 1 needs a card of its own, but this host shows 1"):
+    with pytest.raises(train.InputError, match="Local rank 1 needs its own GPU, but this node has 1"):
         train.choose_device(True, 1)
 
 
