@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.errors import NotFoundError, StateError
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State, may_follow
+from phalanx.jobs.states import JobState, may_follow
 
 
 class MemoryLedger:
@@ -36,7 +36,7 @@ class MemoryLedger:
             "default",
             "j",
             owner,
-            State.QUEUED,
+            JobState.QUEUED,
             "",
             backend,
             made.priority,
@@ -65,7 +65,7 @@ class MemoryLedger:
     def last_change(self) -> int:
         return self.version
 
-    def jobs(self, *, states: Collection[State] = (), ended_after: datetime | None = None) -> list[Job]:
+    def jobs(self, *, states: Collection[JobState] = (), ended_after: datetime | None = None) -> list[Job]:
         found = [job for job in self.rows.values() if not states or job.state in states]
         return [job for job in reversed(found) if ended_after is None or (job.ended and job.ended > ended_after)]
 
@@ -77,9 +77,9 @@ class MemoryLedger:
 
     def begin_attempt(self, job: str) -> Attempt:
         row, tries = self.rows[job], self.tries[job]
-        if row.state not in (State.QUEUED, State.RESTARTING) or (tries and tries[-1].ended is None):
+        if row.state not in (JobState.QUEUED, JobState.RESTARTING) or (tries and tries[-1].ended is None):
             raise StateError(f"Job {job} can have no new attempt now.")
-        tries.append(Attempt(job, len(tries) + 1, State.QUEUED, created=self.now()))
+        tries.append(Attempt(job, len(tries) + 1, JobState.QUEUED, created=self.now()))
         self.rows[job] = replace(row, attempt=len(tries))
         self.version += 1
         return tries[-1]
@@ -90,7 +90,7 @@ class MemoryLedger:
     def change(
         self,
         job: str,
-        state: State,
+        state: JobState,
         reason: str = "",
         *,
         failure: Failure | None = None,
@@ -100,13 +100,13 @@ class MemoryLedger:
         if not may_follow(row.state, state):
             raise StateError(f"Job {job} is {row.state}; it cannot become {state}.")
         now = self.now()
-        began = started or (now if state is State.RUNNING else None)
+        began = started or (now if state is JobState.RUNNING else None)
         self.rows[job] = replace(row, state=state, reason=reason, started=row.started or began)
-        if state.terminal:
+        if state.is_terminal:
             self.rows[job] = replace(self.rows[job], ended=now, failure=failure)
         if tries and tries[-1].ended is None:
-            over = state.terminal or state is State.RESTARTING
-            own = State.FAILED if state is State.RESTARTING else state
+            over = state.is_terminal or state is JobState.RESTARTING
+            own = JobState.FAILED if state is JobState.RESTARTING else state
             begun = tries[-1].started or began
             tries[-1] = replace(tries[-1], state=own, failure=failure, started=begun, ended=now if over else None)
         self._event(job, "state", reason, {"to": state})

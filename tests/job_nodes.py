@@ -1,4 +1,4 @@
-"""Attempts without a keeper: a folder with its order and its code, and the nodes that run it."""
+"""Attempts without a controller: a folder with its order and its code, and the nodes that run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from launching import SPARSE_MODEL
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.local import NODE
 from phalanx.jobs.spec import TrainingJob
@@ -70,7 +70,7 @@ def submission(
 
 def start_node(made: Submission, node: int, **environment: str) -> subprocess.Popen[bytes]:
     """Start one node of an attempt, as the backend of this machine does."""
-    attempt_files.write(made)
+    attempt_files.write_spec(made)
     read, write = os.pipe()
     os.write(write, json.dumps(made.secrets).encode())
     os.close(write)
@@ -85,11 +85,11 @@ def start_node(made: Submission, node: int, **environment: str) -> subprocess.Po
         os.close(read)
 
 
-def ends(made: Submission, nodes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 60.0) -> list[End]:
+def ends(made: Submission, nodes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 60.0) -> list[ExitRecord]:
     """Wait for the nodes and return their exit records."""
     for process in nodes:
         process.wait(timeout_s)
-    found = [attempt_files.read_end(made.folder, node) for node in range(len(nodes))]
+    found = [attempt_files.read_exit_record(made.folder, node) for node in range(len(nodes))]
     assert all(found), [path.read_text() for path in sorted(made.folder.glob("logs/node-*.log"))]
     return [end for end in found if end is not None]
 

@@ -14,14 +14,14 @@ import uvicorn
 
 from phalanx.jobs import paths
 from phalanx.jobs.api.app import make_app
-from phalanx.jobs.api.serve import Place, address_of, bind
-from phalanx.jobs.backends import Engines
-from phalanx.jobs.models import Actor, Failure, Job, Role
+from phalanx.jobs.api.serve import ListenOptions, address_of, bind
+from phalanx.jobs.backends import Backends
+from phalanx.jobs.models import Actor, Failure, Job, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobStore
 from phalanx.ui.console import add_console
 
 OWNER = Actor("keeper-of-the-house", owner=True)
@@ -29,13 +29,13 @@ OWNER = Actor("keeper-of-the-house", owner=True)
 
 @dataclass
 class JobServer:
-    """A server that runs. No keeper does: jobs are what a test makes them."""
+    """A server that runs. No controller does: jobs are what a test makes them."""
 
     url: str
-    store: Store
+    store: JobStore
     home: Path
 
-    def token(self, name: str, role: Role | None = None, workspace: str = "default") -> str:
+    def token(self, name: str, role: MemberRole | None = None, workspace: str = "default") -> str:
         """Return a token of `name`, made a member of `workspace` if a role is given."""
         if role is not None:
             self.store.put_member(workspace, name, role)
@@ -57,12 +57,12 @@ class JobServer:
         attempt = self.store.begin_attempt(job.id)
         folder = paths.attempt_folder(self.home, job.id, attempt.number)
         paths.logs(folder).mkdir(parents=True)
-        self.store.change(job.id, State.RUNNING)
+        self.store.change(job.id, JobState.RUNNING)
         return folder
 
     def end(self, job: Job, failure: Failure | None = None) -> None:
         """Let a running job end."""
-        self.store.change(job.id, State.FAILED if failure else State.SUCCEEDED, failure=failure)
+        self.store.change(job.id, JobState.FAILED if failure else JobState.SUCCEEDED, failure=failure)
 
 
 def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
@@ -76,11 +76,11 @@ def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
 @contextmanager
 def job_server(home: Path, *, per_second: float = 10_000, burst: int = 10_000) -> Iterator[JobServer]:
     """Run a server until the block ends."""
-    place = Place(port=0)
-    with Store(None, home) as store, bind(place) as bound:
+    place = ListenOptions(port=0)
+    with JobStore(None, home) as store, bind(place) as bound:
 
         def enter(token: str) -> Jobs:
-            return JobService(store, Engines(), store.actor_of(token), wake=lambda _: None)
+            return JobService(store, Backends(), store.actor_of(token), wake=lambda _: None)
 
         app = make_app(enter, per_second=per_second, burst=burst)
         add_console(app)

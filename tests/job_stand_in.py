@@ -1,4 +1,4 @@
-"""A node without Python, which starts in milliseconds: the tests of backends and keepers start it instead of ours."""
+"""A node without Python, which starts in milliseconds; tests of backends and controllers start it instead of ours."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from job_server import JobServer, job_server, report
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
-from phalanx.jobs.models import Failure, Role
-from phalanx.jobs.states import Cause, State
+from phalanx.jobs.models import Failure, MemberRole
+from phalanx.jobs.states import Cause, JobState
 
 pytestmark = pytest.mark.dist
 
@@ -134,7 +134,7 @@ def test_submitting_by_keyboard_alone(browser, server, tmp_path):
     browser.find_element(By.ID, "resources.cpu").send_keys("0.5", Keys.ENTER)
     _until(browser, lambda: "/ui/jobs/typed-" in browser.current_url)
     made = server.store.job(browser.current_url.rpartition("/")[2])
-    assert made.state is State.QUEUED
+    assert made.state is JobState.QUEUED
     assert made.spec["resources"]["cpu"] == 0.5
     assert made.spec["code"]["digest"]
 
@@ -152,10 +152,10 @@ def test_stopping_asks_first(browser, server):
     browser.get(f"{server.url}/ui/jobs/{job.id}")
     browser.find_element(By.CSS_SELECTOR, "button.danger").click()
     browser.switch_to.alert.dismiss()
-    assert server.store.job(job.id).state is State.QUEUED
+    assert server.store.job(job.id).state is JobState.QUEUED
     browser.find_element(By.CSS_SELECTOR, "button.danger").click()
     browser.switch_to.alert.accept()
-    _until(browser, lambda: server.store.job(job.id).state is State.STOPPED)
+    _until(browser, lambda: server.store.job(job.id).state is JobState.STOPPED)
     _until(browser, lambda: "stopped" in _text(browser))
 
 
@@ -201,7 +201,7 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
     job = server.queue("looked-at")
     open_browser.get(f"{server.url}/ui/sign-in")
     open_browser.delete_all_cookies()
-    _sign_in(open_browser, server.url, server.token("vera", Role.VIEWER))
+    _sign_in(open_browser, server.url, server.token("vera", MemberRole.VIEWER))
     open_browser.get(f"{server.url}/ui/jobs/{hidden.id}")
     assert "There is no such page" in _text(open_browser)
     open_browser.get(f"{server.url}/ui/w/secret-things/")
@@ -218,7 +218,7 @@ def test_a_viewer_looks_and_cannot_touch(open_browser, server):
     )
     open_browser.execute_script(f"{post}; document.body.append(form); form.submit()")
     _until(open_browser, lambda: "vera is viewer" in _text(open_browser) and "stop" in open_browser.current_url)
-    assert server.store.job(job.id).state is State.QUEUED
+    assert server.store.job(job.id).state is JobState.QUEUED
 
 
 def test_nothing_is_fetched_from_elsewhere(browser, server):

@@ -23,11 +23,11 @@ from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.api.app import make_app
-from phalanx.jobs.api.serve import Place, bind, serve
+from phalanx.jobs.api.serve import ListenOptions, bind, serve
 from phalanx.jobs.client import Client
-from phalanx.jobs.models import Failure, Role
+from phalanx.jobs.models import Failure, MemberRole
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import Cause, State
+from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.attempt.usage import Sample, Usage
 
 pytestmark = pytest.mark.dist
@@ -59,10 +59,10 @@ def test_a_job_goes_round_by_http(server, owner, tree):
     spec = TrainingJob(name="round", command="python train.py", code=Code(path="."), resources={"cpu": 0.5})
     job = owner.submit(spec, base=tree, request="once")
     assert owner.submit(spec, base=tree, request="once") == job == owner.job(job.id)
-    assert job.state is State.QUEUED
+    assert job.state is JobState.QUEUED
     kept = server.home / "code" / job.spec["code"]["digest"]
     assert sorted(path.name for path in kept.iterdir()) == [".phalanxignore", "train.py"]
-    assert job.id in [one.id for one in owner.jobs("default", states=[State.QUEUED])]
+    assert job.id in [one.id for one in owner.jobs("default", states=[JobState.QUEUED])]
     with pytest.raises(StateError, match="Only a job that has ended"):
         owner.retry(job.id)
 
@@ -94,8 +94,8 @@ def test_a_job_goes_round_by_http(server, owner, tree):
 
 def test_configurations_go_round_by_http(server, owner):
     owner.add_workspace("round-trip")
-    owner.put_member("round-trip", "ada", Role.DEVELOPER)
-    assert {one.name: one.members for one in owner.workspaces()}["round-trip"] == {"ada": Role.DEVELOPER}
+    owner.put_member("round-trip", "ada", MemberRole.DEVELOPER)
+    assert {one.name: one.members for one in owner.workspaces()}["round-trip"] == {"ada": MemberRole.DEVELOPER}
     owner.put_code("round-trip", "net", Code(git="https://example.org/net.git"))
     owner.put_dataset("round-trip", Dataset(name="digits", kind="local", uri=str(server.home)))
     owner.put_secret("round-trip", "KEY", "very secret value")
@@ -124,7 +124,7 @@ def test_who_may_do_what(server, owner, tree):
     owner.add_workspace("theirs")
     mine, theirs = server.queue("mine"), server.queue("theirs", workspace="theirs")
     spec = TrainingJob(name="no", command="python train.py")
-    with Client(server.url, server.token("vera", Role.VIEWER)) as vera:
+    with Client(server.url, server.token("vera", MemberRole.VIEWER)) as vera:
         assert vera.job(mine.id).id == mine.id
         with pytest.raises(AccessError, match="vera is viewer"):
             vera.submit(spec, base=tree)
@@ -163,7 +163,7 @@ def test_a_developer_reads_no_folder_of_the_server(server, owner, tmp_path):
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     (private / "train.py").write_text("server secret")
-    asked = {"authorization": f"Bearer {server.token('dev', Role.DEVELOPER)}"}
+    asked = {"authorization": f"Bearer {server.token('dev', MemberRole.DEVELOPER)}"}
     job = {"name": "no", "command": "env true", "launch": "env", "backend": "kubernetes", "kubernetes": {"image": "i"}}
     with httpx.Client(base_url=f"{server.url}/api/v1/", headers=asked) as dev:
         for verb in ("jobs", "jobs/render"):
@@ -240,14 +240,14 @@ def test_half_letters_get_an_answer(server):
 
 def test_off_loopback_only_with_a_certificate(tmp_path):
     with pytest.raises(ConfigError, match="in the clear"):
-        bind(Place(host="0.0.0.0", port=0))
+        bind(ListenOptions(host="0.0.0.0", port=0))
     with pytest.raises(ConfigError, match="https"):
         Client("http://train.example", "token")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match=r"in use by pid \d+"):
-            bind(Place(port=taken.getsockname()[1]))
+            bind(ListenOptions(port=taken.getsockname()[1]))
 
 
 def test_a_certificate_serves_https(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_a_certificate_serves_https(tmp_path, monkeypatch):
     started: list[uvicorn.Server] = []
     run = uvicorn.Server.run
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **said: (started.append(self), run(self, **said))[1])
-    place = Place(host="0.0.0.0", port=0, certificate=pem)
+    place = ListenOptions(host="0.0.0.0", port=0, certificate=pem)
     bound = bind(place)
     bound.listen()
 
@@ -325,10 +325,10 @@ def test_a_proxy_and_prometheus_have_something_to_ask(server, owner):
     assert any(line.startswith('phalanx_http_requests_total{method="GET",status="200"}') for line in lines)
     assert any(line.startswith('phalanx_machine_total{resource="cpu"}') for line in lines)
     assert all(re.fullmatch(r"# (HELP|TYPE) .*|[a-z_]+(\{[a-z]+=\"[^\"]*\"(,[a-z]+=\"[^\"]*\")*\})? \S+", one) for one in lines)
-    with Client(server.url, server.token("counts", Role.VIEWER, "default")) as viewer:
+    with Client(server.url, server.token("counts", MemberRole.VIEWER, "default")) as viewer:
         assert viewer.counts().waiting["local", "measured"] == 1
     server.store.create_workspace("counted-apart")
-    with Client(server.url, server.token("apart", Role.VIEWER, "counted-apart")) as stranger:
+    with Client(server.url, server.token("apart", MemberRole.VIEWER, "counted-apart")) as stranger:
         assert stranger.counts().jobs == {}
 
 
@@ -367,7 +367,7 @@ def test_pages_offer_what_a_role_allows(server):
     done = server.queue("roles", owner="ada")
     server.start(done)
     server.end(done)
-    for name, role, may in (("looks", Role.VIEWER, False), ("submits", Role.DEVELOPER, True)):
+    for name, role, may in (("looks", MemberRole.VIEWER, False), ("submits", MemberRole.DEVELOPER, True)):
         token = server.token(name, role)
         texts = {path: _page(server, token, path).text for path in ("/w/default/", f"/jobs/{done.id}", "/w/default/codes")}
         offers = ("New job", "Run again", "Change and submit", "phalanx code add")
@@ -375,8 +375,8 @@ def test_pages_offer_what_a_role_allows(server):
             assert any(offer in text for text in texts.values()) == may, (name, offer)
         # Another's running job is for admins to stop.
         assert "/stop" not in _page(server, token, f"/jobs/{job.id}").text
-    assert "/stop" in _page(server, server.token("boss", Role.ADMIN), f"/jobs/{job.id}").text
-    refused = _page(server, server.token("vera2", Role.VIEWER), "/w/default/new")
+    assert "/stop" in _page(server, server.token("boss", MemberRole.ADMIN), f"/jobs/{job.id}").text
+    refused = _page(server, server.token("vera2", MemberRole.VIEWER), "/w/default/new")
     assert refused.status_code == 403
     assert "to submit jobs takes developer" in refused.text
     assert "sign-out" in refused.text

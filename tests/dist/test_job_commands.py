@@ -1,4 +1,4 @@
-"""The commands of jobs over everything that is real: a keeper, the local backend, a server and its client."""
+"""The commands of jobs over everything that is real: a controller, the local backend, a server and its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.store import Store
+from phalanx.jobs.store import JobStore
 
 pytestmark = pytest.mark.dist
 
@@ -53,8 +53,8 @@ def phalanx(env: dict[str, str], work: Path, *words: str, text: str = "", code: 
     return done
 
 
-def end_keeper(home: Path) -> None:
-    """End the keeper that submitting started, which would stay for some seconds more."""
+def end_controller(home: Path) -> None:
+    """End the controller that submitting started, which would stay for some seconds more."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if f"phalanx.jobs.control.controller\0{home}\0" in path.read_text(errors="replace"):
@@ -70,13 +70,13 @@ def test_a_job_runs_without_a_server_and_its_secret_is_seen_nowhere(env, work, t
     assert "key is *** rank 0" in done.stdout
     assert "seen by ps: False" in done.stdout
     home = tmp_path / "home"
-    with Store(None, home) as store:
+    with JobStore(None, home) as store:
         (job,) = store.jobs()
     assert (job.failure.exit_code, job.attempt) == (3, 1)
     shown = phalanx(env, work, "job", "show", job.id, "--json").stdout
     assert "key is ***" in shown
     assert VALUE not in done.stdout + done.stderr + shown
-    end_keeper(home)
+    end_controller(home)
     outside = [path for path in home.rglob("*") if path.is_file() and f"jobs/{job.id}/" not in str(path)]
     assert not [path for path in outside if VALUE.encode() in path.read_bytes()]
 

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 
 import file_server
 from phalanx.errors import BackendError, DataError, SpecError
-from phalanx.jobs.sources.datasets import fixed, provide
+from phalanx.jobs.sources.datasets import pin, provide
 from phalanx.jobs.sources.mounts import Bind, check, prefix
 from phalanx.jobs.spec import Dataset
 
@@ -50,11 +50,11 @@ def test_a_folder_of_a_bucket_is_pinned_fetched_once_and_cannot_be_written(
     said = Dataset(
         name="mnist", kind=kind, uri=f"{kind}://{bucket.name}/mnist", endpoint=endpoint, secret="K", mount="in"
     )
-    dataset = fixed(said, None, KEY)
+    dataset = pin(said, None, KEY)
     assert dataset.size == sum(
         len(name) * 1000 for name in ("mnist/train/a.bin", "mnist/train/b.bin", "mnist/labels.txt")
     )
-    assert fixed(dataset, None, KEY) == dataset
+    assert pin(dataset, None, KEY) == dataset
     works = [tmp_path / f"work-{node}" for node in range(2)]
     with ThreadPoolExecutor() as nodes:
         found = list(nodes.map(lambda work: provide(dataset, tmp_path / "home", work, KEY), works))
@@ -70,12 +70,12 @@ def test_a_folder_of_a_bucket_is_pinned_fetched_once_and_cannot_be_written(
     with pytest.raises(DataError, match="changed since submission"):
         provide(dataset, tmp_path / "elsewhere", works[0], KEY)
     with pytest.raises(SpecError, match="is not what it was"):
-        fixed(dataset, None, KEY)
+        pin(dataset, None, KEY)
     assert not list((tmp_path / "elsewhere").rglob("*.part"))
 
 
 def test_one_object_that_anybody_may_read_is_a_file(bucket: Any, endpoint: str, tmp_path: Path) -> None:
-    dataset = fixed(Dataset(name="d", kind="s3", uri=f"s3://{bucket.name}/mnist/labels.txt", endpoint=endpoint), None)
+    dataset = pin(Dataset(name="d", kind="s3", uri=f"s3://{bucket.name}/mnist/labels.txt", endpoint=endpoint), None)
     found = provide(dataset, tmp_path, tmp_path)
     assert (found.name, found.read_bytes()) == ("labels.txt", b"mnist/labels.txt" * 1000)
 
@@ -93,14 +93,14 @@ def test_what_a_bucket_does_not_have_or_allow_is_said(
 ) -> None:
     dataset = Dataset(name="d", kind="s3", uri=uri.format(bucket=bucket.name), endpoint=endpoint)
     with pytest.raises(SpecError, match=message) as caught:
-        fixed(dataset, None, secret)
+        pin(dataset, None, secret)
     assert "only-an-identity" not in str(caught.value)
 
 
 def test_a_service_that_is_not_there_is_said(unused_port: int) -> None:
     dataset = Dataset(name="d", kind="s3", uri="s3://bucket/x", endpoint=f"http://127.0.0.1:{unused_port}")
     with pytest.raises(SpecError, match="Check address, endpoint and secret"):
-        fixed(dataset, None)
+        pin(dataset, None)
 
 
 def test_names_that_lead_out_of_the_cache_are_refused(bucket: Any, endpoint: str, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[file_server.Server]:
 
 
 def test_a_file_of_a_web_server_is_pinned_and_fetched_once(web: file_server.Server, tmp_path: Path) -> None:
-    dataset = fixed(Dataset(name="d", kind="http", uri=web.url("data.bin")), None)
+    dataset = pin(Dataset(name="d", kind="http", uri=web.url("data.bin")), None)
     assert (dataset.version, dataset.size) == ('"1"', len(file_server.CONTENT))
     found = provide(dataset, tmp_path, tmp_path)
     assert found.read_bytes() == file_server.CONTENT
@@ -135,16 +135,16 @@ def test_a_file_of_a_web_server_is_pinned_and_fetched_once(web: file_server.Serv
 
 def test_a_file_with_another_checksum_is_not_used(web: file_server.Server, tmp_path: Path) -> None:
     right = Dataset(name="d", kind="http", uri=web.url("data.bin"), sha256=sha256(file_server.CONTENT).hexdigest())
-    assert provide(fixed(right, None), tmp_path, tmp_path).exists()
+    assert provide(pin(right, None), tmp_path, tmp_path).exists()
     with pytest.raises(DataError, match="has the checksum"):
-        provide(fixed(right.model_copy(update={"sha256": "0" * 64}), None), tmp_path, tmp_path)
+        provide(pin(right.model_copy(update={"sha256": "0" * 64}), None), tmp_path, tmp_path)
 
 
 def test_an_address_without_a_file_is_said(web: file_server.Server, unused_port: int) -> None:
     with pytest.raises(SpecError, match="the server said 404 Not Found"):
-        fixed(Dataset(name="d", kind="http", uri=web.url("absent")), None)
+        pin(Dataset(name="d", kind="http", uri=web.url("absent")), None)
     with pytest.raises(SpecError, match="cannot be reached"):
-        fixed(Dataset(name="d", kind="http", uri=f"http://127.0.0.1:{unused_port}/x"), None)
+        pin(Dataset(name="d", kind="http", uri=f"http://127.0.0.1:{unused_port}/x"), None)
 
 
 def test_an_absolute_mount_is_seen_by_one_process_alone(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from job_nodes import DDP
-from phalanx.jobs.backends import Engines
+from phalanx.jobs.backends import Backends
 from phalanx.jobs.backends.local import MARK
-from phalanx.jobs.control.controller import Keeper
+from phalanx.jobs.control.controller import JobController
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.models import Actor, Job
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore
 
 pytestmark = pytest.mark.dist
 
@@ -53,13 +53,13 @@ def left_of(home: Path) -> list[str]:
 
 
 def test_jobs_succeed_fail_hang_and_stop_on_this_machine(tmp_path: Path) -> None:
-    home, code, engines = tmp_path / "home", tmp_path / "code", Engines()
+    home, code, engines = tmp_path / "home", tmp_path / "code", Backends()
     code.mkdir()
     for name, text in SCRIPTS.items():
         (code / name).write_text(text)
-    with Store(None, home) as store:
+    with JobStore(None, home) as store:
         service = JobService(store, engines, Actor("ann", owner=True), wake=lambda _: None)
-        keeper = Keeper(store, engines, home, machine=Amount(8000, 2**20, 0))
+        controller = JobController(store, engines, home, machine=Amount(8000, 2**20, 0))
         service.put_secret("default", "TOKEN", "s3cret-value")
         ids = {}
         for name, said in JOBS.items():
@@ -70,14 +70,14 @@ def test_jobs_succeed_fail_hang_and_stop_on_this_machine(tmp_path: Path) -> None
             return service.job(ids[name])
 
         deadline = time.monotonic() + 100
-        while not all(job(name).state.terminal for name in JOBS):
+        while not all(job(name).state.is_terminal for name in JOBS):
             assert time.monotonic() < deadline, [job(name) for name in JOBS]
-            time.sleep(keeper.step())
-            if job("stopped").state is State.RUNNING and "up" in service.log(ids["stopped"]).text:
+            time.sleep(controller.step())
+            if job("stopped").state is JobState.RUNNING and "up" in service.log(ids["stopped"]).text:
                 service.stop(ids["stopped"])
-        keeper.release()
+        controller.release()
 
-        assert job("two-hosts").state is State.SUCCEEDED, job("two-hosts")
+        assert job("two-hosts").state is JobState.SUCCEEDED, job("two-hosts")
         assert [service.log(ids["two-hosts"], rank=rank).text for rank in "01"] == ["RESULT 0 2 2\n", "RESULT 1 2 2\n"]
         failures = {name: job(name).failure for name in ("memory", "silent")}
         assert {name: failure and failure.cause for name, failure in failures.items()} == {
@@ -85,6 +85,6 @@ def test_jobs_succeed_fail_hang_and_stop_on_this_machine(tmp_path: Path) -> None
             "silent": Cause.HANG,
         }
         assert len(service.attempts(ids["memory"])) == 1
-        assert (job("stopped").state, job("stopped").reason) == (State.STOPPED, "stopped by ann")
+        assert (job("stopped").state, job("stopped").reason) == (JobState.STOPPED, "stopped by ann")
         assert service.log(ids["stopped"]).text == "up ***\nsaved\n"
     assert left_of(home) == []

@@ -15,7 +15,7 @@ from kubernetes.client import ApiClient, Configuration
 from kubernetes_server import KubernetesServer
 from phalanx.errors import BackendError
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.spec import TrainingJob
@@ -160,19 +160,19 @@ def test_logs_come_once_and_exit_records_with_them(
     another.close()
     log = job.folder / "logs" / "node-0.log"
     assert log.read_text() == "first\nsame moment\nsame moment, later\nlast\n"
-    assert attempt_files.doing(job.folder, 0) == "running"
+    assert attempt_files.read_activity(job.folder, 0) == "running"
 
-    end = End("failed", Cause.USER_CODE, "rank 0 raised ValueError: x", rank=0, exit_code=1)
+    end = ExitRecord("failed", Cause.USER_CODE, "rank 0 raised ValueError: x", rank=0, exit_code=1)
     pod(
         server,
         0,
-        state={"terminated": {"exitCode": 1, "reason": "Error", "message": attempt_files.end_json(end)}},
+        state={"terminated": {"exitCode": 1, "reason": "Error", "message": attempt_files.exit_record_json(end)}},
         phase="Failed",
     )
     status = until(lambda: cluster.status(job, "j-1-1"), Phase.FAILED)
     assert status.failure is None, "what the node wrote says more"
     cluster.collect(job, "j-1-1")
-    assert attempt_files.read_end(job.folder, 0) == end
+    assert attempt_files.read_exit_record(job.folder, 0) == end
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def submit(backend: Local, tmp_path: Path) -> Iterator[Callable[..., Submission]
     yield one
     for submission in made:
         backend.cleanup(submission, "")
-        assert local._marked(submission.folder) == []
+        assert local._marked_pids(submission.folder) == []
 
 
 def until(check: Callable[[], bool]) -> None:
@@ -68,12 +68,12 @@ def test_an_attempt_runs_to_its_end_once(backend: Local, submit: Callable[..., S
     assert (done.folder / "logs" / "node-0.log").read_text() == "text of node 0\n"
 
 
-def test_another_keeper_finds_what_runs_and_starts_nothing_twice(
+def test_another_controller_finds_what_runs_and_starts_nothing_twice(
     backend: Local, submit: Callable[..., Submission]
 ) -> None:
     runs = submit("nap 60", resources={"nodes": 2})
     until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
-    (runs.folder / "node-1.pid").unlink()  # As if the keeper had died before it noted the pid.
+    (runs.folder / "node-1.pid").unlink()  # As if the controller had died before it noted the pid.
     other = Local(MACHINE, cards=(), node=backend._node)
     assert other.submit(runs) == backend.submit(runs)
     assert (ran(runs, 0), ran(runs, 1)) == (1, 1)
@@ -81,14 +81,14 @@ def test_another_keeper_finds_what_runs_and_starts_nothing_twice(
     other.stop(runs, "", 5)
     backend.stop(runs, "", 5)
     until(lambda: other.status(runs, "").phase is Phase.FAILED)
-    ends = [attempt_files.read_end(runs.folder, node) for node in (0, 1)]
+    ends = [attempt_files.read_exit_record(runs.folder, node) for node in (0, 1)]
     assert [end.outcome for end in ends if end] == ["stopped", "stopped"]
 
 
 def test_a_killed_node_is_lost_and_what_it_left_is_killed(backend: Local, submit: Callable[..., Submission]) -> None:
     runs = submit("hold", resources={"nodes": 2})
     until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
-    pid = local._note(runs.folder, 1)["pid"]
+    pid = local._read_pid_note(runs.folder, 1)["pid"]
     os.kill(pid, signal.SIGKILL)
     until(lambda: backend.status(runs, "").failure is not None)
     status = backend.status(runs, "")
@@ -106,7 +106,7 @@ def test_a_node_that_the_kernel_killed_for_memory_says_so(
     until(lambda: ran(runs) == 1)
     before = local._oom_kills()
     monkeypatch.setattr(local, "_oom_kills", lambda: before + 1)
-    os.kill(local._note(runs.folder, 0)["pid"], signal.SIGKILL)
+    os.kill(local._read_pid_note(runs.folder, 0)["pid"], signal.SIGKILL)
     until(lambda: backend.status(runs, "").phase is Phase.FAILED)
     failure = backend.status(runs, "").failure
     assert failure is not None
@@ -117,7 +117,7 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
     backend: Local, submit: Callable[..., Submission], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = submit("sulk")
-    until(lambda: ran(runs) == 1 and len(local._marked(runs.folder)) > 1)
+    until(lambda: ran(runs) == 1 and len(local._marked_pids(runs.folder)) > 1)
     backend.stop(runs, "", 0.05)
     assert backend.status(runs, "").phase is Phase.RUNNING
     monkeypatch.setattr(local, "_LATE_S", 0.0)
@@ -129,7 +129,7 @@ def test_a_node_that_does_not_end_is_killed_after_its_grace(
 def test_secrets_pass_through_no_argument_and_no_environment(backend: Local, submit: Callable[..., Submission]) -> None:
     runs = submit("nap 60", secrets={"TOKEN": "s3cret-value"})
     until(lambda: (runs.folder / "secrets-0").exists() and "s3cret" in (runs.folder / "secrets-0").read_text())
-    for pid in local._marked(runs.folder):
+    for pid in local._marked_pids(runs.folder):
         assert b"s3cret-value" not in local._read(pid, "cmdline") + local._read(pid, "environ")
     assert "s3cret-value" not in (runs.folder / "attempt.json").read_text()
     assert stat.S_IMODE((runs.folder / "node-0.lock").stat().st_mode) == 0o600

@@ -15,7 +15,7 @@ from job_nodes import DDP, SERVERS, ends, log, start_node, submission
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.backends.local import NODE
-from phalanx.jobs.attempt.launch_command import own_hosts
+from phalanx.jobs.attempt.launch_command import loopback_hosts
 from phalanx.jobs.states import Cause
 
 pytestmark = pytest.mark.dist
@@ -34,7 +34,7 @@ def test_two_nodes_of_two_processes_train_together(tmp_path: Path) -> None:
     assert {log(made, f"workerlog.{rank}").split("RESULT ")[1].strip() for rank in range(4)} == {
         f"{rank} 4 4" for rank in range(4)
     }
-    assert attempt_files.doing(made.folder, 0) == "running"
+    assert attempt_files.read_activity(made.folder, 0) == "running"
 
 
 def test_torchrun_gives_every_rank_a_log_and_names_who_failed(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_who_ends_in_no_time_is_killed(tmp_path: Path, asked: bool) -> None:
 
 
 def test_pods_share_no_folder_and_tell_the_cluster_what_they_print_and_how_they_ended(tmp_path: Path) -> None:
-    hosts = ",".join(own_hosts("pods", 1, 2))
+    hosts = ",".join(loopback_hosts("pods", 1, 2))
     nodes, reports = [], []
     for number, role in enumerate(("worker", "server")):
         made = submission(tmp_path / role, SERVERS, servers={"count": 1})
-        attempt_files.write(made)
+        attempt_files.write_spec(made)
         secrets, report = (tmp_path / f"{role}.{name}" for name in ("secrets", "report"))
         secrets.write_text(json.dumps({"PHALANX_JOB_SECRET": "ab" * 32}))
         command = [*NODE, str(made.folder), "--pod", "--node", "JOB_COMPLETION_INDEX", "--first-node", str(number)]
@@ -128,7 +128,7 @@ def test_pods_share_no_folder_and_tell_the_cluster_what_they_print_and_how_they_
     said = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "RESULT 0 1" in said[0]
-    assert [attempt_files.end_of(report.read_text()).outcome for report in reports] == ["succeeded", "succeeded"]
+    assert [attempt_files.parse_exit_record(report.read_text()).outcome for report in reports] == ["succeeded", "succeeded"]
 
 
 def test_what_cannot_be_prepared_or_started_is_a_failure_of_the_set_up(tmp_path: Path) -> None:

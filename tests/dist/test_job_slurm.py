@@ -122,7 +122,7 @@ def test_a_job_is_asked_to_end_and_saves(slurm: Slurm, tmp_path: Path) -> None:
         slurm.stop(made, handle, 30.0)
     wait_for(lambda: slurm.status(made, handle), Phase.FAILED)
     for node in range(2):
-        end = attempt_files.read_end(made.folder, node)
+        end = attempt_files.read_exit_record(made.folder, node)
         assert end is not None
         assert (end.outcome, end.exit_code) == ("stopped", 0)
         assert "saved" in log(made, f"workerlog.{node}")

@@ -15,10 +15,10 @@ from cryptography.fernet import Fernet
 
 import postgres as postgresql
 from phalanx.errors import AccessError, ConfigError, NotFoundError, StateError
-from phalanx.jobs.models import Actor, Failure, Role
+from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store, tables, upgrade
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore, tables, upgrade
 
 pytestmark = pytest.mark.dist
 _SCHEMAS = count()
@@ -48,11 +48,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
+def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], JobStore]]:
     stores = []
 
-    def another() -> Store:
-        stores.append(Store(url, tmp_path, clock=clock))
+    def another() -> JobStore:
+        stores.append(JobStore(url, tmp_path, clock=clock))
         return stores[-1]
 
     yield another
@@ -61,7 +61,7 @@ def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Stor
 
 
 @pytest.fixture
-def store(opened: Callable[[], Store]) -> Store:
+def store(opened: Callable[[], JobStore]) -> JobStore:
     return opened()
 
 
@@ -82,7 +82,7 @@ def test_a_new_store_has_the_tables_that_the_code_describes(store):
 def test_the_file_of_a_store_is_its_owners_alone(tmp_path):
     home = tmp_path / "shared"
     home.mkdir(mode=0o755)
-    with Store(f"sqlite:///{home}/jobs.db", home) as store:
+    with JobStore(f"sqlite:///{home}/jobs.db", home) as store:
         store.create_job(spec(), owner="ada")
         assert {path.name: path.stat().st_mode & 0o777 for path in home.glob("jobs.db*")} == {
             "jobs.db": 0o600,
@@ -117,26 +117,26 @@ def test_a_database_of_a_newer_version_is_refused(store, opened):
 def test_a_job_goes_through_its_states_and_its_history_says_so(store, clock):
     job = store.create_job(spec(), owner="ann")
     assert job.id.startswith("mnist-")
-    assert job.state is State.QUEUED
+    assert job.state is JobState.QUEUED
     assert TrainingJob.model_validate(job.spec) == spec()
     attempt = store.begin_attempt(job.id)
     store.submitted(job.id, attempt.number, "pid 7")
     clock.pass_s(5)
-    store.change(job.id, State.PREPARING, "fetching code")
-    store.change(job.id, State.RUNNING)
+    store.change(job.id, JobState.PREPARING, "fetching code")
+    store.change(job.id, JobState.RUNNING)
     clock.pass_s(60)
     failure = Failure(Cause.NODE_FAILURE, "node 1 is gone", node=1)
-    store.change(job.id, State.RESTARTING, "node 1 is gone", failure=failure)
+    store.change(job.id, JobState.RESTARTING, "node 1 is gone", failure=failure)
     store.begin_attempt(job.id)
-    store.change(job.id, State.PREPARING)
-    store.change(job.id, State.RUNNING)
-    done = store.change(job.id, State.SUCCEEDED)
+    store.change(job.id, JobState.PREPARING)
+    store.change(job.id, JobState.RUNNING)
+    done = store.change(job.id, JobState.SUCCEEDED)
     assert (done.attempt, done.failure) == (2, None)
     assert (done.ended - done.created).total_seconds() == 65
     first, second = store.attempts(job.id)
-    assert (first.state, first.handle, first.failure) == (State.FAILED, "pid 7", failure)
+    assert (first.state, first.handle, first.failure) == (JobState.FAILED, "pid 7", failure)
     assert (first.ended - first.started).total_seconds() == 60
-    assert (second.state, second.failure) == (State.SUCCEEDED, None)
+    assert (second.state, second.failure) == (JobState.SUCCEEDED, None)
     events = store.events(job.id)
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert [event.data["to"] for event in events if event.kind == "state"] == [
@@ -149,12 +149,12 @@ def test_an_attempt_that_nobody_saw_running_began_when_its_nodes_say(store, cloc
     quick, broken = store.create_job(spec("quick"), owner="ada"), store.create_job(spec("broken"), owner="ada")
     for job in (quick, broken):
         store.begin_attempt(job.id)
-        store.change(job.id, State.PREPARING)
+        store.change(job.id, JobState.PREPARING)
     clock.pass_s(3)
-    done = store.change(quick.id, State.SUCCEEDED, started=clock() - timedelta(seconds=2))
+    done = store.change(quick.id, JobState.SUCCEEDED, started=clock() - timedelta(seconds=2))
     assert (done.ended - done.started).total_seconds() == 2
     assert store.attempts(quick.id)[0].started == done.started
-    failed = store.change(broken.id, State.FAILED, failure=Failure(Cause.SETUP, "no code"))
+    failed = store.change(broken.id, JobState.FAILED, failure=Failure(Cause.SETUP, "no code"))
     assert failed.started is None
 
 
@@ -163,12 +163,12 @@ def test_a_state_that_may_not_follow_is_refused_and_leaves_no_trace(store):
     store.stop(job.id, "stopped by ann")
     before = store.events(job.id)
     with pytest.raises(StateError, match=f"Job {job.id} is stopped; it cannot become running"):
-        store.change(job.id, State.RUNNING)
+        store.change(job.id, JobState.RUNNING)
     with pytest.raises(StateError, match="is stopped at attempt 0: it can have no new attempt"):
         store.begin_attempt(job.id)
     assert store.events(job.id) == before
     with pytest.raises(NotFoundError, match="There is no job 'nope'"):
-        store.change("nope", State.RUNNING)
+        store.change("nope", JobState.RUNNING)
 
 
 def test_an_attempt_begins_once_however_many_ask(store):
@@ -190,12 +190,12 @@ def test_stop_ends_at_once_what_was_not_started_and_asks_what_was(store):
     idle, live = (store.create_job(spec(), owner="ann") for _ in range(2))
     store.begin_attempt(live.id)
     assert store.last_change() == 2
-    assert store.stop(idle.id, "stopped by ann").state is State.STOPPED
+    assert store.stop(idle.id, "stopped by ann").state is JobState.STOPPED
     assert store.last_change() == 3
-    assert store.stop(live.id, "stopped by ann").state is State.STOPPING
+    assert store.stop(live.id, "stopped by ann").state is JobState.STOPPING
     assert store.stop(live.id, "again").reason == "stopped by ann"
-    assert store.change(live.id, State.STOPPED, "ended").ended is not None
-    assert store.attempts(live.id)[0].state is State.STOPPED
+    assert store.change(live.id, JobState.STOPPED, "ended").ended is not None
+    assert store.attempts(live.id)[0].state is JobState.STOPPED
 
 
 def test_jobs_are_listed_newest_first_and_by_what_is_asked(store, clock):
@@ -208,7 +208,7 @@ def test_jobs_are_listed_newest_first_and_by_what_is_asked(store, clock):
     assert [job.name for job in store.jobs()] == ["c", "b", "a"]
     assert [job.name for job in store.jobs(workspaces=["default"])] == ["c", "a"]
     assert store.jobs(workspaces=[]) == []
-    assert [job.name for job in store.jobs(states=[State.QUEUED], limit=1)] == ["c"]
+    assert [job.name for job in store.jobs(states=[JobState.QUEUED], limit=1)] == ["c"]
     assert [job.name for job in store.jobs(owner="ann")] == ["b", "a"]
     assert [job.name for job in store.jobs(ended_after=made[0].created)] == ["a"]
 
@@ -218,7 +218,7 @@ def test_what_scripts_and_engines_say_is_kept_whatever_it_holds(store):
     store.explain({job.id: "a\0b"})
     store.append(job.id, "note", "half a letter \ud800", {"text": "\0"})
     store.begin_attempt(job.id)
-    failed = store.change(job.id, State.FAILED, "\0", failure=Failure(Cause.SETUP, "a\0", detail="\0"))
+    failed = store.change(job.id, JobState.FAILED, "\0", failure=Failure(Cause.SETUP, "a\0", detail="\0"))
     assert (failed.reason, failed.failure.message) == ("\ufffd", "a\0")
     assert [event.message for event in store.events(job.id)] == [
         "submitted by ann", "half a letter ?", "attempt 1", "\ufffd",
@@ -290,10 +290,10 @@ def test_workspaces_hold_members_and_configurations(store):
     store.create_workspace("vision")
     with pytest.raises(StateError, match="There is a workspace 'vision' already"):
         store.create_workspace("vision")
-    store.put_member("vision", "ann", Role.VIEWER)
-    store.put_member("vision", "ann", Role.ADMIN)
+    store.put_member("vision", "ann", MemberRole.VIEWER)
+    store.put_member("vision", "ann", MemberRole.ADMIN)
     assert [w.name for w in store.workspaces("ann")] == ["vision"]
-    assert store.workspace("vision").members == {"ann": Role.ADMIN}
+    assert store.workspace("vision").members == {"ann": MemberRole.ADMIN}
     store.put_config("vision", "code", "resnet", {"git": "g"})
     store.put_config("vision", "code", "resnet", {"git": "h"})
     assert [one.config for one in store.configs("vision", "code")] == [{"git": "h"}]
@@ -367,4 +367,4 @@ def test_a_token_is_known_until_it_expires_or_is_removed(store, clock):
 @pytest.mark.parametrize("wrong", ["mysql://h/d", "nonsense", "sqlite://"])
 def test_an_address_of_no_known_database_is_refused(wrong, tmp_path):
     with pytest.raises(ConfigError, match=r"neither SQLite's nor PostgreSQL's. Write sqlite:////"):
-        Store(wrong, tmp_path)
+        JobStore(wrong, tmp_path)

@@ -1,4 +1,4 @@
-"""Keepers that are killed, over real databases and real processes."""
+"""Controllers that are killed, over real databases and real processes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ import pytest
 import job_stand_in
 import postgres as postgresql
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.control.controller import LEASE, LEASE_S, Keeper
+from phalanx.jobs.control.controller import LEASE, LEASE_S, JobController
 from phalanx.jobs.models import Job
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobStore
 from phalanx.jobs.store.database import now
 
 pytestmark = pytest.mark.fault
 
 JOB = Amount(40)
 
-KEEPER = """
+CONTROLLER = """
 import logging, os, random, signal, sys, threading, time
 from pathlib import Path
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.control.controller import Keeper, keep
+from phalanx.jobs.control.controller import JobController, keep
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.store import Store
+from phalanx.jobs.store import JobStore
 
 home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
-def keeper():
+def controller():
     machine = Amount(cpu, 0, 0)
     local = Local(machine, cards=(), node=("/bin/sh", script))
-    with Store(None, home) as store:
-        keep(home, Keeper(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
+    with JobStore(None, home) as store:
+        keep(home, JobController(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
 
 """
 
@@ -60,11 +60,11 @@ from phalanx.jobs.scheduling.queue import Amount
 home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["PHALANX_HOME"] = str(home)
 
-def keeper():
+def controller():
     machine = Amount(cpu, 0, 0)
     local.this_machine = lambda: machine
-    backends.Engines = lambda: {"local": local.Local(machine, cards=(), node=("/bin/sh", script))}
-    _serve({"host": "127.0.0.1", "port": 0, "certificate": None, "key": None}, opened=None)
+    backends.Backends = lambda: {"local": local.Local(machine, cards=(), node=("/bin/sh", script))}
+    _serve({"host": "127.0.0.1", "port": 0, "certificate": None, "key": None}, open_browser=None)
 
 """
 """What `phalanx serve` runs, on a machine and with nodes that a test made up."""
@@ -79,7 +79,7 @@ def begun():
 for _ in range(int(sys.argv[4])):
     pid = os.fork()
     if pid == 0:
-        keeper()
+        controller()
     goal = begun() + moments.randrange(8)
     while begun() < goal:
         time.sleep(0.002)
@@ -87,7 +87,7 @@ for _ in range(int(sys.argv[4])):
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 """
-"""After KEEPER or SERVER: imports once, then kills many of them, each while it starts jobs or just after."""
+"""After CONTROLLER or SERVER: imports once, then kills many of them, each while it starts jobs or just after."""
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def home() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _ended(store: Store) -> dict[str, Job]:
-    return {job.id: job for job in store.jobs() if job.state.terminal}
+def _ended(store: JobStore) -> dict[str, Job]:
+    return {job.id: job for job in store.jobs() if job.state.is_terminal}
 
 
 @pytest.fixture
@@ -116,17 +116,17 @@ def store_on(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("database", "killed", "running", "queued", "kills"),
-    [("sqlite", SERVER, 50, 1000, 20), ("sqlite", KEEPER, 10, 200, 6), ("postgresql", KEEPER, 10, 200, 6)],
-    ids=["servers on sqlite", "keepers on sqlite", "keepers on postgresql"],
+    [("sqlite", SERVER, 50, 1000, 20), ("sqlite", CONTROLLER, 10, 200, 6), ("postgresql", CONTROLLER, 10, 200, 6)],
+    ids=["servers on sqlite", "controllers on sqlite", "controllers on postgresql"],
 )
-def test_killed_keepers_lose_no_job_and_run_none_twice(
+def test_killed_controllers_lose_no_job_and_run_none_twice(
     database: str, killed: str, running: int, queued: int, kills: int, home: Path, store_on: Callable[[str], None]
 ) -> None:
     store_on(database)
     node = job_stand_in.node(home)
     machine = Amount(JOB.cpu * running)
     spec = TrainingJob.model_validate({"name": "j", "command": "nap 1", "resources": {"cpu": JOB.cpu / 1000}})
-    with Store(None, home) as store:
+    with JobStore(None, home) as store:
         assert store.shown_url.startswith(database)
         made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
         command = [sys.executable, "-c", killed + NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
@@ -141,8 +141,8 @@ def test_killed_keepers_lose_no_job_and_run_none_twice(
         for id, job in _ended(store).items():
             folder = attempt_folder(home, id, 1)
             starts = (folder / "ran-0").read_text().count("started") if (folder / "ran-0").exists() else 0
-            assert job.state is not State.FAILED, (job.failure, job.reason)
-            assert starts == 1 if job.state is State.SUCCEEDED else starts <= 1
+            assert job.state is not JobState.FAILED, (job.failure, job.reason)
+            assert starts == 1 if job.state is JobState.SUCCEEDED else starts <= 1
             assert len(store.attempts(id)) == job.attempt <= 1
         assert set(_ended(store)) == set(made)
 
@@ -155,21 +155,21 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
     def spec(command: str) -> TrainingJob:
         return TrainingJob.model_validate({"name": "j", "command": command})
 
-    def keeper(store: Store) -> Keeper:
-        return Keeper(store, {"local": Local(machine, cards=(), node=node)}, store.home, machine=machine)
+    def controller(store: JobStore) -> JobController:
+        return JobController(store, {"local": Local(machine, cards=(), node=node)}, store.home, machine=machine)
 
-    def until(check: Callable[[], bool], keeper: Keeper | None = None) -> None:
+    def until(check: Callable[[], bool], controller: JobController | None = None) -> None:
         deadline = time.monotonic() + 30
         while not check():
             assert time.monotonic() < deadline
-            time.sleep(min(0.05, keeper.step() if keeper else 1))
+            time.sleep(min(0.05, controller.step() if controller else 1))
 
-    with Store(None, home / "a") as first, Store(None, home / "b", clock=lambda: now() + ahead) as second:
+    with JobStore(None, home / "a") as first, JobStore(None, home / "b", clock=lambda: now() + ahead) as second:
         job = first.create_job(spec("nap 60"), owner="ann").id
-        one = subprocess.Popen([sys.executable, "-c", f"{KEEPER}\nkeeper()", str(first.home), "4000", node[1]])
-        other = keeper(second)
+        one = subprocess.Popen([sys.executable, "-c", f"{CONTROLLER}\ncontroller()", str(first.home), "4000", node[1]])
+        other = controller(second)
         try:
-            until(lambda: first.job(job).state is State.RUNNING)
+            until(lambda: first.job(job).state is JobState.RUNNING)
             waits = [other.step()]
         finally:
             one.kill()
@@ -179,25 +179,25 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
         assert second.lease_holder(LEASE) == f"{os.uname().nodename}:{first.home}"
         ahead = timedelta(seconds=LEASE_S + 1)
         new = second.create_job(spec("true"), owner="ann").id
-        until(lambda: second.job(new).state is State.SUCCEEDED, other)
+        until(lambda: second.job(new).state is JobState.SUCCEEDED, other)
         # What runs elsewhere is neither lost nor started here; its own home goes on with it.
         found = second.job(job)
-        assert (found.state, found.attempt) == (State.RUNNING, 1)
+        assert (found.state, found.attempt) == (JobState.RUNNING, 1)
         assert "was started from another home" in found.reason
         assert not attempt_folder(second.home, job, 1).exists()
         other.release()
         first.stop(job, "stopped by ann")
-        until(lambda: first.job(job).state is State.STOPPED, keeper(first))
+        until(lambda: first.job(job).state is JobState.STOPPED, controller(first))
         assert (attempt_folder(first.home, job, 1) / "ran-0").read_text().count("started") == 1
 
 
-def _finish(store: Store, home: Path, node: tuple[str, ...], machine: Amount) -> None:
-    """Let one more keeper see all jobs to their end."""
-    keeper = Keeper(store, {"local": Local(machine, cards=(), node=node)}, home, machine=machine)
+def _finish(store: JobStore, home: Path, node: tuple[str, ...], machine: Amount) -> None:
+    """Let one more controller see all jobs to their end."""
+    controller = JobController(store, {"local": Local(machine, cards=(), node=node)}, home, machine=machine)
     deadline = time.monotonic() + 60
-    while pause := keeper.step():
-        if keeper.is_idle:
+    while pause := controller.step():
+        if controller.is_idle:
             break
         assert time.monotonic() < deadline
         time.sleep(min(0.1, pause))
-    keeper.release()
+    controller.release()

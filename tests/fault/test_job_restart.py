@@ -1,4 +1,4 @@
-"""A job as a user has it: submitted, hit by kills of a rank and of the keeper, started again, finished."""
+"""A job as a user has it: submitted, hit by kills of a rank and of the controller, started again, finished."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.backends import Engines
-from phalanx.jobs.connect import opened
-from phalanx.jobs.control.controller import ensure_keeper
+from phalanx.jobs.backends import Backends
+from phalanx.jobs.connect import open_jobs
+from phalanx.jobs.control.controller import ensure_controller
 from phalanx.jobs.models import Actor
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.sources.file_lock import held
+from phalanx.jobs.sources.file_lock import try_lock
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore
 
 pytestmark = pytest.mark.fault
 
@@ -42,8 +42,8 @@ print("done", flush=True)
 """
 
 
-def keepers(home: Path) -> list[int]:
-    """Pids of the keepers of `home` in the background."""
+def controllers(home: Path) -> list[int]:
+    """Pids of the controllers of `home` in the background."""
     words = [b"phalanx.jobs.control.controller", str(home).encode()]
 
     def is_one(pid: str) -> bool:
@@ -57,7 +57,7 @@ def keepers(home: Path) -> list[int]:
 
 
 def _is_free(lock: Path) -> bool:
-    with held(lock) as taken:
+    with try_lock(lock) as taken:
         return taken is not None
 
 
@@ -68,7 +68,7 @@ def until(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_outlives_its_keeper_and_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_outlives_its_controller_and_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, code = tmp_path / "home", tmp_path / "code"
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
@@ -82,29 +82,29 @@ def test_a_job_outlives_its_keeper_and_a_killed_rank(tmp_path: Path, monkeypatch
             "retries": {"max": 1},
         }
     )
-    with Store(None, home) as store:
-        jobs = JobService(store, Engines(), Actor("ann", owner=True), wake=lambda _: None)
+    with JobStore(None, home) as store:
+        jobs = JobService(store, Backends(), Actor("ann", owner=True), wake=lambda _: None)
         job = jobs.submit(spec, base=code).id
-        racing = [threading.Thread(target=ensure_keeper, args=(home,)) for _ in range(4)]
+        racing = [threading.Thread(target=ensure_controller, args=(home,)) for _ in range(4)]
         for one in racing:
             one.start()
         for one in racing:
             one.join()
-        assert len(keepers(home)) == 1
+        assert len(controllers(home)) == 1
         saved = home / "jobs" / job / "checkpoints"
         until(lambda: (saved / "step-1").exists() and int((saved / "step-1").read_text()) > 3)
-        os.kill(keepers(home)[0], signal.SIGKILL)
+        os.kill(controllers(home)[0], signal.SIGKILL)
         until(lambda: _is_free(home / "keeper.lock"))
         os.kill(int((saved / "pid-1").read_text()), signal.SIGKILL)
         monkeypatch.setenv("PHALANX_HOME", str(home))
-        with opened() as looking:  # any command finds a keeper for jobs that have none
+        with open_jobs() as looking:  # any command finds a controller for jobs that have none
             looking.jobs()
-        until(lambda: jobs.job(job).state.terminal)
-        assert jobs.job(job).state is State.SUCCEEDED, (jobs.job(job), (home / "keeper.log").read_text())
+        until(lambda: jobs.job(job).state.is_terminal)
+        assert jobs.job(job).state is JobState.SUCCEEDED, (jobs.job(job), (home / "controller.log").read_text())
         first, second = jobs.attempts(job)
         assert first.failure is not None
         assert (first.failure.cause, first.failure.rank, first.failure.exit_code) == (Cause.PREEMPTED, 1, -9)
-        assert second.state is State.SUCCEEDED
+        assert second.state is JobState.SUCCEEDED
         assert "begins at 0 of world 2" in jobs.log(job, rank="1", attempt=1).text
         text = jobs.log(job, rank="1").text
         assert "done" in text
@@ -113,20 +113,20 @@ def test_a_job_outlives_its_keeper_and_a_killed_rank(tmp_path: Path, monkeypatch
             *("queued", "preparing", "running", "restarting"),
             *("preparing", "running", "succeeded"),
         ]
-        until(lambda: not keepers(home))
+        until(lambda: not controllers(home))
 
 
-def test_a_keeper_whose_home_is_removed_ends_and_starts_nothing_more(
+def test_a_controller_whose_home_is_removed_ends_and_starts_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PHALANX_STORE", raising=False)
     home = tmp_path / "home"
-    with Store(None, home) as store:
-        # More than this machine could ever give: the job waits, and its keeper with it.
+    with JobStore(None, home) as store:
+        # More than this machine could ever give: the job waits, and its controller with it.
         spec = TrainingJob.model_validate({"name": "waits", "command": "true", "resources": {"cpu": 100000}})
         store.create_job(spec, owner="ann")
-        ensure_keeper(home)
+        ensure_controller(home)
         until(lambda: bool(store.jobs()[0].reason))
     shutil.rmtree(home)
-    until(lambda: not keepers(home))
+    until(lambda: not controllers(home))
     assert not home.exists()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.jobs.backends.slurm.backend import Slurm
-from phalanx.jobs.control.controller import Keeper
+from phalanx.jobs.control.controller import JobController
 from phalanx.jobs.models import Actor
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Dataset, TrainingJob
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore
 from slurm_cluster import SlurmCluster, require_slurm
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -69,7 +69,7 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.txt").write_text("1 2 3")
     home = tmp_path / "home"
-    with Store(None, home) as store:
+    with JobStore(None, home) as store:
         engines = {"slurm": Slurm()}
         service = JobService(store, engines, Actor("me", owner=True), wake=lambda home: None)
         service.put_dataset("default", Dataset(name="rows", kind="local", uri=str(tmp_path / "rows")))
@@ -83,7 +83,7 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
             "retries": {"max": 1},
         }
         job = service.submit(TrainingJob.model_validate(said)).id
-        keeper = Keeper(store, engines, home, machine=Amount(0, 0, 0))
+        controller = JobController(store, engines, home, machine=Amount(0, 0, 0))
         first, second = (attempt_folder(home, job, number) for number in (1, 2))
         step = first.parent / "checkpoints" / "step"
 
@@ -91,9 +91,9 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
             deadline = time.monotonic() + timeout_s
             while not condition():
                 found = store.job(job)
-                on_time = not found.state.terminal and time.monotonic() < deadline
+                on_time = not found.state.is_terminal and time.monotonic() < deadline
                 assert on_time, (found, _said(first), _said(second))
-                time.sleep(min(0.2, keeper.step()))
+                time.sleep(min(0.2, controller.step()))
 
         until(lambda: step.exists() and all("BEGINS" in _log(first, rank) for rank in range(2)))
         assert {_begins(first, rank)[1] for rank in range(2)} == {"node-a", "node-b"}
@@ -102,14 +102,14 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
         failure = store.attempts(job)[0].failure
         assert failure is not None
         assert failure.cause is Cause.NODE_FAILURE
-        until(lambda: bool(store.job(job).reason) and store.job(job).state is not State.RUNNING)
+        until(lambda: bool(store.job(job).reason) and store.job(job).state is not JobState.RUNNING)
         reached = int(step.read_text())
         cluster.start_node("node-b")
         deadline = time.monotonic() + 90
-        while not store.job(job).state.terminal:
+        while not store.job(job).state.is_terminal:
             assert time.monotonic() < deadline, (store.job(job), _said(second))
-            time.sleep(min(0.2, keeper.step()))
-        assert store.job(job).state is State.SUCCEEDED, (store.job(job), _said(second))
+            time.sleep(min(0.2, controller.step()))
+        assert store.job(job).state is JobState.SUCCEEDED, (store.job(job), _said(second))
         assert _begins(second, 0)[0] == str(reached)
         assert "ENDS" in _log(second, 1)
 

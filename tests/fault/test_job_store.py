@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import postgres as postgresql
-from phalanx.jobs.states import State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobStore
 
 pytestmark = pytest.mark.fault
 
@@ -20,22 +20,22 @@ WRITER = """
 import sys
 from pathlib import Path
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobStore
 
-with Store(sys.argv[1], Path(sys.argv[2])) as store:
+with JobStore(sys.argv[1], Path(sys.argv[2])) as store:
     while True:
         job = store.create_job(TrainingJob(name="job", command="python train.py"), owner="ann")
         print("queued", job.id, flush=True)
         store.begin_attempt(job.id)
-        store.change(job.id, State.RUNNING)
+        store.change(job.id, JobState.RUNNING)
         print("running", job.id, flush=True)
-        store.change(job.id, State.SUCCEEDED)
+        store.change(job.id, JobState.SUCCEEDED)
         print("succeeded", job.id, flush=True)
 """
 
 
-def acknowledged(url: str, home: Path, lines: int) -> dict[str, State]:
+def acknowledged(url: str, home: Path, lines: int) -> dict[str, JobState]:
     """Let a writer write, kill it after so many lines, and return the last state it told of each job."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, url, str(home)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -45,7 +45,7 @@ def acknowledged(url: str, home: Path, lines: int) -> dict[str, State]:
         told += list(writer.stdout)
     writer.wait()
     whole = [line.split() for line in told if line.endswith("\n")]
-    return {job: State(state) for state, job in whole}
+    return {job: JobState(state) for state, job in whole}
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -54,11 +54,11 @@ def test_what_a_killed_writer_acknowledged_is_there(kind, tmp_path, request):
     if kind == "postgresql":
         url = postgresql.url(request.getfixturevalue("postgres"), "killed")
     rounds = random.Random(7)
-    told: dict[str, State] = {}
+    told: dict[str, JobState] = {}
     for _ in range(2):
         told |= acknowledged(url, tmp_path, rounds.randint(5, 40))
-    order = [State.QUEUED, State.RUNNING, State.SUCCEEDED]
-    with Store(url, tmp_path) as store:
+    order = [JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED]
+    with JobStore(url, tmp_path) as store:
         kept = {job.id: job for job in store.jobs()}
         assert told.keys() <= kept.keys()
         for job, state in told.items():

@@ -1,11 +1,11 @@
 """How many requests one caller may make."""
 
-from phalanx.jobs.api.rate_limit import Rates
+from phalanx.jobs.api.rate_limit import RateLimiter
 
 
 def test_a_burst_then_a_steady_rate_for_each_caller():
     now = 100.0
-    rates = Rates(per_second=2, burst=3, clock=lambda: now)
+    rates = RateLimiter(per_second=2, burst=3, clock=lambda: now)
     assert [rates.take("a") for _ in range(3)] == [0, 0, 0]
     assert rates.take("a") == 0.5
     assert rates.take("b") == 0

@@ -23,25 +23,25 @@ from phalanx.errors import ConfigError, PhalanxError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample
-from phalanx.jobs.connect import opened
-from phalanx.jobs.models import Actor, Failure, Role
+from phalanx.jobs.connect import open_jobs
+from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore
 from phalanx.ui.i18n import TABLE
 
 Phalanx = Callable[..., Result]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(None, tmp_path / "home") as store:
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    with JobStore(None, tmp_path / "home") as store:
         yield store
 
 
 @pytest.fixture
-def command(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phalanx:
+def command(store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phalanx:
     """Run a command of ours in a folder with code, on a store with a backend that starts nothing."""
     work = tmp_path / "work"
     work.mkdir()
@@ -54,7 +54,7 @@ def command(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ph
     def here() -> Iterator[Jobs]:
         yield JobService(store, {"local": FakeBackend()}, OWNER, wake=lambda _: None)
 
-    monkeypatch.setattr(output, "opened", here)
+    monkeypatch.setattr(output, "open_jobs", here)
 
     def run(*words: str, fails: bool = False, text: str | None = None) -> Result:
         result = CliRunner().invoke(phalanx, list(words), input=text, catch_exceptions=False)
@@ -68,15 +68,15 @@ def submitted(command: Phalanx, *flags: str) -> str:
     return command("job", "submit", "--name", "mnist", *flags, "--", "python", "train.py").stdout.strip()
 
 
-def ended(store: Store, job: str, state: State, failure: Failure | None = None) -> str:
+def ended(store: JobStore, job: str, state: JobState, failure: Failure | None = None) -> str:
     store.begin_attempt(job)
-    store.change(job, State.RUNNING, "on this machine")
-    if state is State.STOPPED:
-        store.change(job, State.STOPPING)
+    store.change(job, JobState.RUNNING, "on this machine")
+    if state is JobState.STOPPED:
+        store.change(job, JobState.STOPPING)
     return store.change(job, state, "it is over", failure=failure).id
 
 
-def write_log(store: Store, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
+def write_log(store: JobStore, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
     folder = paths.logs(paths.attempt_folder(store.home, job, attempt))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"workerlog.{rank}").write_text(text)
@@ -136,8 +136,8 @@ def test_jobs_are_listed_within_80_columns_with_reasons(command, store):
     queued, running, failed = (submitted(command) for _ in range(3))
     store.explain({queued: "needs 4 cpu, 2 are free; 3rd in line"})
     store.begin_attempt(running)
-    store.change(running, State.RUNNING)
-    ended(store, failed, State.FAILED, Failure(Cause.OOM, "rank 1 ran out of memory", rank=1))
+    store.change(running, JobState.RUNNING)
+    ended(store, failed, JobState.FAILED, Failure(Cause.OOM, "rank 1 ran out of memory", rank=1))
     listed = command("job", "list").stdout
     assert max(map(len, listed.splitlines())) <= 80
     assert "3rd in line" in " ".join(listed.split())
@@ -152,7 +152,7 @@ def test_jobs_are_listed_within_80_columns_with_reasons(command, store):
 def test_a_job_is_shown_with_phases_attempts_and_why_it_failed(command, store):
     job = submitted(command)
     failure = Failure(Cause.USER_CODE, "ValueError: x", node=0, rank=1, exit_code=1, detail="Traceback\n  line 3")
-    ended(store, job, State.FAILED, failure)
+    ended(store, job, JobState.FAILED, failure)
     text = command("job", "show", job).stdout
     for part in (
         "python train.py",
@@ -189,7 +189,7 @@ def test_what_a_job_uses_is_shown(command, store):
 
 def test_a_log_that_is_not_there_is_told_from_an_empty_one(command, store):
     job = submitted(command)
-    ended(store, job, State.SUCCEEDED)
+    ended(store, job, JobState.SUCCEEDED)
     write_log(store, job, "")
     assert f"{job} wrote nothing to the log of 0." in command("job", "logs", job).stderr
     assert f"{job} has no log of 7." in command("job", "logs", job, "--rank", "7").stderr
@@ -205,7 +205,7 @@ def test_ctrl_c_while_a_log_is_followed_leaves_the_job_running(command, store, m
     result = command("job", "logs", "-f", job, fails=True)
     assert result.exit_code == 130
     assert f"{job} goes on" in result.stderr
-    assert store.job(job).state is State.QUEUED
+    assert store.job(job).state is JobState.QUEUED
 
 
 def test_a_token_says_whose_it_is(command):
@@ -240,7 +240,7 @@ def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
     command("secret", "add", "KEY", text=VALUE)
     job = submitted(command, "--secret", "KEY")
     assert "has written nothing there yet" in command("job", "logs", job).stderr
-    ended(store, job, State.SUCCEEDED)
+    ended(store, job, JobState.SUCCEEDED)
     write_log(store, job, f"zero {VALUE}\n")
     write_log(store, job, "one\n", rank=1)
     assert command("job", "logs", job).stdout.startswith("zero ")
@@ -253,10 +253,10 @@ def test_logs_of_a_rank_are_printed_with_secrets_struck_out(command, store):
 def test_following_goes_on_with_the_next_attempt_and_ends_with_the_job(command, store):
     job = submitted(command)
     store.begin_attempt(job)
-    store.change(job, State.RUNNING)
+    store.change(job, JobState.RUNNING)
     write_log(store, job, "first\n")
-    store.change(job, State.RESTARTING, failure=Failure(Cause.NODE_FAILURE, "gone"))
-    ended(store, job, State.SUCCEEDED)
+    store.change(job, JobState.RESTARTING, failure=Failure(Cause.NODE_FAILURE, "gone"))
+    ended(store, job, JobState.SUCCEEDED)
     write_log(store, job, "second\n", attempt=2)
     assert command("job", "logs", "-f", job).stdout == "second\n"
     assert command("job", "logs", "-f", "--attempt", "1", job).stdout == "first\n"
@@ -267,7 +267,7 @@ def test_run_ends_with_the_code_of_the_job(command, store, monkeypatch):
 
     def submit(self: JobService, *args: object, **named: object) -> object:
         made = created(self, *args, **named)  # type: ignore[arg-type]
-        ended(store, made.id, State.FAILED, Failure(Cause.USER_CODE, "exit code 7", rank=0, exit_code=7))
+        ended(store, made.id, JobState.FAILED, Failure(Cause.USER_CODE, "exit code 7", rank=0, exit_code=7))
         write_log(store, made.id, "training\n")
         return store.job(made.id)
 
@@ -280,11 +280,11 @@ def test_run_ends_with_the_code_of_the_job(command, store, monkeypatch):
 @pytest.mark.parametrize(
     ("state", "failure", "code"),
     [
-        (State.SUCCEEDED, None, 0),
-        (State.STOPPED, None, 130),
-        (State.FAILED, Failure(Cause.OOM, "", exit_code=-9), 137),
-        (State.FAILED, Failure(Cause.SETUP, ""), 1),
-        (State.FAILED, Failure(Cause.TIMEOUT, "", exit_code=0), 1),
+        (JobState.SUCCEEDED, None, 0),
+        (JobState.STOPPED, None, 130),
+        (JobState.FAILED, Failure(Cause.OOM, "", exit_code=-9), 137),
+        (JobState.FAILED, Failure(Cause.SETUP, ""), 1),
+        (JobState.FAILED, Failure(Cause.TIMEOUT, "", exit_code=0), 1),
     ],
 )
 def test_exit_codes(command, store, state, failure, code):
@@ -359,7 +359,7 @@ def test_a_token_is_printed_once(command, store):
 
 def test_an_address_of_a_server_needs_a_token(monkeypatch):
     monkeypatch.setenv("PHALANX_API", "https://jobs.example")
-    with pytest.raises(ConfigError, match="PHALANX_TOKEN is not set"), opened():
+    with pytest.raises(ConfigError, match="PHALANX_TOKEN is not set"), open_jobs():
         pass
 
 
@@ -408,20 +408,20 @@ def test_names_that_other_tools_give_commands_work_and_the_rest_is_told_the_near
 
 def test_a_member_of_one_workspace_need_not_name_it(command, store, monkeypatch):
     store.create_workspace("vision")
-    store.put_member("vision", "ann", Role.DEVELOPER)
+    store.put_member("vision", "ann", MemberRole.DEVELOPER)
 
     @contextmanager
     def as_ann() -> Iterator[Jobs]:
         yield JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=lambda _: None, remote=False)
 
-    monkeypatch.setattr(output, "opened", as_ann)
+    monkeypatch.setattr(output, "open_jobs", as_ann)
     made = command("job", "submit", "--name", "mnist", "--", "python", "train.py")
     assert "in workspace vision, your only one" in made.stderr
     assert store.job(made.stdout.strip()).workspace == "vision"
     command("code", "add", "net", "git+https://example.org/net.git@main")
     assert [one.name for one in store.configs("vision", "code")] == ["net"]
     store.create_workspace("speech")
-    store.put_member("speech", "ann", Role.VIEWER)
+    store.put_member("speech", "ann", MemberRole.VIEWER)
     with pytest.raises(SpecError, match=r"in several workspaces: speech, vision. Say which: -w NAME"):
         command("secret", "list")
 
@@ -431,8 +431,8 @@ def test_the_log_of_a_failed_job_is_that_of_the_rank_that_failed(command, store)
     store.begin_attempt(job)
     write_log(store, job, "", rank=0)
     write_log(store, job, "the reason\n", rank=1)
-    store.change(job, State.RUNNING)
-    store.change(job, State.FAILED, "x", failure=Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
+    store.change(job, JobState.RUNNING)
+    store.change(job, JobState.FAILED, "x", failure=Failure(Cause.USER_CODE, "rank 1 raised", rank=1, exit_code=1))
     found = command("job", "logs", job)
     assert found.stdout == "the reason\n"
     assert "The log of rank 1, which failed" in found.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.sources.datasets import content, fixed, provide
+from phalanx.jobs.sources.datasets import content, pin, provide
 from phalanx.jobs.sources.mounts import Bind, binds, prefix
 from phalanx.jobs.spec import Dataset
 
@@ -23,26 +23,26 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_path_is_meant_from_where_the_job_is_submitted(data: Path) -> None:
-    assert fixed(Dataset(name="d", kind="local", uri="data"), data.parent).uri == str(data)
-    found = fixed(Dataset(name="d", kind="local", uri="data/x.bin"), data.parent)
+    assert pin(Dataset(name="d", kind="local", uri="data"), data.parent).uri == str(data)
+    found = pin(Dataset(name="d", kind="local", uri="data/x.bin"), data.parent)
     assert (found.size, found.version) == (5, str((data / "x.bin").stat().st_mtime_ns))
-    assert fixed(found, None) == found
+    assert pin(found, None) == found
     with pytest.raises(SpecError, match="is a relative path, and this request comes from no folder"):
-        fixed(Dataset(name="d", kind="local", uri="data"), None)
+        pin(Dataset(name="d", kind="local", uri="data"), None)
 
 
 def test_what_is_not_there_is_named(data: Path) -> None:
     with pytest.raises(SpecError, match="absent cannot be read on this machine: No such file"):
-        fixed(Dataset(name="d", kind="local", uri="absent"), data)
+        pin(Dataset(name="d", kind="local", uri="absent"), data)
     nas = Dataset(name="d", kind="nas", uri="/no/such/mount", file_system="fs-1")
     with pytest.raises(SpecError, match="Mount file system fs-1 there"):
-        fixed(nas, data)
-    assert fixed(nas, None, here=False) == nas, "pods mount it themselves"
+        pin(nas, data)
+    assert pin(nas, None, on_this_machine=False) == nas, "pods mount it themselves"
     with pytest.raises(SpecError, match="which pods do not see"):
-        fixed(Dataset(name="d", kind="local", uri=str(data)), None, here=False)
+        pin(Dataset(name="d", kind="local", uri=str(data)), None, on_this_machine=False)
     (data / "empty").mkdir()
     with pytest.raises(SpecError, match="is empty"):
-        fixed(Dataset(name="d", kind="local", uri="empty"), data)
+        pin(Dataset(name="d", kind="local", uri="empty"), data)
     with pytest.raises(BackendError, match="this machine cannot read /no/such/mount"):
         provide(nas, data, data)
 
@@ -50,10 +50,10 @@ def test_what_is_not_there_is_named(data: Path) -> None:
 def test_a_file_that_was_changed_is_said(
     data: Path, caplog: pytest.LogCaptureFixture, phalanx_propagates: None
 ) -> None:
-    pinned = fixed(Dataset(name="d", kind="local", uri=str(data / "x.bin")), None)
+    pinned = pin(Dataset(name="d", kind="local", uri=str(data / "x.bin")), None)
     os.utime(data / "x.bin", ns=(1, 1))
     with caplog.at_level(logging.WARNING, "phalanx.jobs"):
-        assert fixed(pinned, None).version == "1"
+        assert pin(pinned, None).version == "1"
     assert "was changed since it was pinned" in caplog.text
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from phalanx.errors import SpecError
 from phalanx.jobs.addresses import git_address, inner_path, kept_path, mount_path
-from phalanx.jobs.command import checked_command, python_command
+from phalanx.jobs.command import parse_command, python_command
 from phalanx.jobs.dlc import translate
 from phalanx.jobs.spec import Code, Dataset, Resources, TrainingJob
-from phalanx.jobs.spec_file import read, validated
+from phalanx.jobs.spec_file import read, validate
 
 TEXT = st.text(max_size=12) | st.sampled_from(
     ["", ".", "..", "a/../..", "/", "-x", "s3://b/c", "git+https://h/x@y", "\0"]
@@ -43,7 +43,7 @@ REQUEST = st.dictionaries(
 def test_any_fields_are_a_job_or_an_error_of_ours(said: dict[Any, Any]) -> None:
     for model in (TrainingJob, Code, Dataset):
         try:
-            found = validated(model, said)
+            found = validate(model, said)
         except SpecError:
             continue
         assert model.model_validate_json(found.model_dump_json()) == found
@@ -61,7 +61,7 @@ def test_any_file_is_a_job_or_an_error_of_ours(said: Any) -> None:
 @given(REQUEST)
 def test_any_request_is_a_job_or_an_error_of_ours(body: dict[str, Any]) -> None:
     with suppress(SpecError):
-        validated(TrainingJob, translate(body)[0])
+        validate(TrainingJob, translate(body)[0])
 
 
 @settings(deadline=None, max_examples=300)
@@ -84,4 +84,4 @@ def test_no_accepted_path_leads_out_of_where_it_starts(text: str) -> None:
 @given(st.text(alphabet="ab -m'\"\\|&;<>$\n\t", max_size=20).map("python ".__add__))
 def test_a_command_is_cut_into_words_or_refused(said: str) -> None:
     with suppress(ValueError):
-        python_command(checked_command(said))
+        python_command(parse_command(said))

@@ -1,4 +1,4 @@
-"""The keeper over a store in memory and an engine that does what it is told."""
+"""The controller over a store in memory and an engine that does what it is told."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from job_ledger import MemoryLedger
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.control.attempt_controller import REFUSED_S
-from phalanx.jobs.control.controller import LEASE_S, Keeper
+from phalanx.jobs.control.controller import LEASE_S, JobController
 from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, State
+from phalanx.jobs.states import Cause, JobState
 
 LOST = Failure(Cause.NODE_FAILURE, "node 0 was lost", 0)
 BUG = Failure(Cause.USER_CODE, "rank 0 ended with exit code 1", 0, 0, 1)
@@ -91,21 +91,21 @@ class Engine:
 
 
 class World:
-    """A keeper with everything around it."""
+    """A controller with everything around it."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.clock, self.engine = home, Clock(), Engine()
         self.ledger = MemoryLedger(self.clock)
-        self.keeper = self.another()
+        self.controller = self.another()
 
-    def another(self, home: str = "") -> Keeper:
+    def another(self, home: str = "") -> JobController:
         engines = {"local": self.engine, "slurm": self.engine}
-        return Keeper(self.ledger, engines, self.home / home, machine=MACHINE, clock=self.clock)
+        return JobController(self.ledger, engines, self.home / home, machine=MACHINE, clock=self.clock)
 
     def step(self, times: int = 1, seconds: float = 1.0) -> None:
         for _ in range(times):
             self.clock.now += seconds
-            self.keeper.step()
+            self.controller.step()
 
     def job(self, id: str = "a") -> Job:
         return self.ledger.rows[id]
@@ -119,25 +119,25 @@ def world(tmp_path: Path) -> World:
 def test_a_job_goes_from_the_queue_to_success(world: World) -> None:
     world.ledger.add("a")
     world.step()
-    assert world.job().state is State.RUNNING
+    assert world.job().state is JobState.RUNNING
     assert world.ledger.tries["a"][0].handle == "a-1"
     world.engine.end("a")
     world.step()
-    assert world.job().state is State.SUCCEEDED
-    assert world.keeper.step() == 1.0
-    assert world.keeper.is_idle
+    assert world.job().state is JobState.SUCCEEDED
+    assert world.controller.step() == 1.0
+    assert world.controller.is_idle
 
 
 def test_jobs_wait_with_a_reason_that_is_written_when_it_changes(world: World) -> None:
     world.ledger.add("a", resources={"cpu": 2})
     world.ledger.add("b", resources={"cpu": 1})
     world.step(30)
-    assert world.job("b").state is State.QUEUED
+    assert world.job("b").state is JobState.QUEUED
     assert world.job("b").reason == "needs 1 cpu, none is free; next in line"
     assert world.ledger.explained == 1
     world.engine.end("a")
     world.step()
-    assert world.job("b").state is State.RUNNING
+    assert world.job("b").state is JobState.RUNNING
     assert world.job("b").reason == ""
 
 
@@ -146,26 +146,26 @@ def test_limits_of_queues_are_read_when_they_change(world: World, caplog: pytest
     for id in "abc":
         world.ledger.add(id, queue="team", resources={"cpu": 0.5})
     world.step()
-    assert [world.job(id).state for id in "abc"] == [State.RUNNING, State.QUEUED, State.QUEUED]
+    assert [world.job(id).state for id in "abc"] == [JobState.RUNNING, JobState.QUEUED, JobState.QUEUED]
     assert world.job("b").reason == "the quota of queue team is used up"
     (world.home / "queues.yaml").write_text("team: {job: 1}\n")
     world.step(20)
     assert "queues.yaml is no list of limits" in caplog.text
-    assert world.job("b").state is State.QUEUED
+    assert world.job("b").state is JobState.QUEUED
     (world.home / "queues.yaml").unlink()
     world.step(20)
-    assert world.job("c").state is State.RUNNING
+    assert world.job("c").state is JobState.RUNNING
 
 
 def test_engines_with_a_queue_of_their_own_get_every_job_and_give_the_reason(world: World) -> None:
     for id in "abc":
         world.ledger.add(id, backend="slurm", resources={"cpu": 64})
     world.step()
-    assert [job.state for job in world.ledger.rows.values()] == [State.RUNNING] * 3
+    assert [job.state for job in world.ledger.rows.values()] == [JobState.RUNNING] * 3
     world.ledger.add("d", backend="slurm")
     world.engine.begins = Status(Phase.QUEUED, "Resources")
     world.step(2, 5)
-    assert (world.job("d").state, world.job("d").reason) == (State.QUEUED, "slurm: Resources")
+    assert (world.job("d").state, world.job("d").reason) == (JobState.QUEUED, "slurm: Resources")
 
 
 def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: World) -> None:
@@ -173,16 +173,16 @@ def test_what_failed_is_started_again_within_its_budget_and_by_its_cause(world: 
     world.step()
     world.engine.end("a", LOST)
     world.step(2)
-    assert [one.state for one in world.ledger.tries["a"]] == [State.FAILED, State.RUNNING]
+    assert [one.state for one in world.ledger.tries["a"]] == [JobState.FAILED, JobState.RUNNING]
     assert any("restart 1 of 1" in event.message for event in world.ledger.history["a"])
     world.engine.end("a", LOST, attempt=2)
     world.step()
-    assert (world.job().state, world.job().failure) == (State.FAILED, LOST)
+    assert (world.job().state, world.job().failure) == (JobState.FAILED, LOST)
     world.ledger.add("b", retries={"max": 5})
     world.step()
     world.engine.end("b", BUG)
     world.step()
-    assert (world.job("b").state, world.job("b").failure) == (State.FAILED, BUG)
+    assert (world.job("b").state, world.job("b").failure) == (JobState.FAILED, BUG)
 
 
 def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise(world: World) -> None:
@@ -190,8 +190,10 @@ def test_a_node_of_servers_is_to_blame_if_it_failed_and_does_not_count_otherwise
     world.step()
     folder = paths.attempt_folder(world.home, "a", 1)
     folder.mkdir(parents=True)
-    attempt_files.write_end(folder, 0, End("stopped", message="ended with node 1, which failed"))
-    attempt_files.write_end(folder, 1, End("failed", Cause.USER_CODE, "server 0 ended with exit code 1", exit_code=1))
+    attempt_files.write_exit_record(folder, 0, ExitRecord("stopped", message="ended with node 1, which failed"))
+    attempt_files.write_exit_record(
+        folder, 1, ExitRecord("failed", Cause.USER_CODE, "server 0 ended with exit code 1", exit_code=1)
+    )
     world.engine.end("a", LOST)
     world.step()
     failure = world.job().failure
@@ -204,33 +206,33 @@ def test_a_stopped_job_is_stopped_and_one_that_had_succeeded_stays_so(world: Wor
         world.ledger.add(id)
     world.step()
     for id in "ab":
-        world.ledger.change(id, State.STOPPING, "stopped by ann")
+        world.ledger.change(id, JobState.STOPPING, "stopped by ann")
     world.engine.end("b")
     world.step(2)
-    assert (world.job("a").state, world.job("a").reason) == (State.STOPPED, "stopped by ann")
-    assert world.job("b").state is State.SUCCEEDED
+    assert (world.job("a").state, world.job("a").reason) == (JobState.STOPPED, "stopped by ann")
+    assert world.job("b").state is JobState.SUCCEEDED
 
 
 def test_a_job_stopped_before_it_was_handed_over_never_starts(world: World) -> None:
     world.ledger.add("a")
     world.ledger.begin_attempt("a")
-    world.ledger.change("a", State.STOPPING, "stopped by ann")
+    world.ledger.change("a", JobState.STOPPING, "stopped by ann")
     world.step(2)
-    assert world.job().state is State.STOPPED
+    assert world.job().state is JobState.STOPPED
     assert world.engine.runs == {}
 
 
-def test_a_job_stopped_while_the_keeper_moves_it_is_looked_at_again(world: World) -> None:
+def test_a_job_stopped_while_the_controller_moves_it_is_looked_at_again(world: World) -> None:
     world.ledger.add("a")
     begin = world.ledger.begin_attempt
 
     def stopped_first(job: str) -> Any:
-        world.ledger.change(job, State.STOPPED, "stopped by ann")
+        world.ledger.change(job, JobState.STOPPED, "stopped by ann")
         return begin(job)
 
     world.ledger.begin_attempt = stopped_first  # type: ignore[method-assign]
     world.step(2)
-    assert world.job().state is State.STOPPED
+    assert world.job().state is JobState.STOPPED
     assert world.engine.runs == {}
 
 
@@ -239,13 +241,13 @@ def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> 
     world.step()
     world.engine.calls, world.engine.error = [], BackendError("no route.")
     world.step(100)
-    assert world.job().state is State.RUNNING
+    assert world.job().state is JobState.RUNNING
     assert world.job().reason.startswith("local cannot be asked: no route. Tried again in")
     assert len(world.engine.calls) < 12
     world.engine.error = None
     world.engine.end("a")
     world.step(70)
-    assert world.job().state is State.SUCCEEDED
+    assert world.job().state is JobState.SUCCEEDED
 
 
 def test_an_engine_that_takes_nothing_fails_the_job_in_the_end(world: World) -> None:
@@ -262,11 +264,11 @@ def test_what_an_engine_refuses_or_a_secret_that_is_gone_fails_at_once(world: Wo
     world.ledger.add("a")
     world.engine.error = SpecError("no such partition")
     world.step()
-    assert world.job().state is State.FAILED
+    assert world.job().state is JobState.FAILED
     world.engine.error = None
     world.ledger.add("b", secrets=["TOKEN"])
     world.step()
-    assert world.job("b").state is State.FAILED
+    assert world.job("b").state is JobState.FAILED
     assert "There is no secret 'TOKEN'" in world.job("b").reason
     world.ledger.values["TOKEN"] = "value"
     world.ledger.add("c", secrets=["TOKEN"])
@@ -285,25 +287,25 @@ def test_silence_of_all_ranks_is_a_hang_and_is_started_again(world: World) -> No
     assert len(world.ledger.tries["a"]) == 1
     world.step(40)
     first, second = world.ledger.tries["a"]
-    assert (first.failure and first.failure.cause, second.state) == (Cause.HANG, State.RUNNING)
+    assert (first.failure and first.failure.cause, second.state) == (Cause.HANG, JobState.RUNNING)
 
 
-def test_the_keeper_ends_what_runs_too_long_if_its_nodes_do_not(world: World) -> None:
+def test_the_controller_ends_what_runs_too_long_if_its_nodes_do_not(world: World) -> None:
     world.ledger.add("a", max_runtime="60s", grace="10s")
     world.step(95)
-    assert world.job().state is State.RUNNING
+    assert world.job().state is JobState.RUNNING
     world.step(20)
     failure = world.job().failure
     assert failure is not None
     assert failure.cause is Cause.TIMEOUT
 
 
-def test_another_keeper_knows_why_an_attempt_was_being_ended(world: World) -> None:
+def test_another_controller_knows_why_an_attempt_was_being_ended(world: World) -> None:
     world.ledger.add("a", max_runtime="10s", grace="1s")
     world.step()
     world.engine.stop = lambda *_: None  # type: ignore[method-assign]
     world.step(60)
-    world.keeper = world.another()
+    world.controller = world.another()
     world.engine.end("a", Failure(Cause.PREEMPTED, "ended by us"))
     world.step()
     failure = world.job().failure
@@ -317,13 +319,13 @@ def test_only_one_home_keeps_until_its_lease_runs_out(world: World) -> None:
     world.step()
     world.ledger.add("b")
     other.step()
-    assert world.job("b").state is State.QUEUED
+    assert world.job("b").state is JobState.QUEUED
     world.clock.now += LEASE_S + 1
     other.step()
-    assert world.job("b").state is State.RUNNING
+    assert world.job("b").state is JobState.RUNNING
 
 
-def test_an_error_nobody_thought_of_does_not_end_the_keeper(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_nobody_thought_of_does_not_end_the_controller(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.ledger.add("a")
     world.step()
     world.clock.now += 10.0
@@ -338,17 +340,17 @@ def test_an_error_nobody_thought_of_does_not_end_the_keeper(world: World, caplog
             world.engine.end("a")
             return False
 
-    world.keeper.run(Turns(), until_idle=True)
-    assert "the keeper starts over" in caplog.text
-    assert world.job().state is State.SUCCEEDED
+    world.controller.run(Turns(), until_idle=True)
+    assert "the controller starts over" in caplog.text
+    assert world.job().state is JobState.SUCCEEDED
 
 
 class Killed(BaseException):
-    """The keeper's process has ended here."""
+    """The controller's process has ended here."""
 
 
 def mortal(target: Any, names: tuple[str, ...], dies: Callable[[], bool]) -> None:
-    """Let calls of `target` kill the keeper before or after they act."""
+    """Let calls of `target` kill the controller before or after they act."""
 
     def wrapped(act: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
@@ -365,32 +367,32 @@ def mortal(target: Any, names: tuple[str, ...], dies: Callable[[], bool]) -> Non
         setattr(target, name, wrapped(getattr(target, name)))
 
 
-def live_through(world: World, chance: random.Random, turns: int, seen: dict[str, State]) -> None:
-    """Let a keeper that may die work while attempts end at random and people stop jobs; no job leaves its end."""
+def live_through(world: World, chance: random.Random, turns: int, seen: dict[str, JobState]) -> None:
+    """Let a controller that may die work while attempts end at random and people stop jobs; no job leaves its end."""
     for _ in range(turns):
         world.clock.now += chance.random() * 10
         try:
-            world.keeper.step()
+            world.controller.step()
         except Killed:
-            world.keeper = world.another()
+            world.controller = world.another()
         for (id, number), status in list(world.engine.runs.items()):
             if status.phase is Phase.RUNNING and chance.random() < 0.2:
                 world.engine.end(id, chance.choice([None, LOST, BUG]), number)
         id, job = chance.choice(list(world.ledger.rows.items()))
-        if chance.random() < 0.02 and not job.state.terminal and job.state is not State.STOPPING:
-            MemoryLedger.change(world.ledger, id, State.STOPPING, "stopped by ann")
-        ended = {id: job.state for id, job in world.ledger.rows.items() if job.state.terminal}
+        if chance.random() < 0.02 and not job.state.is_terminal and job.state is not JobState.STOPPING:
+            MemoryLedger.change(world.ledger, id, JobState.STOPPING, "stopped by ann")
+        ended = {id: job.state for id, job in world.ledger.rows.items() if job.state.is_terminal}
         assert seen.items() <= ended.items()
         seen |= ended
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
-def test_no_death_of_the_keeper_loses_a_job_or_starts_an_attempt_twice(
+def test_no_death_of_the_controller_loses_a_job_or_starts_an_attempt_twice(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     chance = random.Random(seed)
-    world, odds, seen = World(tmp_path_factory.getbasetemp()), [0.05], dict[str, State]()
+    world, odds, seen = World(tmp_path_factory.getbasetemp()), [0.05], dict[str, JobState]()
     for target, names in (
         (world.ledger, ("begin_attempt", "submitted", "change", "append", "explain", "attempts", "jobs")),
         (world.engine, ("submit", "status", "stop", "cleanup")),
@@ -404,9 +406,9 @@ def test_no_death_of_the_keeper_loses_a_job_or_starts_an_attempt_twice(
     for id, job in world.ledger.rows.items():
         tries = world.ledger.tries[id]
         ran = [status.phase for (owner, _), status in world.engine.runs.items() if owner == id]
-        assert job.state.terminal
+        assert job.state.is_terminal
         assert [one.number for one in tries] == list(range(1, len(tries) + 1))
         assert len(tries) <= 1 + int(id[1]) % 3
         assert all(one.ended is not None for one in tries)
         assert Phase.RUNNING not in ran
-        assert (job.state is State.SUCCEEDED) == (Phase.SUCCEEDED in ran)
+        assert (job.state is JobState.SUCCEEDED) == (Phase.SUCCEEDED in ran)

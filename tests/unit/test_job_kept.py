@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.sources import build_once
-from phalanx.jobs.sources.build_once import Progress, made_once
+from phalanx.jobs.sources import build_once as build_once_module
+from phalanx.jobs.sources.build_once import Progress, build_once
 
 
 def test_what_a_killed_process_had_made_is_made_anew(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_what_a_killed_process_had_made_is_made_anew(tmp_path: Path) -> None:
         part.mkdir()
         (part / "whole").write_text("")
 
-    assert made_once(target, make) == made_once(target, lambda part: pytest.fail("made twice"))
+    assert build_once(target, make) == build_once(target, lambda part: pytest.fail("made twice"))
     assert [path.name for path in target.iterdir()] == ["whole"]
 
 
@@ -30,16 +30,16 @@ def test_what_could_not_be_made_is_not_there_and_is_tried_again(tmp_path: Path) 
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        made_once(tmp_path / "file", fail)
+        build_once(tmp_path / "file", fail)
     assert [path.name for path in tmp_path.iterdir()] == [".file.lock"]
-    assert made_once(tmp_path / "file", lambda part: part.touch()).exists()
+    assert build_once(tmp_path / "file", lambda part: part.touch()).exists()
 
 
 def test_long_work_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, phalanx_propagates: None
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(build_once.time, "monotonic", lambda: now)
+    monkeypatch.setattr(build_once_module.time, "monotonic", lambda: now)
     progress = Progress("copying", 10_000_000)
     with caplog.at_level(logging.INFO, "phalanx.jobs"):
         for now in (1.0, 4.0, 6.0, 7.0, 12.0):  # noqa: B007

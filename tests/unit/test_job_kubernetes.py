@@ -20,7 +20,7 @@ from phalanx.errors import SpecError
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.backends.kubernetes.backend import Kubernetes
 from phalanx.jobs.backends.kubernetes.manifests import HIDDEN, check, hidden, manifests
-from phalanx.jobs.backends.kubernetes.options import merged
+from phalanx.jobs.backends.kubernetes.options import merge
 from phalanx.jobs.quantities import as_quantity, to_bytes
 from phalanx.jobs.spec import TrainingJob
 
@@ -350,7 +350,7 @@ def test_patches_merge_by_name_remove_with_null_and_replace_the_rest() -> None:
         "l": [{"name": "x", "w": 2}, {"name": "z"}],
         "t": [{"key": "2"}],
     }
-    assert merged(base, patch) == {
+    assert merge(base, patch) == {
         "a": {"c": 2, "d": {"f": 1}},
         "l": [{"name": "x", "v": 1, "w": 2}, {"name": "y"}, {"name": "z"}],
         "t": [{"key": "2"}],

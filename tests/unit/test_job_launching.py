@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.attempt.launch_command import Place, Start, apart, own_hosts, start
+from phalanx.jobs.attempt.launch_command import LaunchCommand, Rendezvous, distinct_hosts, loopback_hosts, start
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.cli.flags import command
 from phalanx.launch.request import machine, request
@@ -18,9 +18,9 @@ from phalanx.launch.request.options import Options
 HOSTS = ("10.0.0.1", "10.0.0.2")
 
 
-def started(node: int = 0, hosts: tuple[str, ...] = HOSTS, **said: Any) -> Start:
+def started(node: int = 0, hosts: tuple[str, ...] = HOSTS, **said: Any) -> LaunchCommand:
     said = {"name": "j", "command": "python train.py --lr 0.1", "resources": {"nodes": 2, "procs_per_node": 3}, **said}
-    place = Place(node, hosts, 7000)
+    place = Rendezvous(node, hosts, 7000)
     return start(TrainingJob.model_validate(said), place, python="/py", logs=Path("/logs"))
 
 
@@ -138,16 +138,16 @@ def test_what_no_node_could_start_is_refused(said: dict[str, Any], message: str)
 
 def test_nodes_on_one_machine_get_addresses_that_differ() -> None:
     """As of two slurmd on one host, whose names are one address."""
-    assert apart(HOSTS, "j", 1) == HOSTS
-    found = apart(("10.0.0.1", "10.0.0.1"), "j", 1)
-    assert found == own_hosts("j", 1, 2)
+    assert distinct_hosts(HOSTS, "j", 1) == HOSTS
+    found = distinct_hosts(("10.0.0.1", "10.0.0.1"), "j", 1)
+    assert found == loopback_hosts("j", 1, 2)
     assert len(set(found)) == 2
     with pytest.raises(BackendError, match=r"nodes 0 and 2 have one address, 10.0.0.1, .* NodeAddr"):
-        apart(("10.0.0.1", "10.0.0.2", "10.0.0.1"), "j", 1)
+        distinct_hosts(("10.0.0.1", "10.0.0.2", "10.0.0.1"), "j", 1)
 
 
 def test_every_attempt_on_this_machine_has_addresses_of_its_own() -> None:
-    assert own_hosts("a", 1, 2) == own_hosts("a", 1, 2)
-    seen = {own_hosts("a", number, 1) for number in range(1, 50)}
+    assert loopback_hosts("a", 1, 2) == loopback_hosts("a", 1, 2)
+    seen = {loopback_hosts("a", number, 1) for number in range(1, 50)}
     assert len(seen) == 49
     assert all(host.startswith("127.") and not host.startswith("127.0.") for (host,) in seen)

@@ -42,7 +42,7 @@ def test_a_log_is_read_on_from_where_the_last_piece_ended(folder: Path) -> None:
 
 
 def test_a_log_that_is_not_there_yet_is_empty(folder: Path) -> None:
-    assert logs.read(folder, "3", 5) == logs.Piece("", 5, 0)
+    assert logs.read(folder, "3", 5) == logs.LogChunk("", 5, 0)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "node-0/../x", "", "-1", "٣", "worker-0"])

@@ -11,8 +11,8 @@ import pytest
 from phalanx.errors import BackendError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import DETAIL_BYTES, End, Order
-from phalanx.jobs.attempt.launch_command import Place
+from phalanx.jobs.attempt.files import DETAIL_BYTES, AttemptSpec, ExitRecord
+from phalanx.jobs.attempt.launch_command import Rendezvous
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.node import setup as node_setup
 from phalanx.jobs.node.exit_reason import failure
@@ -45,9 +45,9 @@ def spec(**said: Any) -> TrainingJob:
     return TrainingJob.model_validate({"name": "j", "command": "python train.py", **said})
 
 
-def read(tmp_path: Path, said: str, code: int, **more: Any) -> End:
+def read(tmp_path: Path, said: str, code: int, **more: Any) -> ExitRecord:
     (tmp_path / "said").write_text(said)
-    return failure(spec(**more), 0, code, said=tmp_path / "said", logs=tmp_path)
+    return failure(spec(**more), 0, code, output=tmp_path / "said", logs=tmp_path)
 
 
 def test_torchruns_root_cause_is_the_rank(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_our_launcher_recorded_is_the_cause(tmp_path: Path) -> None:
     (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "PeerLostError", "message": "host b is gone"}))
     assert read(tmp_path, "", 1).cause is Cause.NODE_FAILURE
     (tmp_path / "ended.json").write_text(json.dumps({"code": 1, "error": "LaunchError", "message": "port in use"}))
-    assert read(tmp_path, "", 1) == End("failed", Cause.SETUP, "port in use", None, 1)
+    assert read(tmp_path, "", 1) == ExitRecord("failed", Cause.SETUP, "port in use", None, 1)
 
 
 def test_a_launcher_that_left_no_word_is_read_by_its_code(tmp_path: Path) -> None:
@@ -83,61 +83,61 @@ def test_an_error_of_a_library_while_preparing_is_a_failure_too(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug elsewhere")
 
-    monkeypatch.setattr(node_setup, "materialise", broken)
-    order = Order("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
-    setup = Setup(tmp_path, order, Place(0, ("127.0.0.1",)), {}, in_pod=False)
+    monkeypatch.setattr(node_setup, "check_out_code", broken)
+    order = AttemptSpec("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
+    setup = Setup(tmp_path, order, Rendezvous(0, ("127.0.0.1",)), {}, in_pod=False)
     setup.run()
     assert setup.prepared is None
     assert str(setup.error) == "a bug elsewhere"
 
 
 def test_a_node_that_waits_for_the_first_gives_up_with_it(tmp_path: Path) -> None:
-    attempt_files.write_end(tmp_path, 0, End("failed", Cause.SETUP, "no code"))
-    order = Order("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
-    setup = Setup(tmp_path, order, Place(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
+    attempt_files.write_exit_record(tmp_path, 0, ExitRecord("failed", Cause.SETUP, "no code"))
+    order = AttemptSpec("j-1", 1, spec(), tmp_path, tmp_path / "checkpoints")
+    setup = Setup(tmp_path, order, Rendezvous(1, ("127.0.0.1", "127.0.0.2")), {}, in_pod=False)
     setup.run()
     assert "node 0 ended before it had prepared the code" in str(setup.error)
 
 
 def test_an_exit_record_needs_no_space_that_was_not_taken_before(tmp_path: Path) -> None:
-    end = End("failed", Cause.USER_CODE, "no space left", detail="\u4e2d" * DETAIL_BYTES)
-    attempt_files.make_room(tmp_path, 0)
+    end = ExitRecord("failed", Cause.USER_CODE, "no space left", detail="\u4e2d" * DETAIL_BYTES)
+    attempt_files.reserve_exit_record(tmp_path, 0)
     (room,) = tmp_path.iterdir()
     before = room.stat()
-    attempt_files.write_end(tmp_path, 0, end)
+    attempt_files.write_exit_record(tmp_path, 0, end)
     after = paths.exit_record(tmp_path, 0).stat()
     assert (after.st_ino, after.st_blocks) <= (before.st_ino, before.st_blocks)
-    assert attempt_files.read_end(tmp_path, 0) == end
+    assert attempt_files.read_exit_record(tmp_path, 0) == end
     assert list(tmp_path.iterdir()) == [paths.exit_record(tmp_path, 0)]
 
 
 def test_what_a_job_wrote_over_its_record_is_a_failure_in_words(tmp_path: Path) -> None:
     paths.exit_record(tmp_path, 0).write_bytes(b"\xff\xfe")
     paths.heartbeat(tmp_path, 0).write_bytes(b"\xff")
-    end = attempt_files.read_end(tmp_path, 0)
+    end = attempt_files.read_exit_record(tmp_path, 0)
     assert end is not None
     assert end.message.startswith("the exit record of node 0 cannot be read")
-    attempt_files.beat(tmp_path, 0, "running")
-    assert attempt_files.doing(tmp_path, 0) == "running"
+    attempt_files.write_heartbeat(tmp_path, 0, "running")
+    assert attempt_files.read_activity(tmp_path, 0) == "running"
 
 
 def test_orders_and_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
     folder = tmp_path / "jobs" / "j-1" / "attempt-2"
     submission = Submission("j-1", 2, spec(checkpoint={"dir": "kept"}), folder, {"TOKEN": "hush"})
-    assert "hush" not in attempt_files.write(submission).read_text()
-    order = attempt_files.read(folder)
+    assert "hush" not in attempt_files.write_spec(submission).read_text()
+    order = attempt_files.read_spec(folder)
     assert (order.home, order.checkpoint) == (tmp_path, tmp_path / "jobs" / "j-1" / "kept")
     assert order.spec == submission.spec
-    end = End("failed", Cause.OOM, "m", 3, -9, "d", 1.0, 2.0)
-    attempt_files.write_end(folder, 0, end)
-    assert attempt_files.read_end(folder, 0) == end
-    assert attempt_files.read_end(folder, 1) is None
-    assert attempt_files.doing(folder, 0) == ""
-    attempt_files.beat(folder, 0, "preparing code")
-    attempt_files.beat(folder, 0, "preparing code")
-    assert attempt_files.doing(folder, 0) == "preparing code"
+    end = ExitRecord("failed", Cause.OOM, "m", 3, -9, "d", 1.0, 2.0)
+    attempt_files.write_exit_record(folder, 0, end)
+    assert attempt_files.read_exit_record(folder, 0) == end
+    assert attempt_files.read_exit_record(folder, 1) is None
+    assert attempt_files.read_activity(folder, 0) == ""
+    attempt_files.write_heartbeat(folder, 0, "preparing code")
+    attempt_files.write_heartbeat(folder, 0, "preparing code")
+    assert attempt_files.read_activity(folder, 0) == "preparing code"
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     paths.exit_record(folder, 1).write_text("{}")
     (folder / "attempt.json").write_text("{}")
     with pytest.raises(BackendError, match="does not say what to run"):
-        attempt_files.read(folder)
+        attempt_files.read_spec(folder)

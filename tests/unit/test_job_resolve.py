@@ -12,7 +12,7 @@ import pytest
 from known_configs import Known
 from phalanx.errors import SpecError
 from phalanx.jobs.service.resolve import resolve
-from phalanx.jobs.sources.remote import Found
+from phalanx.jobs.sources.remote import RemoteObject
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.spec_file import read
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_folder_must_be_one_that_can_be_written(base: Path) -> None
 
 
 def test_data_must_fit_the_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.sources.datasets.remote.look", lambda *_: Found("1", 100))
+    monkeypatch.setattr("phalanx.jobs.sources.datasets.remote.look", lambda *_: RemoteObject("1", 100))
     data = [{"name": "d", "uri": "s3://bucket/x"}]
     assert resolved(base, datasets=data).datasets[0].size == 100
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("U", "free")(99))
@@ -145,9 +145,9 @@ def test_data_must_fit_the_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_secret_of_the_data_is_looked_up_and_kept_out_of_the_job(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def look(dataset: Dataset, secret: str | None, _: object) -> Found:
+    def look(dataset: Dataset, secret: str | None, _: object) -> RemoteObject:
         seen.append(secret)
-        return Found("1", 1)
+        return RemoteObject("1", 1)
 
     monkeypatch.setattr("phalanx.jobs.sources.datasets.remote.look", look)
     data = [{"name": "d", "uri": "s3://bucket/x", "secret": "KEY"}]

@@ -12,17 +12,17 @@ import pytest
 from job_fakes import OWNER, VALUE, FakeBackend
 from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
 from phalanx.jobs import paths
-from phalanx.jobs.models import Actor, Failure, Role
+from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import Cause, State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import Cause, JobState
+from phalanx.jobs.store import JobStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(None, tmp_path / "home") as store:
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    with JobStore(None, tmp_path / "home") as store:
         yield store
 
 
@@ -32,17 +32,17 @@ def woken() -> list[Path]:
 
 
 @pytest.fixture
-def acting(store: Store, woken: list[Path]) -> Callable[[Actor], Jobs]:
+def acting(store: JobStore, woken: list[Path]) -> Callable[[Actor], Jobs]:
     return lambda actor: JobService(store, {"local": FakeBackend()}, actor, wake=woken.append, remote=False)
 
 
 @pytest.fixture
-def members(acting: Callable[[Actor], Jobs]) -> dict[Role, Jobs]:
+def members(acting: Callable[[Actor], Jobs]) -> dict[MemberRole, Jobs]:
     """One member of `default` for each role."""
     owner = acting(OWNER)
-    for role in Role:
+    for role in MemberRole:
         owner.put_member("default", f"the-{role}", role)
-    return {role: acting(Actor(f"the-{role}")) for role in Role}
+    return {role: acting(Actor(f"the-{role}")) for role in MemberRole}
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def spec(**fields: object) -> TrainingJob:
     return TrainingJob.model_validate({"name": "mnist", "command": "python train.py", **fields})
 
 
-def test_a_job_is_submitted_resolved_and_a_keeper_woken(acting, tree, woken, store):
+def test_a_job_is_submitted_resolved_and_a_controller_woken(acting, tree, woken, store):
     job = acting(OWNER).submit(spec(), base=tree)
-    assert job.state is State.QUEUED
+    assert job.state is JobState.QUEUED
     assert job.owner == "root"
     assert job.spec["code"]["digest"]
     assert woken == [store.home]
@@ -121,10 +121,10 @@ def test_each_role_may_do_what_it_should(members, acting, tree):
     ]
     manages = [
         lambda jobs: jobs.stop(job),
-        lambda jobs: jobs.put_member("default", "new", Role.VIEWER),
+        lambda jobs: jobs.put_member("default", "new", MemberRole.VIEWER),
         lambda jobs: jobs.remove_member("default", "new"),
     ]
-    may = {Role.VIEWER: reads, Role.DEVELOPER: reads + writes, Role.ADMIN: reads + writes + manages}
+    may = {MemberRole.VIEWER: reads, MemberRole.DEVELOPER: reads + writes, MemberRole.ADMIN: reads + writes + manages}
     for role, jobs in members.items():
         for verb in reads + writes + manages:
             if verb in may[role]:
@@ -138,16 +138,16 @@ def test_each_role_may_do_what_it_should(members, acting, tree):
 
 
 def test_a_developer_stops_and_retries_their_own_job(members, tree):
-    developer = members[Role.DEVELOPER]
+    developer = members[MemberRole.DEVELOPER]
     job = developer.submit(spec(), base=tree)
-    assert developer.stop(job.id).state is State.STOPPED
+    assert developer.stop(job.id).state is JobState.STOPPED
     assert developer.retry(job.id).owner == "the-developer"
 
 
 def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
     owner = acting(OWNER)
     owner.add_workspace("other")
-    owner.put_member("other", "mallory", Role.ADMIN)
+    owner.put_member("other", "mallory", MemberRole.ADMIN)
     owner.put_secret("default", "KEY", VALUE)
     owner.put_code("default", "c", Code(path=str(tree)))
     job = owner.submit(spec(secrets=["KEY"]), base=tree).id
@@ -167,7 +167,7 @@ def test_a_member_of_one_workspace_sees_nothing_of_another(acting, store, tree):
         lambda: mallory.codes("default"),
         lambda: mallory.secrets("default"),
         lambda: mallory.put_secret("default", "KEY", "mine"),
-        lambda: mallory.put_member("default", "mallory", Role.ADMIN),
+        lambda: mallory.put_member("default", "mallory", MemberRole.ADMIN),
     ):
         with pytest.raises(NotFoundError, match="There is no workspace 'default'"):
             verb()
@@ -184,13 +184,13 @@ def test_values_of_secrets_are_shown_nowhere(acting, store, tree, caplog):
     said = [owner.render(wanted, base=tree), repr(owner.secrets("default"))]
     job = owner.submit(wanted, base=tree)
     store.begin_attempt(job.id)
-    store.change(job.id, State.RUNNING)
+    store.change(job.id, JobState.RUNNING)
     folder = paths.logs(paths.attempt_folder(store.home, job.id, 1))
     folder.mkdir(parents=True)
     (folder / "workerlog.0").write_text(f"my key is {VALUE}!\n")
     failure = Failure(Cause.USER_CODE, f"bad key {VALUE}", detail=f"line 1\nline 2: {VALUE}")
     store.append(job.id, "note", f"saw {VALUE}", {"seen": [{"text": VALUE}]})
-    store.change(job.id, State.FAILED, f"rank 0 said {VALUE}", failure=failure)
+    store.change(job.id, JobState.FAILED, f"rank 0 said {VALUE}", failure=failure)
     assert owner.job(job.id).failure.detail == "line 1\nline 2: ***"
     part = owner.log(job.id)
     assert "my key is" in part.text
@@ -266,7 +266,7 @@ def test_a_tree_that_was_sent_is_kept_by_its_digest(acting, tmp_path, store):
 
 
 def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_those_listed(acting, store, tree, woken):
-    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    acting(OWNER).put_member("default", "ann", MemberRole.DEVELOPER)
     acting(OWNER).put_code("default", "ours", Code(path=str(tree)))
     ann = JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=woken.append)
     absent, named = str(tree / "absent"), spec(code={"name": "ours"})
@@ -282,7 +282,7 @@ def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_tho
 
     (store.home / "server.yaml").write_text(f"roots: [{tree}]")
     assert ann.submit(spec(code={"path": str(tree)})).spec["code"]["path"] == str(tree)
-    assert ann.submit(named).state is State.QUEUED
+    assert ann.submit(named).state is JobState.QUEUED
     assert (
         ann.put_dataset("default", Dataset(name="d", kind="local", uri=str(tree), mount="/x")).config["mount"] == "/x"
     )
@@ -291,14 +291,14 @@ def test_a_member_who_comes_from_elsewhere_names_no_folder_of_the_server_but_tho
 
 
 def test_a_member_runs_no_job_of_anothers_again_that_reads_what_they_may_not(acting, store, tree, woken):
-    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    acting(OWNER).put_member("default", "ann", MemberRole.DEVELOPER)
     ann = JobService(store, {"local": FakeBackend()}, Actor("ann"), wake=woken.append)
     data = [{"name": "d", "kind": "local", "uri": str(tree)}]
     for said, allowed in (({}, True), ({"datasets": data}, False), ({"checkpoint": {"dir": str(tree)}}, False)):
         job = acting(OWNER).submit(spec(**said), base=tree)
         acting(OWNER).stop(job.id)
         if allowed:
-            assert ann.retry(job.id).state is State.QUEUED
+            assert ann.retry(job.id).state is JobState.QUEUED
         else:
             with pytest.raises(SpecError, match="may not name"):
                 ann.retry(job.id)
@@ -306,12 +306,12 @@ def test_a_member_runs_no_job_of_anothers_again_that_reads_what_they_may_not(act
 
 def test_the_owner_of_the_store_names_what_they_like_over_a_server_too(store, tree, woken):
     owner = JobService(store, {"local": FakeBackend()}, OWNER, wake=woken.append)
-    assert owner.submit(spec(code={"path": str(tree)})).state is State.QUEUED
+    assert owner.submit(spec(code={"path": str(tree)})).state is JobState.QUEUED
 
 
 def test_only_the_owner_at_the_command_line_gets_values_of_secrets_for_a_job_made_by_hand(acting, store, tree, woken):
     acting(OWNER).put_secret("default", "TOKEN", VALUE)
-    acting(OWNER).put_member("default", "ann", Role.DEVELOPER)
+    acting(OWNER).put_member("default", "ann", MemberRole.DEVELOPER)
     asked = spec(secrets=["TOKEN"])
     assert VALUE in acting(OWNER).render(asked, base=tree, full=True)
     assert VALUE not in acting(OWNER).render(asked, base=tree)

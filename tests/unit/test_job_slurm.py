@@ -12,11 +12,11 @@ import pytest
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Submission
 from phalanx.jobs.backends.slurm import backend
 from phalanx.jobs.backends.slurm.backend import Slurm
-from phalanx.jobs.backends.slurm.states import NodeRow, hosts, read_nodes, why_waiting
+from phalanx.jobs.backends.slurm.states import SinfoRow, hosts, read_nodes, why_waiting
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 
@@ -110,13 +110,13 @@ def test_a_submission_that_was_not_seen_to_succeed_is_found_by_its_name(tmp_path
 
 def test_a_job_that_slurm_forgot_ended_as_its_nodes_wrote(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt_files.write(asked)
+    attempt_files.write_spec(asked)
     assert Slurm().status(asked, "17").phase is Phase.GONE
-    attempt_files.write_end(asked.folder, 0, End("succeeded"))
+    attempt_files.write_exit_record(asked.folder, 0, ExitRecord("succeeded"))
     assert Slurm().status(asked, "17").phase is Phase.GONE
-    attempt_files.write_end(asked.folder, 1, End("succeeded"))
+    attempt_files.write_exit_record(asked.folder, 1, ExitRecord("succeeded"))
     assert Slurm().status(asked, "17").phase is Phase.SUCCEEDED
-    attempt_files.write_end(asked.folder, 1, End("failed", Cause.USER_CODE))
+    attempt_files.write_exit_record(asked.folder, 1, ExitRecord("failed", Cause.USER_CODE))
     assert Slurm().status(asked, "17").phase is Phase.FAILED
 
 
@@ -139,28 +139,28 @@ def test_a_state_of_slurm_is_a_cause(tmp_path: Path, played: Commands, state: st
 
 def test_a_job_none_of_whose_nodes_started_failed_in_its_set_up(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt_files.write(asked)
+    attempt_files.write_spec(asked)
     (paths.logs(asked.folder) / "slurm.log").write_text("bash: python: no such file\n")
     played.said["squeue"] = "j-ab.1|17|FAILED|NonZeroExitCode|n1\n"
     failure = Slurm().status(asked, "17").failure
     assert failure is not None
     assert (failure.cause, failure.detail) == (Cause.SETUP, "bash: python: no such file")
-    attempt_files.beat(asked.folder, 0, "running")
+    attempt_files.write_heartbeat(asked.folder, 0, "running")
     assert Slurm().status(asked, "17").failure is None
 
 
 def test_of_two_jobs_of_one_attempt_the_one_that_started_is_looked_at(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt_files.write(asked)
+    attempt_files.write_spec(asked)
     played.said["squeue"] = "j-ab.1|18|COMPLETED|None|n1\nj-ab.1|17|RUNNING|None|n1\n"
     (asked.folder / "slurm.id").write_text("17\n")
-    attempt_files.beat(asked.folder, 0, "running")
+    attempt_files.write_heartbeat(asked.folder, 0, "running")
     assert Slurm().status(asked, "18").phase is Phase.RUNNING
 
 
 def test_a_job_that_completed_without_a_node_did_not_succeed(tmp_path: Path, played: Commands) -> None:
     asked = made(tmp_path)
-    attempt_files.write(asked)
+    attempt_files.write_spec(asked)
     played.said["squeue"] = "j-ab.1|17|COMPLETED|None|n1\n"
     status = Slurm().status(asked, "17")
     assert (status.phase, status.failure and status.failure.cause) == (Phase.FAILED, Cause.SETUP)
@@ -178,7 +178,7 @@ def test_who_does_not_end_in_time_is_cancelled(
     tmp_path: Path, played: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = made(tmp_path)
-    attempt_files.write(asked)
+    attempt_files.write_spec(asked)
     played.said["squeue"] = "j-ab.1|17|RUNNING|None|n1\n"
     slurm = Slurm()
     slurm.stop(asked, "17", 30.0)
@@ -199,7 +199,7 @@ def test_reasons_are_told_in_words_and_in_slurms_own() -> None:
 
 def test_nodes_are_read_as_sinfo_lists_them() -> None:
     rows = read_nodes("debug*|n1|4|3900|(null)|infinite\ngpu|n2|64|512000|gpu:a100:8(S:0-1),nic:2|1-00:00:00\n")
-    assert rows == [NodeRow("debug", True, "n1", 4, 3900, 0), NodeRow("gpu", False, "n2", 64, 512000, 8)]
+    assert rows == [SinfoRow("debug", True, "n1", 4, 3900, 0), SinfoRow("gpu", False, "n2", 64, 512000, 8)]
     assert hosts("n[1-2],m3") == ["n1", "n2", "m3"]
     assert hosts("") == hosts("(null)") == []
 

@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from phalanx.errors import SpecError
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import validated
-from phalanx.jobs.states import State, may_follow
+from phalanx.jobs.spec_file import validate
+from phalanx.jobs.states import JobState, may_follow
 
 
 def test_amounts_are_read_as_people_write_them():
@@ -40,8 +40,8 @@ def test_unknown_fields_and_names_that_some_engine_refuses_are_errors():
 
 
 def test_nothing_follows_an_end():
-    for state in State:
-        assert state.terminal == (not any(may_follow(state, after) for after in State))
+    for state in JobState:
+        assert state.is_terminal == (not any(may_follow(state, after) for after in JobState))
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_nothing_follows_an_end():
 )
 def test_what_no_machine_could_take_is_refused_in_one_sentence(said):
     with pytest.raises(SpecError) as refused:
-        validated(TrainingJob, {"name": "a", "command": "python t.py"} | said)
+        validate(TrainingJob, {"name": "a", "command": "python t.py"} | said)
     assert len(str(refused.value)) < 600

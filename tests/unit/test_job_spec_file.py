@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.errors import SpecError
 from phalanx.jobs.spec import Code, Dataset
-from phalanx.jobs.spec_file import read, schema, validated
+from phalanx.jobs.spec_file import read, schema, validate
 
 MNIST = """
 name: mnist
@@ -152,7 +152,7 @@ def test_code_may_be_one_word(said: str, code: Code) -> None:
 )
 def test_code_that_could_do_harm_or_nothing_is_refused(said: object, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        validated(Code, said)  # type: ignore[arg-type]
+        validate(Code, said)  # type: ignore[arg-type]
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
@@ -161,14 +161,12 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
         (Dataset, {"name": "a", "uri": "https://me:hunter2@host/x"}),
     ):
         with pytest.raises(SpecError, match="store a secret") as caught:
-            validated(model, said)  # type: ignore[type-var]
+            validate(model, said)  # type: ignore[type-var]
         assert "hunter2" not in str(caught.value)
 
 
 def test_the_kind_of_a_dataset_is_told_by_its_address() -> None:
-    kinds = {
-        uri: validated(Dataset, {"name": "a", "uri": uri}).kind for uri in ("/data", "s3://b/c", "https://h/f.zip")
-    }
+    kinds = {uri: validate(Dataset, {"name": "a", "uri": uri}).kind for uri in ("/data", "s3://b/c", "https://h/f.zip")}
     assert kinds == {"/data": "local", "s3://b/c": "s3", "https://h/f.zip": "http"}
     assert Dataset.model_validate("mnist:/mnt/data") == Dataset(name="mnist", mount="/mnt/data")
     assert Dataset.model_validate("mnist").variable == "PHALANX_DATASET_MNIST"
@@ -195,7 +193,7 @@ def test_the_kind_of_a_dataset_is_told_by_its_address() -> None:
 )
 def test_datasets_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        validated(Dataset, {"name": "a", **said})
+        validate(Dataset, {"name": "a", **said})
 
 
 def test_datasets_that_lie_in_each_other_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import usage
 from phalanx.jobs.attempt.usage import Sample, Usage
-from phalanx.jobs.node.usage_monitor import cards_in_use
+from phalanx.jobs.node.usage_monitor import gpus_in_use
 
 
 def _append(folder: Path, *numbers: int) -> None:
@@ -74,10 +74,10 @@ def test_a_long_file_is_thinned_out_and_read_on_by_the_same_offsets(
 def test_cards_are_those_of_our_processes() -> None:
     on_cards = "71, GPU-a, 1024\n72, GPU-a, 512\n73, GPU-b, 2048\n99, GPU-c, 4096\n"
     cards = "GPU-a, 100\nGPU-b, 50\nGPU-c, 90\n"
-    assert cards_in_use([71, 72, 73], on_cards, cards) == (1.5, (1024 + 512 + 2048) << 20)
-    assert cards_in_use([5], on_cards, cards) == (None, None)
-    assert cards_in_use([5], "", cards) == (None, None)
+    assert gpus_in_use([71, 72, 73], on_cards, cards) == (1.5, (1024 + 512 + 2048) << 20)
+    assert gpus_in_use([5], on_cards, cards) == (None, None)
+    assert gpus_in_use([5], "", cards) == (None, None)
 
 
 def test_what_the_driver_does_not_know_counts_nothing() -> None:
-    assert cards_in_use([71], "71, GPU-a, [N/A]\n", "GPU-a, [N/A]\n") == (0.0, 0)
+    assert gpus_in_use([71], "71, GPU-a, [N/A]\n", "GPU-a, [N/A]\n") == (0.0, 0)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.job_spec import code_of
+from phalanx.cli.job_spec import parse_code
 from phalanx.cli.output import (
     EITHER_SPELLING,
-    Verbs,
+    CommandGroup,
     jobs,
     json_flag,
     moment,
@@ -23,12 +23,12 @@ from phalanx.cli.output import (
 )
 from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
-from phalanx.jobs.models import Named
+from phalanx.jobs.models import NamedConfig
 from phalanx.jobs.spec import Code, Dataset
-from phalanx.jobs.spec_file import validated
+from phalanx.jobs.spec_file import validate
 
 
-@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def code() -> None:
     """Keep where code comes from under a name: `code: {name: NAME}` in a job."""
 
@@ -42,10 +42,10 @@ def code() -> None:
 @workspace_flag
 def add_code(name: str, source: str, workspace: str | None, **fields: str | None) -> None:
     """Keep a repository (git+https://...) or a folder under a name; replaces what was there."""
-    given = {field: value for field, value in fields.items() if value is not None}
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.put_code(workspace, name, validated(Code, code_of(source) | given))
+    options = {field: value for field, value in fields.items() if value is not None}
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.put_code(workspace, name, validate(Code, parse_code(source) | options))
     talk("kept", what=messages.text("code"), name=name, workspace=workspace)
 
 
@@ -54,13 +54,14 @@ def add_code(name: str, source: str, workspace: str | None, **fields: str | None
 @json_flag
 def list_codes(workspace: str | None, as_json: bool) -> None:
     """List the code configurations of a workspace."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        listed = found.codes(workspace)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        configs = service.codes(workspace)
     rows = [
-        [one.name, one.config["git"] or one.config["path"], one.config["ref"], one.config["subdir"]] for one in listed
+        [config.name, config.config["git"] or config.config["path"], config.config["ref"], config.config["subdir"]]
+        for config in configs
     ]
-    show_named([words()("name"), words()("uri"), "ref", "subdir"], rows, listed, as_json)
+    show_named([words()("name"), words()("uri"), "ref", "subdir"], rows, configs, as_json)
 
 
 @code.command("rm")
@@ -68,13 +69,13 @@ def list_codes(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_code(name: str, workspace: str | None) -> None:
     """Remove a code configuration."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.remove_code(workspace, name)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.remove_code(workspace, name)
     talk("removed", what=messages.text("code"), name=name)
 
 
-@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def dataset() -> None:
     """Keep where a dataset lies under a name: `datasets: [NAME]` in a job."""
 
@@ -92,11 +93,11 @@ def dataset() -> None:
 @workspace_flag
 def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fields: str | None) -> None:
     """Keep a path, or an s3://, oss:// or https:// address, under a name; replaces what was there."""
-    said = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
-    given = {field: value for field, value in fields.items() if value is not None}
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.put_dataset(workspace, validated(Dataset, said | given))
+    config = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
+    overrides = {field: value for field, value in fields.items() if value is not None}
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.put_dataset(workspace, validate(Dataset, config | overrides))
     talk("kept", what=messages.text("dataset"), name=name, workspace=workspace)
 
 
@@ -105,11 +106,11 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
 @json_flag
 def list_datasets(workspace: str | None, as_json: bool) -> None:
     """List the dataset configurations of a workspace."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        listed = found.datasets(workspace)
-    rows = [[one.name, one.config["kind"], one.config["uri"], _mount(one)] for one in listed]
-    show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, listed, as_json)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        configs = service.datasets(workspace)
+    rows = [[config.name, config.config["kind"], config.config["uri"], _mount(config)] for config in configs]
+    show_named([words()("name"), words()("kind"), words()("uri"), "mount"], rows, configs, as_json)
 
 
 @dataset.command("rm")
@@ -117,13 +118,13 @@ def list_datasets(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_dataset(name: str, workspace: str | None) -> None:
     """Remove a dataset configuration."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.remove_dataset(workspace, name)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.remove_dataset(workspace, name)
     talk("removed", what=messages.text("dataset"), name=name)
 
 
-@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def secret() -> None:
     """Keep values that only ranks of jobs see; nothing shows them again."""
 
@@ -138,9 +139,9 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
     It is never an argument: those are seen by everyone on this machine.
     """
     value = _value(name, from_env)
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.put_secret(workspace, name, value)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.put_secret(workspace, name, value)
     talk("kept", what=messages.text("secret"), name=name, workspace=workspace)
 
 
@@ -149,11 +150,14 @@ def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
 @json_flag
 def list_secrets(workspace: str | None, as_json: bool) -> None:
     """List the names of the secrets of a workspace."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        listed = found.secrets(workspace)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        secrets = service.secrets(workspace)
     show_named(
-        [words()("name"), words()("created")], [[one.name, moment(one.created)] for one in listed], listed, as_json
+        [words()("name"), words()("created")],
+        [[item.name, moment(item.created)] for item in secrets],
+        secrets,
+        as_json,
     )
 
 
@@ -162,14 +166,14 @@ def list_secrets(workspace: str | None, as_json: bool) -> None:
 @workspace_flag
 def remove_secret(name: str, workspace: str | None) -> None:
     """Remove a secret."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.remove_secret(workspace, name)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.remove_secret(workspace, name)
     talk("removed", what=messages.text("secret"), name=name)
 
 
-def _mount(one: Named) -> str:
-    return one.config["mount"] or ""
+def _mount(config: NamedConfig) -> str:
+    return config.config["mount"] or ""
 
 
 def _value(name: str, variable: str | None) -> str:

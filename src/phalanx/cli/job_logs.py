@@ -23,7 +23,7 @@ def whole(jobs: Jobs, job: str, *, rank: str | None = None, attempt: int | None 
     if not end:
         others = jobs.logs_of(job, attempt=attempt)
         written = "job empty log" if rank in others else "job unknown log"
-        talk(written if jobs.job(job).state.terminal else "job no log", job=job, rank=rank)
+        talk(written if jobs.job(job).state.is_terminal else "job no log", job=job, rank=rank)
         if others:
             talk("job other logs", names=", ".join(others))
 
@@ -40,15 +40,15 @@ def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None)
     """Print a log until the job has ended, going on with the log of the next attempt; or one attempt until its end."""
     number, offset = attempt or jobs.job(job).attempt, 0
     while True:
-        one = jobs.job(job)  # asked before the log, which is then at its end if the job is
+        record = jobs.job(job)  # asked before the log, which is then at its end if the job is
         ended = False
         if number:
             offset, ended = _print_from(jobs, job, rank, number, offset)
-        if attempt is None and one.attempt != number:
-            number, offset = one.attempt, 0
+        if attempt is None and record.attempt != number:
+            number, offset = record.attempt, 0
             if number > 1:
                 talk("job next", number=number)
-        elif one.state.terminal or (attempt is not None and ended):
+        elif record.state.is_terminal or (attempt is not None and ended):
             return
         else:
             time.sleep(_LOOK_S)

@@ -17,7 +17,7 @@ from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import Code, TrainingJob
-from phalanx.jobs.spec_file import read, validated
+from phalanx.jobs.spec_file import read, validate
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -26,7 +26,11 @@ _FIELDS: dict[str, tuple[str, Any, str]] = {
     "name": ("name", str, "Name of the job."),
     "workspace": ("workspace", str, "Workspace it belongs to. Default: default, or your only one."),
     "backend": ("backend", click.Choice(["local", "slurm", "kubernetes"]), "What runs it. Default: local."),
-    "launch": ("launch", click.Choice(["phalanx", "torchrun", "env"]), "What starts the ranks. Default: phalanx."),
+    "launch": (
+        "launch",
+        click.Choice(["phalanx", "torchrun", "env"]),
+        "What starts the ranks. Default: phalanx.",
+    ),
     "nodes": ("resources.nodes", int, "Machines. Default: 1."),
     "procs-per-node": ("resources.procs_per_node", int, "Ranks on each machine. Default: 1."),
     "cpu": ("resources.cpu", float, "Cores of each machine."),
@@ -48,7 +52,7 @@ _LISTS = {
 
 
 def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the arguments and flags that `spec_of` reads."""
+    """Give a command the arguments and flags that `read_spec` reads."""
     for flag, text in reversed(_LISTS.items()):
         command = click.option(f"--{flag}", flag, multiple=True, help=text)(command)
     for flag, (_, kind, text) in reversed(_FIELDS.items()):
@@ -63,7 +67,7 @@ def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [-- COMMAND...]")(command)
 
 
-def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
+def read_spec(options: dict[str, Any]) -> tuple[TrainingJob, Path]:
     """Return the job that a command's arguments and flags say, and the folder its relative paths are meant from.
 
     Those of a file are meant from the file's folder, those of flags from the current one.
@@ -71,23 +75,23 @@ def spec_of(said: dict[str, Any]) -> tuple[TrainingJob, Path]:
     Raises:
         SpecError: If it is no job.
     """
-    words = list(said["words"])
+    words = list(options["words"])
     file = Path(words.pop(0)) if words and (words[0].endswith(_FILES) or words[0] == "-") else None
-    if file is None and not words and not said["settings"]:
+    if file is None and not words and not options["settings"]:
         raise SpecError(messages.text("no job said"))
-    flags = {field: said[flag.replace("-", "_")] for flag, (field, _, _) in _FIELDS.items()}
-    flags |= {f"env.{name}": value for name, value in map(_pair, said["env"])}
-    flags["datasets"] = list(said["dataset"]) or None
-    flags["secrets"] = list(said["secret"]) or None
+    flags = {field: options[flag.replace("-", "_")] for flag, (field, _, _) in _FIELDS.items()}
+    flags |= {f"env.{name}": value for name, value in map(_pair, options["env"])}
+    flags["datasets"] = list(options["dataset"]) or None
+    flags["secrets"] = list(options["secret"]) or None
     flags["command"] = shlex.join(words) if words else None
     standard_input = file == Path("-")
     # Before the settings, which may add to it: --code git+https://... --set code.subdir=src
-    code = [] if said["code"] is None else [f"code={json.dumps(code_of(said['code']))}"]
-    spec = read(sys.stdin.read() if standard_input else file, settings=[*code, *said["settings"]], flags=flags)
+    code = [] if options["code"] is None else [f"code={json.dumps(parse_code(options['code']))}"]
+    spec = read(sys.stdin.read() if standard_input else file, settings=[*code, *options["settings"]], flags=flags)
     return spec, Path.cwd() if file is None or standard_input else file.absolute().parent
 
 
-def placed(jobs: Jobs, spec: TrainingJob) -> TrainingJob:
+def in_workspace(jobs: Jobs, spec: TrainingJob) -> TrainingJob:
     """Return `spec` in the workspace it is meant for: where it names none, in the one that `workspace_of` finds."""
     if "workspace" in spec.model_fields_set:
         return spec
@@ -101,15 +105,15 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def code_of(said: str) -> dict[str, Any]:
+def parse_code(text: str) -> dict[str, Any]:
     """Return the fields of the code that a flag names: a folder, a repository, or a configuration.
 
     Raises:
         SpecError: If it is none of them.
     """
-    if "://" not in said and Path(said).is_dir():
+    if "://" not in text and Path(text).is_dir():
         # A folder is meant from where the command is typed, whatever file the rest comes from.
-        return {"path": str(Path(said).absolute())}
-    if re.fullmatch(r"[a-z0-9-]+", said):
-        return {"name": said}
-    return validated(Code, said).model_dump(exclude_unset=True)
+        return {"path": str(Path(text).absolute())}
+    if re.fullmatch(r"[a-z0-9-]+", text):
+        return {"name": text}
+    return validate(Code, text).model_dump(exclude_unset=True)

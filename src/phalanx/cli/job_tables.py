@@ -13,13 +13,13 @@ from phalanx.cli.output import console, moment, show_table, talk, words
 from phalanx.cluster.messages import messages
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Failure, Job
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 from phalanx.ui.formatting import gib, needs, span
 
-_COLOURS = {State.RUNNING: "cyan", State.SUCCEEDED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
+_COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.STOPPED: "yellow"}
 
 
-def listed(jobs: Sequence[Job]) -> None:
+def print_jobs(jobs: Sequence[Job]) -> None:
     """Print a table of jobs."""
     say = words()
     if not jobs:
@@ -40,7 +40,7 @@ def why(job: Job) -> str:
     return job.reason if job.failure is None else f"{words()('cause ' + job.failure.cause)}: {job.failure.message}"
 
 
-def ending(job: Job) -> None:
+def print_ending(job: Job) -> None:
     """Say how a job ended."""
     reason = why(job)
     talk("job ended because" if reason else "job ended", job=job.id, state=words()(job.state), reason=reason)
@@ -48,44 +48,44 @@ def ending(job: Job) -> None:
         talk("job detail", job=job.id)
 
 
-def job(one: Job, attempts: Sequence[Attempt], events: Sequence[Event], usage: Sequence[Usage]) -> None:
+def print_job(record: Job, attempts: Sequence[Attempt], events: Sequence[Event], usage: Sequence[Usage]) -> None:
     """Print everything a person asks about a job."""
     say = words()
     facts = Table.grid(padding=(0, 2))
-    colour = _COLOURS.get(one.state, "default")
-    facts.add_row(say("job"), f"[bold]{escape(one.id)}[/]")
-    facts.add_row(say("state"), f"[{colour}]{say(one.state)}[/]  {escape(one.reason)}")
-    facts.add_row(say("workspace"), f"{escape(one.workspace)}, {say('owner').lower()} {escape(one.owner)}")
-    for heading, value in _spec_facts(one):
+    colour = _COLOURS.get(record.state, "default")
+    facts.add_row(say("job"), f"[bold]{escape(record.id)}[/]")
+    facts.add_row(say("state"), f"[{colour}]{say(record.state)}[/]  {escape(record.reason)}")
+    facts.add_row(say("workspace"), f"{escape(record.workspace)}, {say('owner').lower()} {escape(record.owner)}")
+    for heading, value in _spec_facts(record):
         facts.add_row(heading, escape(value))
     console().print(facts)
-    _failure(one.failure)
+    _failure(record.failure)
     _phases(events)
     if attempts:
         _attempts(attempts)
-    if any(one.samples for one in usage):
+    if any(node.samples for node in usage):
         _usage(usage)
 
 
-def events(found: Sequence[Event]) -> None:
+def print_events(history: Sequence[Event]) -> None:
     """Print a table of events."""
     say = words()
-    rows = [[moment(one.time), one.kind, _event_text(one)] for one in found]
+    rows = [[moment(event.time), event.kind, _event_text(event)] for event in history]
     show_table([say("time"), say("kind"), say("message")], rows)
 
 
-def _spec_facts(one: Job) -> list[tuple[str, str]]:
-    say, spec = words(), one.spec
+def _spec_facts(job: Job) -> list[tuple[str, str]]:
+    say, spec = words(), job.spec
     code = spec["code"]
     source = f"{code['git']} @ {(code['commit'] or '')[:12]}" if code.get("git") else code.get("path") or code["digest"]
     facts = [
         (messages.text("command"), spec["command"]),
         (say("codes"), source),
         (say("datasets"), ", ".join(f"{data['name']} ({data['uri']})" for data in spec["datasets"])),
-        (say("backend"), f"{one.backend}, {spec['launch']}"),
-        (say("resources"), needs(one)),
-        (say("attempt"), f"{one.attempt} / {1 + spec['retries']['max']}"),
-        (messages.text("retry of"), one.retry_of or ""),
+        (say("backend"), f"{job.backend}, {spec['launch']}"),
+        (say("resources"), needs(job)),
+        (say("attempt"), f"{job.attempt} / {1 + spec['retries']['max']}"),
+        (messages.text("retry of"), job.retry_of or ""),
     ]
     return [(heading, value) for heading, value in facts if value]
 
@@ -110,8 +110,8 @@ def _phases(events: Sequence[Event]) -> None:
     ends = [event.time for event in changes[1:]] + [datetime.now(UTC)]
     rows = []
     for event, end in zip(changes, ends, strict=True):
-        state = State(event.data["to"])
-        rows.append([moment(event.time), say(state), "" if state.terminal else span(event.time, end), event.message])
+        state = JobState(event.data["to"])
+        rows.append([moment(event.time), say(state), "" if state.is_terminal else span(event.time, end), event.message])
     show_table([say("time"), say("state"), say("duration"), say("reason")], rows)
 
 
@@ -119,14 +119,14 @@ def _attempts(attempts: Sequence[Attempt]) -> None:
     say = words()
     rows = [
         [
-            one.number,
-            say(one.state),
-            moment(one.started),
-            span(one.started, one.ended),
-            one.handle,
-            one.reason if one.failure is None else one.failure.message,
+            attempt.number,
+            say(attempt.state),
+            moment(attempt.started),
+            span(attempt.started, attempt.ended),
+            attempt.handle,
+            attempt.reason if attempt.failure is None else attempt.failure.message,
         ]
-        for one in attempts
+        for attempt in attempts
     ]
     show_table([say("attempt"), say("state"), say("started"), say("duration"), say("backend"), say("reason")], rows)
 
@@ -136,15 +136,15 @@ def _usage(usage: Sequence[Usage]) -> None:
     say = words()
     rows = [
         [
-            one.node,
+            node.node,
             moment(datetime.fromtimestamp(last.time, UTC)),
             f"{last.cpu:.1f}",
             gib(last.memory),
             gib(last.peak),
             "" if last.gpu is None else f"{last.gpu:.1f}, {gib(last.gpu_memory or 0)}",
         ]
-        for one in usage
-        for last in one.samples
+        for node in usage
+        for last in node.samples
     ]
     names = ("node", "time", "cpu used", "memory", "memory peak", "gpu used")
     show_table([say(name) for name in names], rows)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError, did_you_mean
-from phalanx.jobs.connect import opened
+from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import DEFAULT_WORKSPACE
 from phalanx.ui.i18n import Say, speaker
@@ -29,15 +29,15 @@ ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "l
 """What other tools call a command."""
 
 
-class Verbs(click.Group):
+class CommandGroup(click.Group):
     """The commands of one thing; takes other tools' names for them, and names the nearest for one that is not there."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command named first in `args`."""
-        known = ALIASES.get(args[0], "") if args[0] not in self.commands else ""
-        args = [known, *args[1:]] if known in self.commands else args
+        alias = ALIASES.get(args[0], "") if args[0] not in self.commands else ""
+        args = [alias, *args[1:]] if alias in self.commands else args
         if args[0] not in self.commands:
             ctx.fail(f"There is no command '{ctx.command_path} {args[0]}'.{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
@@ -66,8 +66,8 @@ def jobs() -> Iterator[Jobs]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with opened() as found:
-            yield found
+        with open_jobs() as service:
+            yield service
     finally:
         logger.removeHandler(handler)
 

@@ -94,7 +94,7 @@ def _plan_script(
         **({} if optimizer is None else {"optimizer": optimizer}),
     )
     if as_json:
-        click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(one) for one in alternatives]}))
+        click.echo(json.dumps(answer.to_json() | {"why_not": [answer.why_not(limit) for limit in alternatives]}))
     else:
         _print(answer, alternatives)
     if picture is not None:
@@ -115,15 +115,15 @@ def _check_words(cluster: str | None, limits: Iterable[str]) -> None:
     """Raise before the script runs where words are wrong; those that name layers are read when these are known."""
     if cluster is not None:
         read_cluster(cluster)
-    for said in limits:
-        if is_of_arrangement(said):
-            read_limit(said, PLAN_KNOBS)
+    for limit in limits:
+        if is_of_arrangement(limit):
+            read_limit(limit, PLAN_KNOBS)
         else:
-            read_layer_limit(said)
+            read_layer_limit(limit)
 
 
 def _print(answer: Planned, alternatives: Iterable[str]) -> None:
     console = Console()
     console.print(answer)
-    for one in alternatives:
-        console.print(answer.why_not(one), highlight=False, markup=False)
+    for limit in alternatives:
+        console.print(answer.why_not(limit), highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""The commands `phalanx serve` and `phalanx ui`: jobs and the console over HTTP, with a keeper in the same process."""
+"""The commands `phalanx serve` and `phalanx ui`: jobs and the console over HTTP, and the job controller."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.cli.output import EITHER_SPELLING, talk
 from phalanx.jobs import paths
 
 if TYPE_CHECKING:
-    from phalanx.jobs.backends import Engines
-    from phalanx.jobs.store import Store
+    from phalanx.jobs.backends import Backends
+    from phalanx.jobs.store import JobStore
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SIGNED_IN_H = 12
@@ -37,50 +37,50 @@ def _place_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(context_settings=EITHER_SPELLING)
 @_place_options
-def serve(**place: Any) -> None:
+def serve(**options: Any) -> None:
     """Serve jobs and the console; `phalanx token add` makes what people sign in with."""
-    _serve(place, opened=None)
+    _serve(options, open_browser=None)
 
 
 @click.command(context_settings=EITHER_SPELLING)
 @_place_options
 @click.option("--no-browser", is_flag=True, help="Only say where the console is.")
-def ui(no_browser: bool, **place: Any) -> None:
+def ui(no_browser: bool, **options: Any) -> None:
     """Serve the console and open it in a browser; prints a token to sign in with."""
-    _serve(place, opened=(lambda _: None) if no_browser else webbrowser.open)
+    _serve(options, open_browser=(lambda _: None) if no_browser else webbrowser.open)
 
 
-def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> None:
+def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | None) -> None:
     from phalanx.jobs.api.app import make_app
-    from phalanx.jobs.api.serve import PORT, Place, address_of, bind
+    from phalanx.jobs.api.serve import PORT, ListenOptions, address_of, bind
     from phalanx.jobs.api.serve import serve as answer
-    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.backends import Backends
     from phalanx.jobs.connect import local_actor
     from phalanx.jobs.protocol import Jobs
     from phalanx.jobs.service.service import JobService
-    from phalanx.jobs.store import Store
+    from phalanx.jobs.store import JobStore
     from phalanx.ui.console import add_console
 
-    place["port"] = PORT if place["port"] is None else place["port"]
-    where, home, engines = Place(**place), paths.home(), Engines()
+    options["port"] = PORT if options["port"] is None else options["port"]
+    where, home, engines = ListenOptions(**options), paths.home(), Backends()
     with ExitStack() as stack:
         bound = stack.enter_context(bind(where))
-        store = stack.enter_context(Store(None, home))
+        store = stack.enter_context(JobStore(None, home))
 
-        def enter(token: str) -> Jobs:
+        def authenticate(token: str) -> Jobs:
             return JobService(store, engines, store.actor_of(token), wake=lambda _: None)
 
         stack.enter_context(_keeping(store, engines, home))
-        app = make_app(enter)
+        app = make_app(authenticate)
         add_console(app)
         address = address_of(bound, where)
         talk("serving", address=address)
-        if opened is not None:
-            made = store.create_token(f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600)
+        if open_browser is not None:
+            new_token = store.create_token(f"ui-{secrets.token_hex(4)}", local_actor(home), lasts_s=_SIGNED_IN_H * 3600)
             talk("sign in with", hours=_SIGNED_IN_H)
-            click.echo(made.text)
+            click.echo(new_token.text)
             bound.listen()  # a browser that is faster than the server waits instead of being refused
-            opened(f"{address}/ui/")
+            open_browser(f"{address}/ui/")
         for number in (signal.SIGINT, signal.SIGTERM):
             # The server ends when it gets one, and then sends it to whoever was there before: that is nobody.
             signal.signal(number, lambda *_: None)
@@ -88,14 +88,16 @@ def _serve(place: dict[str, Any], *, opened: Callable[[str], object] | None) -> 
 
 
 @contextmanager
-def _keeping(store: Store, engines: Engines, home: Path) -> Iterator[None]:
-    """Look after the jobs in a thread of this process; while another keeper does, this one waits its turn."""
+def _keeping(store: JobStore, engines: Backends, home: Path) -> Iterator[None]:
+    """Look after the jobs in a thread of this process; while another controller does, this one waits its turn."""
     from phalanx.jobs.backends.local import this_machine
-    from phalanx.jobs.control.controller import Keeper, keep
+    from phalanx.jobs.control.controller import JobController, run_controller
 
     stopped = threading.Event()
-    keeper = Keeper(store, engines, home, machine=this_machine())
-    thread = threading.Thread(target=keep, args=(home, keeper, stopped), kwargs={"until_idle": False}, name="keeper")
+    controller = JobController(store, engines, home, machine=this_machine())
+    thread = threading.Thread(
+        target=run_controller, args=(home, controller, stopped), kwargs={"until_idle": False}, name="controller"
+    )
     thread.start()
     try:
         yield

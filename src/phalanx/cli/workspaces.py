@@ -6,7 +6,7 @@ import click
 
 from phalanx.cli.output import (
     EITHER_SPELLING,
-    Verbs,
+    CommandGroup,
     jobs,
     json_flag,
     moment,
@@ -18,11 +18,11 @@ from phalanx.cli.output import (
     workspace_of,
 )
 from phalanx.cluster.messages import messages
-from phalanx.jobs.models import Role
+from phalanx.jobs.models import MemberRole
 from phalanx.jobs.quantities import to_seconds
 
 
-@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def workspace() -> None:
     """Make and remove workspaces: spaces of jobs, codes, datasets and secrets that only their members see."""
 
@@ -31,8 +31,8 @@ def workspace() -> None:
 @click.argument("name")
 def add_workspace(name: str) -> None:
     """Make a workspace."""
-    with jobs() as found:
-        found.add_workspace(name)
+    with jobs() as service:
+        service.add_workspace(name)
     talk("workspace made", name=name)
 
 
@@ -40,10 +40,10 @@ def add_workspace(name: str) -> None:
 @json_flag
 def list_workspaces(as_json: bool) -> None:
     """List workspaces with their members."""
-    with jobs() as found:
-        listed = found.workspaces()
-    rows = [[one.name, ", ".join(f"{name} ({role})" for name, role in one.members.items())] for one in listed]
-    show_named([words()("workspace"), messages.text("member")], rows, listed, as_json)
+    with jobs() as service:
+        spaces = service.workspaces()
+    rows = [[space.name, ", ".join(f"{name} ({role})" for name, role in space.members.items())] for space in spaces]
+    show_named([words()("workspace"), messages.text("member")], rows, spaces, as_json)
 
 
 @workspace.command("rm")
@@ -53,25 +53,25 @@ def remove_workspace(name: str, yes: bool) -> None:
     """Remove a workspace with everything in it; its jobs must have ended."""
     if not yes:
         click.confirm(messages.text("remove workspace", name=name), abort=True, err=True)
-    with jobs() as found:
-        found.remove_workspace(name)
+    with jobs() as service:
+        service.remove_workspace(name)
     talk("removed", what=messages.text("workspace"), name=name)
 
 
-@workspace.group(cls=Verbs)
+@workspace.group(cls=CommandGroup)
 def member() -> None:
     """Say who may do what in a workspace: viewers look, developers submit, admins manage."""
 
 
 @member.command("add")
 @click.argument("name")
-@click.argument("role", type=click.Choice([role.value for role in Role]))
+@click.argument("role", type=click.Choice([role.value for role in MemberRole]))
 @workspace_flag
 def add_member(name: str, role: str, workspace: str | None) -> None:
     """Make someone a member, or give a member another role."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.put_member(workspace, name, Role(role))
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.put_member(workspace, name, MemberRole(role))
     talk("member put", name=name, role=role, workspace=workspace)
 
 
@@ -80,13 +80,13 @@ def add_member(name: str, role: str, workspace: str | None) -> None:
 @workspace_flag
 def remove_member(name: str, workspace: str | None) -> None:
     """End a membership."""
-    with jobs() as found:
-        workspace = workspace_of(found, workspace)
-        found.remove_member(workspace, name)
+    with jobs() as service:
+        workspace = workspace_of(service, workspace)
+        service.remove_member(workspace, name)
     talk("removed", what=messages.text("member"), name=name)
 
 
-@click.group(cls=Verbs, context_settings=EITHER_SPELLING)
+@click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def token() -> None:
     """Make and end the tokens with which people and programs are known to `phalanx serve`."""
 
@@ -102,24 +102,26 @@ def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) ->
         lasts_s = None if lasts is None else to_seconds(lasts)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--lasts") from None
-    with jobs() as found:
-        made = found.add_token(name, owner=owner, lasts_s=lasts_s)
+    with jobs() as service:
+        new_token = service.add_token(name, owner=owner, lasts_s=lasts_s)
     if as_json:
-        show_json(made)
+        show_json(new_token)
     else:
-        click.echo(made.text)
-        talk("token once", owner=made.token.owner)
+        click.echo(new_token.text)
+        talk("token once", owner=new_token.token.owner)
 
 
 @token.command("list")
 @json_flag
 def list_tokens(as_json: bool) -> None:
     """List tokens, without their text."""
-    with jobs() as found:
-        listed = found.tokens()
-    rows = [[one.name, one.owner, moment(one.created), moment(one.expires) or messages.text("never")] for one in listed]
+    with jobs() as service:
+        tokens = service.tokens()
+    rows = [
+        [item.name, item.owner, moment(item.created), moment(item.expires) or messages.text("never")] for item in tokens
+    ]
     headings = [words()("name"), words()("owner"), words()("created"), messages.text("expires")]
-    show_named(headings, rows, listed, as_json)
+    show_named(headings, rows, tokens, as_json)
 
 
 @token.command("rm")
@@ -127,6 +129,6 @@ def list_tokens(as_json: bool) -> None:
 @click.option("--owner", help="Whose it is. Default: yours.")
 def remove_token(name: str, owner: str | None) -> None:
     """End a token."""
-    with jobs() as found:
-        found.remove_token(name, owner=owner)
+    with jobs() as service:
+        service.remove_token(name, owner=owner)
     talk("removed", what=messages.text("token"), name=name)

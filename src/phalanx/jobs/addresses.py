@@ -80,10 +80,10 @@ def mount_path(text: str) -> str:
 def kind_of(uri: str) -> str:
     """Return the kind of dataset that an address means: s3, oss, http, or local for a path."""
     scheme = uri.split("://")[0] if "://" in uri else ""
-    found = {"": "local", "s3": "s3", "oss": "oss", "http": "http", "https": "http"}.get(scheme)
-    if found is None:
+    kind = {"": "local", "s3": "s3", "oss": "oss", "http": "http", "https": "http"}.get(scheme)
+    if kind is None:
         raise ValueError(f"{scheme}:// is no address of a dataset; write a path, s3://, oss://, https:// or http://")
-    return found
+    return kind
 
 
 def bucket_and_key(uri: str) -> tuple[str, str]:

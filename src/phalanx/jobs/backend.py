@@ -54,7 +54,7 @@ class Submission:
 class Backend(Protocol):
     """An engine that runs attempts. Every call may be repeated: doing twice what was done once changes nothing.
 
-    `handle` is what `submit` returned; empty where the keeper died before it noted that, and a person stopped the job
+    `handle` is what `submit` returned; empty if the controller died before it noted that and the job was stopped
     meanwhile. The engine then looks for the attempt by its marks, and says `GONE` if there is none.
     """
 

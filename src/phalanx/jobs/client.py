@@ -21,11 +21,11 @@ from phalanx import errors
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
 from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.sources.archive import pack
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 T = TypeVar("T")
 
@@ -76,15 +76,15 @@ class Client:
 
     def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
         """Send the code of `spec` if it is a path, then the job; see `Jobs.submit`."""
-        body = {"spec": self._sent(spec, base).model_dump(mode="json"), "request": request}
+        body = {"spec": self._send_code(spec, base).model_dump(mode="json"), "request": request}
         return self._ask(Job, "POST", "jobs", json=body)
 
     def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
         """Return what the server's backend would be handed; the code is sent, so that it can be checked."""
-        body = {"spec": self._sent(spec, base).model_dump(mode="json"), "full": full}
+        body = {"spec": self._send_code(spec, base).model_dump(mode="json"), "full": full}
         return str(self._ask(dict[str, str], "POST", "jobs/render", json=body)["text"])
 
-    def _sent(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
+    def _send_code(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
         """`spec` with the code at its path sent to the server, which cannot read this machine's."""
         if spec.code.path is None or spec.code.digest is not None:
             return spec
@@ -99,7 +99,7 @@ class Client:
         self,
         workspace: str | None = None,
         *,
-        states: Collection[State] = (),
+        states: Collection[JobState] = (),
         owner: str | None = None,
         limit: int | None = None,
     ) -> list[Job]:
@@ -176,7 +176,7 @@ class Client:
         """Remove a workspace with everything in it."""
         self._answer("DELETE", _path("workspaces", workspace))
 
-    def put_member(self, workspace: str, name: str, role: Role) -> None:
+    def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         """Make someone a member, or give a member another role."""
         self._answer("PUT", _path("workspaces", workspace, "members", name), json={"role": role})
 
@@ -191,27 +191,27 @@ class Client:
             path = _path("workspaces", workspace, "trees")
             return str(self._ask(dict[str, str], "POST", path, content=file, headers=headers)["digest"])
 
-    def codes(self, workspace: str) -> list[Named]:
+    def codes(self, workspace: str) -> list[NamedConfig]:
         """Return the code configurations of a workspace."""
-        return self._get(list[Named], _path("workspaces", workspace, "codes"))
+        return self._get(list[NamedConfig], _path("workspaces", workspace, "codes"))
 
-    def put_code(self, workspace: str, name: str, code: Code) -> Named:
+    def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
         """Keep where code comes from under a name."""
         body = code.model_dump(mode="json")
-        return self._ask(Named, "PUT", _path("workspaces", workspace, "codes", name), json=body)
+        return self._ask(NamedConfig, "PUT", _path("workspaces", workspace, "codes", name), json=body)
 
     def remove_code(self, workspace: str, name: str) -> None:
         """Remove a code configuration."""
         self._answer("DELETE", _path("workspaces", workspace, "codes", name))
 
-    def datasets(self, workspace: str) -> list[Named]:
+    def datasets(self, workspace: str) -> list[NamedConfig]:
         """Return the dataset configurations of a workspace."""
-        return self._get(list[Named], _path("workspaces", workspace, "datasets"))
+        return self._get(list[NamedConfig], _path("workspaces", workspace, "datasets"))
 
-    def put_dataset(self, workspace: str, dataset: Dataset) -> Named:
+    def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         """Keep where a dataset lies under its name."""
         body = dataset.model_dump(mode="json")
-        return self._ask(Named, "PUT", _path("workspaces", workspace, "datasets"), json=body)
+        return self._ask(NamedConfig, "PUT", _path("workspaces", workspace, "datasets"), json=body)
 
     def remove_dataset(self, workspace: str, name: str) -> None:
         """Remove a dataset configuration."""
@@ -257,19 +257,23 @@ class Client:
             ) from None
         if answer.is_success:
             return answer
-        raise _raised(answer)
+        raise _parse_error(answer)
 
 
 def _path(*parts: str) -> str:
     return "/".join(quote(part, safe="") for part in parts)
 
 
-def _raised(answer: httpx.Response) -> PhalanxError:
+def _parse_error(answer: httpx.Response) -> PhalanxError:
     """The error that the server's answer tells of, as the service would have raised it."""
     try:
-        said = answer.json()
-        kind, message = str(said["error"]), str(said["message"])
+        body = answer.json()
+        kind, message = str(body["error"]), str(body["message"])
     except (ValueError, KeyError, TypeError):
         return BackendError(f"The server answered {answer.status_code} {answer.reason_phrase} and no reason.")
-    found = getattr(errors, kind, errors.AccessError if answer.status_code == 401 else BackendError)
-    return found(message) if isinstance(found, type) and issubclass(found, PhalanxError) else BackendError(message)
+    error_class = getattr(errors, kind, errors.AccessError if answer.status_code == 401 else BackendError)
+    return (
+        error_class(message)
+        if isinstance(error_class, type) and issubclass(error_class, PhalanxError)
+        else BackendError(message)
+    )

@@ -20,19 +20,19 @@ class PythonCommand:
     arguments: tuple[str, ...]
 
 
-def checked_command(said: str) -> str:
+def parse_command(command: str) -> str:
     """Return `said` if its words can be told apart without a shell.
 
     Raises:
         ValueError: If it is empty, a quote is open, or it has an operator of the shell outside quotes.
     """
-    if re.search(r"[\x00\ud800-\udfff]", said):
-        raise ValueError(f"{said!r} holds what no command can: a zero byte, or half a letter")
+    if re.search(r"[\x00\ud800-\udfff]", command):
+        raise ValueError(f"{command!r} holds what no command can: a zero byte, or half a letter")
     try:
-        words = shlex.split(said)
-        needs = _shell_syntax(said.strip())
+        words = shlex.split(command)
+        needs = _shell_syntax(command.strip())
     except ValueError as error:
-        raise ValueError(f"{said!r} cannot be cut into words: {error}; close every quote") from None
+        raise ValueError(f"{command!r} cannot be cut into words: {error}; close every quote") from None
     if not words:
         raise ValueError("the command is empty; write what starts the training, as: python train.py")
     if needs:
@@ -40,25 +40,25 @@ def checked_command(said: str) -> str:
             f"a command is started without a shell, which {needs} needs; put it in a script, or write launch: env and "
             "bash -c '...'"
         )
-    return said
+    return command
 
 
-def _shell_syntax(said: str) -> str:
+def _shell_syntax(command: str) -> str:
     """Return what in a command only a shell understands, in words, or an empty string."""
-    lexer = shlex.shlex(said, posix=True, punctuation_chars="&|;<>\n")
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="&|;<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     words = list(lexer)
     for word in words:
         if set(word) and set(word) <= set("&|;<>\n"):
             return "a second line" if "\n" in word else repr(word)
     is_shell = len(words) > 1 and re.fullmatch(r"(?:.*/)?(?:ba|da|z)?sh", words[0])
-    variable = re.search(r"\$\w+|\$[{(]|`", re.sub(r"'[^']*'", "", said))
+    variable = re.search(r"\$\w+|\$[{(]|`", re.sub(r"'[^']*'", "", command))
     return repr(variable[0]) if variable and not is_shell else ""
 
 
-def python_command(said: str) -> PythonCommand | None:
+def python_command(command: str) -> PythonCommand | None:
     """Return the parts of a command that starts Python, or None if it starts something else or runs no file."""
-    words = shlex.split(said)
+    words = shlex.split(command)
     if not words or not re.fullmatch(r"(?:.*/)?python(?:3(?:\.\d+)?)?", words[0]):
         return None
     position = 1

@@ -12,11 +12,11 @@ from phalanx.errors import ConfigError
 from phalanx.jobs import paths
 from phalanx.jobs.models import Actor
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 
 @contextmanager
-def opened() -> Iterator[Jobs]:
+def open_jobs() -> Iterator[Jobs]:
     """Open the jobs for the user of this process.
 
     Raises:
@@ -28,16 +28,16 @@ def opened() -> Iterator[Jobs]:
         with Client(address, _token()) as client:
             yield client
         return
-    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.backends import Backends
     from phalanx.jobs.service.service import JobService
-    from phalanx.jobs.store import Store
+    from phalanx.jobs.store import JobStore
 
     home = paths.home()
-    with Store(None, home) as store:
+    with JobStore(None, home) as store:
         # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
-        if store.jobs(states=[state for state in State if not state.terminal], limit=1):
+        if store.jobs(states=[state for state in JobState if not state.is_terminal], limit=1):
             _wake(home)
-        yield JobService(store, Engines(), local_actor(home), wake=_wake, remote=False)
+        yield JobService(store, Backends(), local_actor(home), wake=_wake, remote=False)
 
 
 def local_actor(home: Path) -> Actor:
@@ -51,9 +51,9 @@ def local_actor(home: Path) -> Actor:
 
 
 def _wake(home: Path) -> None:
-    from phalanx.jobs.control.controller import ensure_keeper
+    from phalanx.jobs.control.controller import ensure_controller
 
-    ensure_keeper(home)
+    ensure_controller(home)
 
 
 def _token() -> str:

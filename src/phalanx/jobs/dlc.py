@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from phalanx.errors import SpecError
-from phalanx.jobs.command import checked_command
+from phalanx.jobs.command import parse_command
 from phalanx.jobs.quantities import to_bytes
 from phalanx.jobs.spec import OURS
 
@@ -30,9 +30,9 @@ _REASONS = {
 }
 
 
-def is_request(said: Mapping[str, Any]) -> bool:
+def is_request(body: Mapping[str, Any]) -> bool:
     """Return whether `said` looks like the body of a CreateJob request rather than a job of ours."""
-    return "JobSpecs" in said and "UserCommand" in said
+    return "JobSpecs" in body and "UserCommand" in body
 
 
 def translate(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -44,50 +44,50 @@ def translate(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     rest, left = dict(body), list[str]()
     if (kind := rest.pop("JobType", "PyTorchJob")) != "PyTorchJob":
         raise SpecError(f"JobType {kind} cannot be taken over, only PyTorchJob. Write a job of this kind by hand.")
-    said: dict[str, Any] = {"launch": "env", "name": _name(str(rest.pop("DisplayName", "")))}
-    said["command"] = _command(str(rest.pop("UserCommand", "")))
-    said |= _resources(_list(rest, "JobSpecs"), left)
-    said["env"] = _variables(_table(rest, "Envs"), left)
+    job: dict[str, Any] = {"launch": "env", "name": _name(str(rest.pop("DisplayName", "")))}
+    job["command"] = _command(str(rest.pop("UserCommand", "")))
+    job |= _resources(_list(rest, "JobSpecs"), left)
+    job["env"] = _variables(_table(rest, "Envs"), left)
     if "Priority" in rest:
-        said["priority"] = rest.pop("Priority")
+        job["priority"] = rest.pop("Priority")
     if minutes := rest.pop("JobMaxRunningTimeMinutes", None):
-        said["max_runtime"] = f"{minutes}m"
-    said["code"] = _code(_table(rest, "CodeSource"), left)
-    said["datasets"] = [_dataset(n, source, left) for n, source in enumerate(_list(rest, "DataSources"))]
+        job["max_runtime"] = f"{minutes}m"
+    job["code"] = _code(_table(rest, "CodeSource"), left)
+    job["datasets"] = [_dataset(n, source, left) for n, source in enumerate(_list(rest, "DataSources"))]
     left += [
         f"{key} {_short(value)}: {_REASONS.get(key, 'nothing here is like it')}" for key, value in rest.items() if value
     ]
-    return said, left
+    return job, left
 
 
 def _name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
 
 
-def _command(said: str) -> str:
+def _command(text: str) -> str:
     try:
-        return checked_command(said.strip())
+        return parse_command(text.strip())
     except ValueError:
-        return "bash -c " + shlex.quote(said)  # DLC runs the text in a shell
+        return "bash -c " + shlex.quote(text)  # DLC runs the text in a shell
 
 
 def _table(body: dict[str, Any], key: str) -> dict[str, Any]:
-    found = body.pop(key, None) or {}
-    if not isinstance(found, dict):
-        raise SpecError(f"{key} is {_short(found)}, not fields by name as in a CreateJob request. Correct the file.")
-    return dict(found)
+    table = body.pop(key, None) or {}
+    if not isinstance(table, dict):
+        raise SpecError(f"{key} is {_short(table)}, not fields by name as in a CreateJob request. Correct the file.")
+    return dict(table)
 
 
 def _list(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    found = body.pop(key, None) or []
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise SpecError(f"{key} is {_short(found)}, not a list as in a CreateJob request. Correct the file.")
-    return [dict(each) for each in found]
+    items = body.pop(key, None) or []
+    if not isinstance(items, list) or not all(isinstance(each, dict) for each in items):
+        raise SpecError(f"{key} is {_short(items)}, not a list as in a CreateJob request. Correct the file.")
+    return [dict(each) for each in items]
 
 
 def _resources(specs: list[dict[str, Any]], left: list[str]) -> dict[str, Any]:
     """Return `resources` for pods that are all as large as the largest, and the image."""
-    nodes, images, asked = 0, list[str](), {"cpu": 0.0, "memory": 0, "gpu": 0}
+    nodes, images, amounts = 0, list[str](), {"cpu": 0.0, "memory": 0, "gpu": 0}
     for number, spec in enumerate(specs):
         where = f"JobSpecs[{number}]"
         if (role := spec.pop("Type", "Worker")) not in _ROLES:
@@ -95,30 +95,30 @@ def _resources(specs: list[dict[str, Any]], left: list[str]) -> dict[str, Any]:
         nodes += _number(where, "PodCount", spec.pop("PodCount", 1))
         images += [spec.pop("Image")] if spec.get("Image") else []
         config = _table(spec, "ResourceConfig")
-        _take_larger(where, asked, config, left)
+        _take_larger(where, amounts, config, left)
         if "EcsSpec" in spec:
             left.append(f"{where}.EcsSpec {spec.pop('EcsSpec')}: say what it has, as --set resources.cpu=4")
         left += [
             f"{where}.{key} {_short(value)}: nothing here is like it" for key, value in (spec | config).items() if value
         ]
     left += [f"Image {image}: all nodes have one image, {images[0]}" for image in images[1:] if image != images[0]]
-    resources = {"nodes": nodes, **{name: amount for name, amount in asked.items() if amount}}
+    resources = {"nodes": nodes, **{name: amount for name, amount in amounts.items() if amount}}
     return {"resources": resources} | ({"kubernetes": {"image": images[0]}} if images else {})
 
 
-def _take_larger(where: str, asked: dict[str, Any], config: dict[str, Any], left: list[str]) -> None:
+def _take_larger(where: str, amounts: dict[str, Any], config: dict[str, Any], left: list[str]) -> None:
     try:
-        found = {
+        pod = {
             "cpu": float(config.pop("CPU", 0) or 0),
             "memory": to_bytes(memory) if (memory := config.pop("Memory", None)) else 0,
             "gpu": int(config.pop("GPU", 0) or 0),
         }
     except (ValueError, TypeError) as error:
         raise SpecError(f"{where}.ResourceConfig: {error}. Correct the file.") from None
-    for name, amount in found.items():
-        if asked[name] and amount != asked[name]:
+    for name, amount in pod.items():
+        if amounts[name] and amount != amounts[name]:
             left.append(f"{where}.ResourceConfig: all nodes get as much {name} as the largest")
-        asked[name] = max(asked[name], amount)
+        amounts[name] = max(amounts[name], amount)
 
 
 def _number(where: str, key: str, value: Any) -> int:
@@ -127,9 +127,9 @@ def _number(where: str, key: str, value: Any) -> int:
     return int(value)
 
 
-def _variables(found: dict[str, Any], left: list[str]) -> dict[str, str]:
-    left += [f"Envs.{name}: every launch sets it" for name in found if name in OURS]
-    return {name: str(value) for name, value in found.items() if name not in OURS}
+def _variables(variables: dict[str, Any], left: list[str]) -> dict[str, str]:
+    left += [f"Envs.{name}: every launch sets it" for name in variables if name in OURS]
+    return {name: str(value) for name, value in variables.items() if name not in OURS}
 
 
 def _code(source: dict[str, Any], left: list[str]) -> dict[str, Any]:
@@ -150,19 +150,19 @@ def _code(source: dict[str, Any], left: list[str]) -> dict[str, Any]:
 def _dataset(number: int, source: dict[str, Any], left: list[str]) -> dict[str, Any]:
     identity, uri = source.pop("DataSourceId", None), str(source.pop("Uri", None) or "")
     name = _name(str(identity or f"data-{number}"))
-    found: dict[str, Any] = {"name": name, "mount": source.pop("MountPath", None)}
-    where = _where(uri, found["mount"])
+    dataset: dict[str, Any] = {"name": name, "mount": source.pop("MountPath", None)}
+    where = _where(uri, dataset["mount"])
     if source.get("MountAccess") == "RO" or (source.get("MountAccess") == "RW" and where and where["kind"] == "nas"):
-        found["readonly"] = source.pop("MountAccess") == "RO"
+        dataset["readonly"] = source.pop("MountAccess") == "RO"
     if where is None:
-        known = f" ({uri})" if uri else ""
-        left.append(f"DataSources[{number}]{known}: where it lies cannot be told; add it: phalanx dataset add {name}")
+        address = f" ({uri})" if uri else ""
+        left.append(f"DataSources[{number}]{address}: where it lies cannot be told; add it: phalanx dataset add {name}")
     left += [
         f"DataSources[{number}].{key} {_short(value)}: nothing here is like it"
         for key, value in source.items()
         if value
     ]
-    return found | (where or {})
+    return dataset | (where or {})
 
 
 def _where(uri: str, mount: str | None) -> dict[str, str] | None:

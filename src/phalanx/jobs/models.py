@@ -7,10 +7,10 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from phalanx.jobs.states import Cause, State
+from phalanx.jobs.states import Cause, JobState
 
 
-class Role(StrEnum):
+class MemberRole(StrEnum):
     """What a member may do in a workspace; each role may do what those before it may."""
 
     VIEWER = "viewer"
@@ -32,7 +32,7 @@ class Workspace:
 
     name: str
     created: datetime
-    members: dict[str, Role] = field(default_factory=dict)
+    members: dict[str, MemberRole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedConfig:
     """A code or dataset configuration of a workspace: its name and its validated content as JSON."""
 
     workspace: str
@@ -82,7 +82,7 @@ class Attempt:
 
     job: str
     number: int
-    state: State
+    state: JobState
     handle: str = ""
     reason: str = ""
     failure: Failure | None = None
@@ -114,7 +114,7 @@ class Job:
     workspace: str
     name: str
     owner: str
-    state: State
+    state: JobState
     reason: str
     backend: str
     priority: int

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Jobs(Protocol):
         self,
         workspace: str | None = None,
         *,
-        states: Collection[State] = (),
+        states: Collection[JobState] = (),
         owner: str | None = None,
         limit: int | None = None,
     ) -> list[Job]:
@@ -175,7 +175,7 @@ class Jobs(Protocol):
             StateError: If a job in it has not ended.
         """
 
-    def put_member(self, workspace: str, name: str, role: Role) -> None:
+    def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         """Make someone a member of a workspace, or give a member another role."""
 
     def remove_member(self, workspace: str, name: str) -> None:
@@ -190,19 +190,19 @@ class Jobs(Protocol):
 
     # Configurations of a workspace. Putting one that exists replaces it; jobs keep what they were submitted with.
 
-    def codes(self, workspace: str) -> list[Named]:
+    def codes(self, workspace: str) -> list[NamedConfig]:
         """Return the code configurations of a workspace by name."""
 
-    def put_code(self, workspace: str, name: str, code: Code) -> Named:
+    def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
         """Keep where code comes from under a name."""
 
     def remove_code(self, workspace: str, name: str) -> None:
         """Remove a code configuration."""
 
-    def datasets(self, workspace: str) -> list[Named]:
+    def datasets(self, workspace: str) -> list[NamedConfig]:
         """Return the dataset configurations of a workspace by name."""
 
-    def put_dataset(self, workspace: str, dataset: Dataset) -> Named:
+    def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         """Keep where a dataset lies under its name."""
 
     def remove_dataset(self, workspace: str, name: str) -> None:

@@ -9,16 +9,16 @@ _MOST_BYTES, _MOST_SECONDS = 2**60, 10.0 * 366 * 86400
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def to_bytes(said: str | int) -> int:
-    """Return the bytes that `said` means, as `8Gi`, `500M` or a plain number.
+def to_bytes(text: str | int) -> int:
+    """Return the bytes that `text` means, as `8Gi`, `500M` or a plain number.
 
     Raises:
         ValueError: If it is no positive amount.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?|Ki)?[Bb]?", str(said).strip())
-    count = 0.0 if found is None else float(found[1]) * _BYTES[found[2] or ""]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?|Ki)?[Bb]?", str(text).strip())
+    count = 0.0 if match is None else float(match[1]) * _BYTES[match[2] or ""]
     if not 0 < count <= _MOST_BYTES:
-        raise ValueError(f"{said!r} is no amount of memory; write it as 8Gi, 500Mi or 2G")
+        raise ValueError(f"{text!r} is no amount of memory; write it as 8Gi, 500Mi or 2G")
     return int(count)
 
 
@@ -30,17 +30,17 @@ def as_quantity(count: int) -> str:
     return str(count)
 
 
-def to_seconds(said: str | float) -> float:
-    """Return the seconds that `said` means, as `90`, `90s`, `30m`, `2h`, `1h30m` or `1d`.
+def to_seconds(text: str | float) -> float:
+    """Return the seconds that `text` means, as `90`, `90s`, `30m`, `2h`, `1h30m` or `1d`.
 
     Raises:
         ValueError: If it is no positive time.
     """
-    text = str(said).strip()
-    if re.fullmatch(r"\d+(?:\.\d+)?", text):
-        text += "s"
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
+    words = str(text).strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", words):
+        words += "s"
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", words)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text or not 0 < seconds <= _MOST_SECONDS:
-        raise ValueError(f"{said!r} is no length of time; write it as 90s, 30m, 2h or 1h30m")
+    if "".join(number + unit for number, unit in parts) != words or not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(f"{text!r} is no length of time; write it as 90s, 30m, 2h or 1h30m")
     return seconds

@@ -14,21 +14,21 @@ MARK = "***"
 
 def parts(secrets: Collection[str]) -> list[str]:
     """Return what to look for, the longest first: values, and the lines of those that have several."""
-    found = {part.strip() for value in secrets for part in (value, *value.splitlines())}
-    return sorted((part for part in found if len(part) >= SHORTEST), key=len, reverse=True)
+    candidates = {part.strip() for value in secrets for part in (value, *value.splitlines())}
+    return sorted((part for part in candidates if len(part) >= SHORTEST), key=len, reverse=True)
 
 
-def struck(value: Any, secrets: Collection[str]) -> Any:
+def redact(value: Any, secrets: Collection[str]) -> Any:
     """Return `value`, what JSON can hold, with every value of `secrets` in its texts replaced."""
     sought = parts(secrets)
-    return _struck(value, re.compile("|".join(map(re.escape, sought)))) if sought else value
+    return _redact(value, re.compile("|".join(map(re.escape, sought)))) if sought else value
 
 
-def _struck(value: Any, pattern: re.Pattern[str]) -> Any:
+def _redact(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return pattern.sub(MARK, value)
     if isinstance(value, dict):
-        return {key: _struck(one, pattern) for key, one in value.items()}
+        return {key: _redact(item, pattern) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_struck(one, pattern) for one in value]
+        return [_redact(item, pattern) for item in value]
     return value

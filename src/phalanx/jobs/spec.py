@@ -30,7 +30,7 @@ from phalanx.jobs.addresses import (
     mount_path,
     web_address,
 )
-from phalanx.jobs.command import checked_command
+from phalanx.jobs.command import parse_command
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.states import Cause
 
@@ -93,14 +93,14 @@ class Code(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, said: Any) -> Any:
-        return _code_from_text(said) if isinstance(said, str) else said
+    def _from_text(cls, value: Any) -> Any:
+        return _code_from_text(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("git", "path", "name") if getattr(self, name) is not None]
-        if len(given) != 1 and not (self.digest and not given):
-            raise ValueError(f"give exactly one of git, path and name; found {' and '.join(given) or 'none'}")
+        sources = [name for name in ("git", "path", "name") if getattr(self, name) is not None]
+        if len(sources) != 1 and not (self.digest and not sources):
+            raise ValueError(f"give exactly one of git, path and name; found {' and '.join(sources) or 'none'}")
         if (self.commit and not self.git) or (self.digest and (self.git or self.name)):
             raise ValueError("commit belongs to git, digest to path; leave it out, submission fills it")
         if self.secret and self.git and not self.git.startswith(("https://", "http://")):
@@ -137,13 +137,13 @@ class Dataset(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, said: Any) -> Any:
-        if isinstance(said, str):
-            name, _, mount = said.partition(":")
+    def _from_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            name, _, mount = value.partition(":")
             return {"name": name, "mount": mount or None}
-        if isinstance(said, dict) and isinstance(said.get("uri"), str) and said.get("kind") is None:
-            return {**said, "kind": kind_of(said["uri"])}
-        return said
+        if isinstance(value, dict) and isinstance(value.get("uri"), str) and value.get("kind") is None:
+            return {**value, "kind": kind_of(value["uri"])}
+        return value
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -290,7 +290,7 @@ class TrainingJob(_Model):
     """Small letters, digits and dashes, 40 at most; the id of a job begins with it."""
     workspace: Name = DEFAULT_WORKSPACE
     """The workspace that the job and what it names belong to."""
-    command: Annotated[str, AfterValidator(checked_command)]
+    command: Annotated[str, AfterValidator(parse_command)]
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""
     code: Code = Code(path=".")
     datasets: Annotated[tuple[Dataset, ...], Field(max_length=100)] = ()
@@ -335,12 +335,12 @@ def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*spec["secrets"], *(name for name in others if name))))
 
 
-def _code_from_text(said: str) -> dict[str, str]:
-    if not said.startswith("git+"):
-        if "://" in said or said.startswith("git@"):
-            raise ValueError(f"write git+{said.split('@')[0] if '://' in said else 'ssh://HOST/PATH'} for a repository")
-        return {"path": said}
-    address = said.removeprefix("git+")
+def _code_from_text(text: str) -> dict[str, str]:
+    if not text.startswith("git+"):
+        if "://" in text or text.startswith("git@"):
+            raise ValueError(f"write git+{text.split('@')[0] if '://' in text else 'ssh://HOST/PATH'} for a repository")
+        return {"path": text}
+    address = text.removeprefix("git+")
     _, at, ref = urlsplit(address).path.partition("@")
     if not at:
         return {"git": address}
@@ -371,7 +371,7 @@ def _wrong_datasets(datasets: tuple[Dataset, ...]) -> list[str]:
     wrong = [f"dataset {name} is there twice; give each a name" for name in sorted(set(names)) if names.count(name) > 1]
     mounts = [PurePosixPath(d.mount) for d in datasets if d.mount is not None]
     return wrong + [
-        f"mounts {one} and {other} lie in each other; mount each dataset in a place of its own"
-        for one, other in combinations(mounts, 2)
-        if one.is_relative_to(other) or other.is_relative_to(one)
+        f"mounts {first} and {other} lie in each other; mount each dataset in a place of its own"
+        for first, other in combinations(mounts, 2)
+        if first.is_relative_to(other) or other.is_relative_to(first)
     ]

@@ -35,31 +35,31 @@ def read(
     Raises:
         SpecError: If the file cannot be read, or a field is unknown, missing or cannot be as it is; names every one.
     """
-    said = {} if source is None else _parsed(source)
-    if dlc.is_request(said):
-        said, left_out = dlc.translate(said)
+    fields = {} if source is None else _parse(source)
+    if dlc.is_request(fields):
+        fields, left_out = dlc.translate(fields)
         for line in left_out:
             logger.warning("not taken over: %s", line)
     for field, value in [*map(_setting, settings), *(flags or {}).items()]:
         if value is not None:
-            _put(said, field, value)
-    return validated(TrainingJob, said)
+            _set_field(fields, field, value)
+    return validate(TrainingJob, fields)
 
 
 ModelT = typing.TypeVar("ModelT", TrainingJob, Code, Dataset)
 
 
-def validated(model: type[ModelT], said: Mapping[str, Any] | str) -> ModelT:
+def validate(model: type[ModelT], fields: Mapping[str, Any] | str) -> ModelT:
     """Return `said` as a job, code or dataset; the last two also from their short forms.
 
     Raises:
         SpecError: If a field is unknown, missing or cannot be as it is; names every one.
     """
     try:
-        return model.model_validate(said)
+        return model.model_validate(fields)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    lines = [_in_words(model, detail) for detail in found]
+        mistakes = error.errors(include_url=False)
+    lines = [_describe(model, detail) for detail in mistakes]
     what = {"TrainingJob": "job", "Code": "code", "Dataset": "dataset"}[model.__name__]
     raise SpecError(f"this is no {what} that could run:\n  " + "\n  ".join(lines))
 
@@ -97,17 +97,17 @@ def _yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where} is neither YAML nor JSON: {error}.") from None
 
 
-def _parsed(source: Path | str) -> dict[str, Any]:
+def _parse(source: Path | str) -> dict[str, Any]:
     where = str(source) if isinstance(source, Path) else "the text of the job"
     try:
         text = source.read_text() if isinstance(source, Path) else source
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise SpecError(messages.text("no job file", where=where, why=why)) from None
-    said = _yaml(text, where)
-    if not isinstance(said, dict):
-        raise SpecError(f"{where} holds {_shown(said)}, no job. Write fields as `name: mnist` and `command: ...`.")
-    return said
+    fields = _yaml(text, where)
+    if not isinstance(fields, dict):
+        raise SpecError(f"{where} holds {_quote(fields)}, no job. Write fields as `name: mnist` and `command: ...`.")
+    return fields
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -117,9 +117,9 @@ def _setting(text: str) -> tuple[str, Any]:
     return field.strip(), _yaml(value, f"the value of {field}")
 
 
-def _put(said: dict[str, Any], field: str, value: Any) -> None:
+def _set_field(fields: dict[str, Any], field: str, value: Any) -> None:
     *parents, last = field.split(".")
-    inner = said
+    inner = fields
     for position, name in enumerate(parents):
         below = inner.get(name)
         # A short form, as `code: "."`, gives way to its fields.
@@ -144,32 +144,34 @@ _PATTERNS = {
 }
 
 
-def _in_words(model: type[BaseModel], detail: ErrorDetails) -> str:
+def _describe(model: type[BaseModel], detail: ErrorDetails) -> str:
     where = ".".join(map(str, detail["loc"]))
-    words = what_is_wrong(model, detail)
+    words = describe_mistake(model, detail)
     return f"{where}: {words}" if where else words
 
 
-def what_is_wrong(model: type[BaseModel], detail: ErrorDetails) -> str:
+def describe_mistake(model: type[BaseModel], detail: ErrorDetails) -> str:
     """Return what a mistake found in the JSON of a `model` is, and what to write instead."""
-    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     last = str(detail["loc"][-1]) if detail["loc"] else ""
     if kind == "extra_forbidden":
         return f"there is no such field.{did_you_mean(last, _model_at(model, detail['loc'][:-1]).model_fields)}"
     if kind == "missing":
-        said = _model_at(model, detail["loc"][:-1]).model_fields[last].description
-        return f"is missing.{'' if said is None else ' ' + said.splitlines()[0]}"
+        description = _model_at(model, detail["loc"][:-1]).model_fields[last].description
+        return f"is missing.{'' if description is None else ' ' + description.splitlines()[0]}"
     if kind == "value_error":
         return str(context["error"])
     if kind in ("literal_error", "enum"):
-        known = context["expected"].replace(" or ", ", ")
-        return f"{_shown(found)} is none of {known}.{did_you_mean(str(found), known.replace(chr(39), '').split(', '))}"
+        allowed = context["expected"].replace(" or ", ", ")
+        return (
+            f"{_quote(value)} is none of {allowed}.{did_you_mean(str(value), allowed.replace(chr(39), '').split(', '))}"
+        )
     if kind == "string_pattern_mismatch":
-        known = (words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
-        return f"{_shown(found)} cannot be; write {next(known, 'what fits ' + context['pattern'])}"
+        patterns = (words for start, words in _PATTERNS.items() if context["pattern"].startswith(start))
+        return f"{_quote(value)} cannot be; write {next(patterns, 'what fits ' + context['pattern'])}"
     if detail["loc"][:1] == ("env",) and kind == "string_type":
         return "the value is no text; write it in quotes"
-    return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {_shown(found)}"
+    return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {_quote(value)}"
 
 
 def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel]:
@@ -186,6 +188,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """Where a job is. The last three are terminal: a job never leaves them.
 
     queued -> preparing -> running -> succeeded
@@ -24,27 +24,33 @@ class State(StrEnum):
     STOPPED = "stopped"
 
     @property
-    def terminal(self) -> bool:
+    def is_terminal(self) -> bool:
         """Whether a job stays in this state for ever."""
         return self in _TERMINAL
 
 
-_TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED})
+_TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
 
-_NEXT: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.PREPARING, State.RUNNING, State.FAILED, State.STOPPING, State.STOPPED}),
-    State.PREPARING: frozenset({State.RUNNING, State.RESTARTING, State.SUCCEEDED, State.FAILED, State.STOPPING}),
-    State.RUNNING: frozenset({State.RESTARTING, State.SUCCEEDED, State.FAILED, State.STOPPING}),
-    State.RESTARTING: frozenset({State.QUEUED, State.PREPARING, State.RUNNING, State.FAILED, State.STOPPING}),
+_NEXT: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset(
+        {JobState.PREPARING, JobState.RUNNING, JobState.FAILED, JobState.STOPPING, JobState.STOPPED}
+    ),
+    JobState.PREPARING: frozenset(
+        {JobState.RUNNING, JobState.RESTARTING, JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPING}
+    ),
+    JobState.RUNNING: frozenset({JobState.RESTARTING, JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPING}),
+    JobState.RESTARTING: frozenset(
+        {JobState.QUEUED, JobState.PREPARING, JobState.RUNNING, JobState.FAILED, JobState.STOPPING}
+    ),
     # What had ended before the stop reached it keeps its own end.
-    State.STOPPING: frozenset({State.STOPPED, State.SUCCEEDED, State.FAILED}),
-    State.SUCCEEDED: frozenset(),
-    State.FAILED: frozenset(),
-    State.STOPPED: frozenset(),
+    JobState.STOPPING: frozenset({JobState.STOPPED, JobState.SUCCEEDED, JobState.FAILED}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.STOPPED: frozenset(),
 }
 
 
-def may_follow(before: State, after: State) -> bool:
+def may_follow(before: JobState, after: JobState) -> bool:
     """Return whether a job in state `before` may go to state `after`."""
     return after in _NEXT[before]
 

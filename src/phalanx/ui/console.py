@@ -14,11 +14,11 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from phalanx.errors import AccessError, NotFoundError, PhalanxError
-from phalanx.jobs.api.auth import TokenError, enter
+from phalanx.jobs.api.auth import TokenError, authenticate
 from phalanx.jobs.api.error_handlers import status_of
 from phalanx.ui import pages, submit_page
 from phalanx.ui.i18n import LANGUAGES, speaker
-from phalanx.ui.session import COOKIE, ROOT, check_origin, keep_language, language, plain_page, visitor
+from phalanx.ui.session import COOKIE, ROOT, check_origin, current_session, keep_language, language, plain_page
 
 routes = APIRouter(include_in_schema=False)
 
@@ -35,13 +35,13 @@ def add_console(app: FastAPI) -> None:
 def _show_errors(app: FastAPI) -> None:
     answer: Callable[[Request, Exception], Response] = app.exception_handlers[PhalanxError]  # type: ignore[assignment]
 
-    def shown(request: Request, error: Exception) -> Response:
+    def answer_or_page(request: Request, error: Exception) -> Response:
         if not request.url.path.startswith(ROOT):
             return answer(request, error)
         assert isinstance(error, PhalanxError)
         return _error_page(request, error)
 
-    app.add_exception_handler(PhalanxError, shown)
+    app.add_exception_handler(PhalanxError, answer_or_page)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _page_instead(app.exception_handlers[kind]))  # type: ignore[arg-type]
 
@@ -49,7 +49,7 @@ def _show_errors(app: FastAPI) -> None:
 def _page_instead(answer: Callable[[Request, Exception], Response]) -> Callable[[Request, Exception], Response]:
     """Return what shows errors of the framework as pages under the console's address."""
 
-    def shown(request: Request, error: Exception) -> Response:
+    def answer_or_page(request: Request, error: Exception) -> Response:
         if not request.url.path.startswith(f"{ROOT}/"):
             return answer(request, error)
         status = error.status_code if isinstance(error, HTTPException) else 404
@@ -57,13 +57,13 @@ def _page_instead(answer: Callable[[Request, Exception], Response]) -> Callable[
         problem = str(error.detail) if isinstance(error, HTTPException) and status != 404 else say("not found")
         return _problem_page(request, status, problem)
 
-    return shown
+    return answer_or_page
 
 
 def _problem_page(request: Request, status: int, problem: str) -> Response:
     """Return a page that says what went wrong, with everything around it for who has signed in."""
     try:
-        return visitor(request).page("problem.html", status, problem=problem)
+        return current_session(request).page("problem.html", status, problem=problem)
     except PhalanxError:
         return plain_page(request, "problem.html", status, problem=problem)
 
@@ -94,7 +94,7 @@ def sign_in(request: Request, token: Annotated[str, Form()], back: Annotated[str
     """Keep a valid token in a cookie that no script reads and no other site sends."""
     check_origin(request)
     try:
-        enter(request, token.strip())
+        authenticate(request, token.strip())
     except AccessError:
         say = speaker(language(request))
         return plain_page(request, "sign_in.html", 401, problem=say("token refused"), back=_inside(back))

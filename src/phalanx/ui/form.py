@@ -36,7 +36,7 @@ class Field:
     @property
     def open(self) -> bool:
         """Whether a group has something filled in or wrong, and is so shown unfolded."""
-        return any(one.value or one.error or one.open for one in self.fields)
+        return any(child.value or child.error or child.open for child in self.fields)
 
 
 def fields(
@@ -55,12 +55,15 @@ def fields(
         hidden: Paths that are not asked for.
         words: What fields mean, by path, in another language than the schema's.
     """
-    made = _fields(schema, schema, "", filled, errors, hidden)
-    return made if words is None else _told(made, words)
+    all_fields = _fields(schema, schema, "", filled, errors, hidden)
+    return all_fields if words is None else _translate(all_fields, words)
 
 
-def _told(made: Sequence[Field], words: Mapping[str, str]) -> list[Field]:
-    return [replace(one, help=words.get(one.path, one.help), fields=tuple(_told(one.fields, words))) for one in made]
+def _translate(form_fields: Sequence[Field], words: Mapping[str, str]) -> list[Field]:
+    return [
+        replace(child, help=words.get(child.path, child.help), fields=tuple(_translate(child.fields, words)))
+        for child in form_fields
+    ]
 
 
 def _fields(
@@ -71,45 +74,47 @@ def _fields(
     errors: Mapping[str, str],
     hidden: frozenset[str],
 ) -> list[Field]:
-    made = []
-    for name, said in schema["properties"].items():
+    form_fields = []
+    for name, property_schema in schema["properties"].items():
         path = f"{prefix}{name}"
-        if path in hidden or "const" in said:
+        if path in hidden or "const" in property_schema:
             continue
-        inner = _resolved(said, root)
+        inner = _resolve(property_schema, root)
         if "properties" in inner:
             parts = tuple(_fields(inner, root, f"{path}.", filled, errors, hidden))
-            made.append(Field(path, name, "group", _help(said, inner), error=errors.get(path, ""), fields=parts))
+            form_fields.append(
+                Field(path, name, "group", _help(property_schema, inner), error=errors.get(path, ""), fields=parts)
+            )
             continue
-        made.append(
+        form_fields.append(
             Field(
                 path=path,
                 label=name,
                 kind=_kind(inner, root),
-                help=_help(said, inner),
+                help=_help(property_schema, inner),
                 required=name in schema.get("required", ()),
                 value=filled.get(path, ""),
-                shown=_shown(said.get("default")),
+                shown=_format_default(property_schema.get("default")),
                 choices=tuple(inner.get("enum", ())),
                 error=errors.get(path, ""),
             )
         )
-    return made
+    return form_fields
 
 
-def _resolved(said: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(property_schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema behind a reference, or the one beside null."""
-    if "$ref" in said:
-        found: Mapping[str, Any] = root["$defs"][said["$ref"].rpartition("/")[2]]
-        return _resolved(found, root)
-    if "anyOf" in said:
-        return _resolved(next(one for one in said["anyOf"] if one.get("type") != "null"), root)
-    return said
+    if "$ref" in property_schema:
+        target: Mapping[str, Any] = root["$defs"][property_schema["$ref"].rpartition("/")[2]]
+        return _resolve(target, root)
+    if "anyOf" in property_schema:
+        return _resolve(next(option for option in property_schema["anyOf"] if option.get("type") != "null"), root)
+    return property_schema
 
 
-def _help(said: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
+def _help(property_schema: Mapping[str, Any], inner: Mapping[str, Any]) -> str:
     # A line break in a docstring is where the line was full.
-    return " ".join(str(said.get("description") or inner.get("description") or "").split())
+    return " ".join(str(property_schema.get("description") or inner.get("description") or "").split())
 
 
 def _kind(inner: Mapping[str, Any], root: Mapping[str, Any]) -> Kind:
@@ -121,14 +126,14 @@ def _kind(inner: Mapping[str, Any], root: Mapping[str, Any]) -> Kind:
         case "boolean":
             return "yes"
         case "array":
-            return "yaml" if "properties" in _resolved(inner["items"], root) else "lines"
+            return "yaml" if "properties" in _resolve(inner["items"], root) else "lines"
         case "object":
             values = next(iter(inner.get("patternProperties", {}).values()), inner.get("additionalProperties"))
-            return "pairs" if isinstance(values, Mapping) and "type" in _resolved(values, root) else "yaml"
+            return "pairs" if isinstance(values, Mapping) and "type" in _resolve(values, root) else "yaml"
     return "text"
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None or default in ({}, [], ()):
         return ""
     if isinstance(default, list):
@@ -140,19 +145,19 @@ def collect(schema: Mapping[str, Any], filled: Mapping[str, str]) -> tuple[dict[
     """Return the job that was filled in, as JSON without what was left empty, and what could not be read, by path."""
     job: dict[str, Any] = {}
     errors: dict[str, str] = {}
-    for one in _leaves(fields(schema, {}, {})):
-        text = filled.get(one.path, "").strip()
+    for leaf in _leaves(fields(schema, {}, {})):
+        text = filled.get(leaf.path, "").strip()
         if not text:
             continue
         try:
-            _put(job, one.path, _read(one.kind, text))
+            _set_value(job, leaf.path, _read(leaf.kind, text))
         except ValueError as error:
-            errors[one.path] = str(error)
+            errors[leaf.path] = str(error)
     return job, errors
 
 
-def _leaves(made: list[Field] | tuple[Field, ...]) -> list[Field]:
-    return [leaf for one in made for leaf in (_leaves(one.fields) if one.kind == "group" else [one])]
+def _leaves(form_fields: list[Field] | tuple[Field, ...]) -> list[Field]:
+    return [leaf for child in form_fields for leaf in (_leaves(child.fields) if child.kind == "group" else [child])]
 
 
 def _read(kind: Kind, text: str) -> Any:
@@ -177,7 +182,7 @@ def _pair(line: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def _put(job: dict[str, Any], path: str, value: Any) -> None:
+def _set_value(job: dict[str, Any], path: str, value: Any) -> None:
     *outer, last = path.split(".")
     for name in outer:
         job = job.setdefault(name, {})
@@ -186,7 +191,7 @@ def _put(job: dict[str, Any], path: str, value: Any) -> None:
 
 def filled_from(schema: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, str]:
     """Return what the form shows for `job`, by path: the way back from `collect`."""
-    texts = {leaf.path: _written(leaf.kind, _at(job, leaf.path)) for leaf in _leaves(fields(schema, {}, {}))}
+    texts = {leaf.path: _format_value(leaf.kind, _at(job, leaf.path)) for leaf in _leaves(fields(schema, {}, {}))}
     return {path: text for path, text in texts.items() if text is not None}
 
 
@@ -197,7 +202,7 @@ def _at(job: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _written(kind: Kind, value: Any) -> str | None:
+def _format_value(kind: Kind, value: Any) -> str | None:
     if value is None:
         return None
     if kind == "lines":

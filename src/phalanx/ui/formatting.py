@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from phalanx.jobs.models import Event, Job
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 from phalanx.ui.i18n import Say
 
 
@@ -47,30 +47,30 @@ def number(value: Any) -> str:
     return f"{value:.5g}" if is_number else str(value or "–")[:40]
 
 
-def badge(say: Say) -> Callable[[State], Markup]:
+def badge(say: Say) -> Callable[[JobState], Markup]:
     """Return the function that shows a state in the language of `say`."""
 
-    def shown(state: State) -> Markup:
+    def show_badge(state: JobState) -> Markup:
         return Markup('<span class="badge {}">{}</span>').format(state, say(state))
 
-    return shown
+    return show_badge
 
 
 @dataclass(frozen=True)
-class Passed:
+class PhaseSpan:
     """A state that a job was or is in, and for how long."""
 
-    state: State
+    state: JobState
     since: datetime
     lasted: str
 
 
-def phases(events: Sequence[Event], ended: datetime | None) -> list[Passed]:
+def phases(events: Sequence[Event], ended: datetime | None) -> list[PhaseSpan]:
     """Return the states a job went through, first to last, with how long it was in each; an end lasts no time."""
-    changes = [(State(event.data["to"]), event.time) for event in events if event.data.get("to") in set(State)]
+    changes = [(JobState(event.data["to"]), event.time) for event in events if event.data.get("to") in set(JobState)]
     ends = [*(time for _, time in changes[1:]), ended][: len(changes)]
     return [
-        Passed(state, since, "" if state.terminal else span(since, end))
+        PhaseSpan(state, since, "" if state.is_terminal else span(since, end))
         for (state, since), end in zip(changes, ends, strict=True)
     ]
 
@@ -86,15 +86,15 @@ def prose(text: str) -> Markup:
 
 def needs(job: Job) -> str:
     """Return what a job takes of its machines, in short: `2 x 4 cpu, 8.0 GiB`."""
-    asked = job.spec.get("resources", {})
-    parts = [f"{asked.get('procs_per_node', 1)} procs"]
-    if asked.get("cpu"):
-        parts.append(f"{asked['cpu']:g} cpu")
-    if asked.get("memory"):
-        parts.append(gib(asked["memory"]))
-    if asked.get("gpu"):
-        parts.append(f"{asked['gpu']} gpu")
-    return f"{asked.get('nodes', 1)} × ({', '.join(parts)})"
+    resources = job.spec.get("resources", {})
+    parts = [f"{resources.get('procs_per_node', 1)} procs"]
+    if resources.get("cpu"):
+        parts.append(f"{resources['cpu']:g} cpu")
+    if resources.get("memory"):
+        parts.append(gib(resources["memory"]))
+    if resources.get("gpu"):
+        parts.append(f"{resources['gpu']} gpu")
+    return f"{resources.get('nodes', 1)} × ({', '.join(parts)})"
 
 
 def gib(amount: float) -> str:

@@ -14,77 +14,81 @@ from phalanx.errors import NotFoundError
 from phalanx.jobs.api.jobs import LOG_START, streamed
 from phalanx.jobs.models import Attempt, Job
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 from phalanx.ui import formatting
-from phalanx.ui.session import ROOT, Visitor, visitor
+from phalanx.ui.session import ROOT, Session, current_session
 
 routes = APIRouter(include_in_schema=False)
 
-Visiting = Annotated[Visitor, Depends(visitor)]
+CurrentSession = Annotated[Session, Depends(current_session)]
 PageNumber = Annotated[int, Query(ge=1, le=10_000)]
 AttemptNumber = Annotated[int | None, Query(ge=1, le=2**31)]
 
 _ROWS = 50
 _COLUMNS = 30
 """Most values of a report that are shown: a script may report as many as it likes."""
-_LIVE = tuple(state for state in State if not state.terminal)
+_LIVE = tuple(state for state in JobState if not state.is_terminal)
 
 
 @routes.get("/")
-def first(who: Visiting) -> Response:
+def first(session: CurrentSession) -> Response:
     """Lead to the jobs of the visitor's workspace."""
-    return RedirectResponse(f"{ROOT}/w/{who.workspace}/", 303)
+    return RedirectResponse(f"{ROOT}/w/{session.workspace}/", 303)
 
 
 @routes.get("/w/{workspace}/")
-def jobs_page(who: Visiting, workspace: str, state: str = "", search: str = "", page: PageNumber = 1) -> Response:
+def jobs_page(
+    session: CurrentSession, workspace: str, state: str = "", search: str = "", page: PageNumber = 1
+) -> Response:
     """Show the jobs of a workspace."""
-    values = _jobs(who, workspace, state, search, page)
-    return who.page("jobs.html", place="jobs", states=list(State), **values)
+    values = _jobs(session, workspace, state, search, page)
+    return session.page("jobs.html", place="jobs", states=list(JobState), **values)
 
 
 @routes.get("/w/{workspace}/jobs-table")
-def jobs_table(who: Visiting, workspace: str, state: str = "", search: str = "", page: PageNumber = 1) -> Response:
+def jobs_table(
+    session: CurrentSession, workspace: str, state: str = "", search: str = "", page: PageNumber = 1
+) -> Response:
     """Show the table of jobs alone."""
-    return who.page("jobs_table.html", **_jobs(who, workspace, state, search, page))
+    return session.page("jobs_table.html", **_jobs(session, workspace, state, search, page))
 
 
-def _jobs(who: Visitor, workspace: str, state: str, search: str, page: int) -> dict[str, Any]:
-    _check_workspace(who, workspace)
-    states = (State(state),) if state in set(State) else ()
+def _jobs(session: Session, workspace: str, state: str, search: str, page: int) -> dict[str, Any]:
+    _check_workspace(session, workspace)
+    states = (JobState(state),) if state in set(JobState) else ()
     last = page * _ROWS
     # A search goes through all names, the rest only as far as the page.
-    found = who.jobs.jobs(workspace, states=states, limit=None if search else last + 1)
-    found = [job for job in found if search.lower() in job.name.lower()]
-    shown = found[last - _ROWS : last]
-    return {"jobs": shown, "more": len(found) > last, "page": page, "state": state, "search": search}
+    matches = session.jobs.jobs(workspace, states=states, limit=None if search else last + 1)
+    matches = [job for job in matches if search.lower() in job.name.lower()]
+    shown = matches[last - _ROWS : last]
+    return {"jobs": shown, "more": len(matches) > last, "page": page, "state": state, "search": search}
 
 
-def _check_workspace(who: Visitor, workspace: str) -> None:
-    if workspace not in who.workspaces:
+def _check_workspace(session: Session, workspace: str) -> None:
+    if workspace not in session.workspaces:
         raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
 
 
 @routes.get("/jobs/{job}")
-def job_page(who: Visiting, job: str, attempt: AttemptNumber = None, rank: str = "") -> Response:
+def job_page(session: CurrentSession, job: str, attempt: AttemptNumber = None, rank: str = "") -> Response:
     """Show one job: why it is as it is, charts, logs, events."""
-    found = who.jobs.job(job)
-    number = attempt or found.attempt or 1
-    ranks = who.jobs.logs_of(job, attempt=number) if found.attempt else []
-    head = _head(who, found)
-    chosen = next((one for one in (rank, _failing(head["attempts"], number), *ranks) if one in ranks), "")
-    log = who.jobs.log(job, rank=chosen, attempt=number, offset=-LOG_START) if chosen else None
-    said = TrainingJob.model_validate(found.spec).model_dump(mode="json", exclude_defaults=True)
-    spec = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)
+    record = session.jobs.job(job)
+    number = attempt or record.attempt or 1
+    ranks = session.jobs.logs_of(job, attempt=number) if record.attempt else []
+    head = _head(session, record)
+    chosen = next((name for name in (rank, _failing(head["attempts"], number), *ranks) if name in ranks), "")
+    log = session.jobs.log(job, rank=chosen, attempt=number, offset=-LOG_START) if chosen else None
+    fields = TrainingJob.model_validate(record.spec).model_dump(mode="json", exclude_defaults=True)
+    spec = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     values: dict[str, Any] = {
         "ranks": ranks,
         "chosen": chosen,
         "log": log,
         "spec": spec,
-        "picture": bool(who.jobs.plan(job)),
+        "picture": bool(session.jobs.plan(job)),
     }
-    who.workspace = found.workspace
-    return who.page("job.html", place="jobs", attempt=number, **head, **values)
+    session.workspace = record.workspace
+    return session.page("job.html", place="jobs", attempt=number, **head, **values)
 
 
 def _failing(attempts: list[Attempt], number: int) -> str:
@@ -93,17 +97,17 @@ def _failing(attempts: list[Attempt], number: int) -> str:
     return "" if not ranks or ranks[0] is None else str(ranks[0])
 
 
-def _head(who: Visitor, job: Job) -> dict[str, Any]:
-    attempts: list[Attempt] = who.jobs.attempts(job.id)
-    events = who.jobs.events(job.id)
-    reports = _last_reports(who, job) if job.attempt else []
+def _head(session: Session, job: Job) -> dict[str, Any]:
+    attempts: list[Attempt] = session.jobs.attempts(job.id)
+    events = session.jobs.events(job.id)
+    reports = _last_reports(session, job) if job.attempt else []
     return {
         "job": job,
-        "may_stop": who.may_stop(job),
-        "may_submit": who.may_submit(job.workspace),
+        "may_stop": session.may_stop(job),
+        "may_submit": session.may_submit(job.workspace),
         "attempts": attempts,
         "events": events,
-        "states": list(State),
+        "states": list(JobState),
         "phases": formatting.phases(events, job.ended),
         "reports": reports,
         "columns": _columns(event for _, event in reports),
@@ -111,14 +115,14 @@ def _head(who: Visitor, job: Job) -> dict[str, Any]:
     }
 
 
-def _last_reports(who: Visitor, job: Job) -> list[tuple[str, dict[str, Any]]]:
+def _last_reports(session: Session, job: Job) -> list[tuple[str, dict[str, Any]]]:
     """The last event of each rank."""
-    found = []
-    for rank in who.jobs.reporting(job.id):
-        events = who.jobs.reports(job.id, rank=rank, offset=-4096).events
+    last = []
+    for rank in session.jobs.reporting(job.id):
+        events = session.jobs.reports(job.id, rank=rank, offset=-4096).events
         if events:
-            found.append((rank, events[-1]))
-    return found
+            last.append((rank, events[-1]))
+    return last
 
 
 def _columns(events: Iterable[dict[str, Any]]) -> list[str]:
@@ -129,101 +133,101 @@ def _columns(events: Iterable[dict[str, Any]]) -> list[str]:
 
 
 @routes.get("/jobs/{job}/head")
-def job_head(who: Visiting, job: str) -> Response:
+def job_head(session: CurrentSession, job: str) -> Response:
     """Show the part of a job's page that changes."""
-    return who.page("job_head.html", **_head(who, who.jobs.job(job)))
+    return session.page("job_head.html", **_head(session, session.jobs.job(job)))
 
 
 @routes.get("/jobs/{job}/events-table")
-def events_table(who: Visiting, job: str) -> Response:
+def events_table(session: CurrentSession, job: str) -> Response:
     """Show the events of a job alone."""
-    return who.page("events.html", events=who.jobs.events(job), states=list(State))
+    return session.page("events.html", events=session.jobs.events(job), states=list(JobState))
 
 
 @routes.get("/jobs/{job}/log-names")
-def log_names(who: Visiting, job: str, attempt: AttemptNumber = None) -> list[str]:
+def log_names(session: CurrentSession, job: str, attempt: AttemptNumber = None) -> list[str]:
     """Return the names of an attempt's logs."""
-    return who.jobs.logs_of(job, attempt=attempt) if who.jobs.job(job).attempt else []
+    return session.jobs.logs_of(job, attempt=attempt) if session.jobs.job(job).attempt else []
 
 
 @routes.get("/jobs/{job}/log-stream")
 async def log_stream(
-    request: Request, who: Visiting, job: str, rank: str, attempt: AttemptNumber = None
+    request: Request, session: CurrentSession, job: str, rank: str, attempt: AttemptNumber = None
 ) -> StreamingResponse:
     """Send one log while it is written."""
-    part = await run_in_threadpool(who.jobs.log, job, rank=rank, attempt=attempt, offset=-LOG_START)
-    return streamed(request, who.jobs, job, rank, attempt, part)
+    part = await run_in_threadpool(session.jobs.log, job, rank=rank, attempt=attempt, offset=-LOG_START)
+    return streamed(request, session.jobs, job, rank, attempt, part)
 
 
 @routes.get("/jobs/{job}/reports")
-def reports(who: Visiting, job: str, attempt: AttemptNumber = None, offsets: str = "") -> dict[str, Any]:
+def reports(session: CurrentSession, job: str, attempt: AttemptNumber = None, offsets: str = "") -> dict[str, Any]:
     """Return what every rank reported since `offsets` ("worker.0:120,worker.1:88"), and whether more will come."""
-    found = who.jobs.job(job)
-    if not found.attempt:
-        return {"ranks": [], "ended": found.state.terminal}
-    known = _offsets(offsets)
+    record = session.jobs.job(job)
+    if not record.attempt:
+        return {"ranks": [], "ended": record.state.is_terminal}
+    starts = _offsets(offsets)
     ranks = []
-    for rank in who.jobs.reporting(job, attempt=attempt):
-        part = who.jobs.reports(job, rank=rank, attempt=attempt, offset=known.get(rank, 0))
+    for rank in session.jobs.reporting(job, attempt=attempt):
+        part = session.jobs.reports(job, rank=rank, attempt=attempt, offset=starts.get(rank, 0))
         ranks.append({"rank": rank, "events": part.events, "offset": part.offset})
-    return {"ranks": ranks, "ended": found.state.terminal and not any(one["events"] for one in ranks)}
+    return {"ranks": ranks, "ended": record.state.is_terminal and not any(entry["events"] for entry in ranks)}
 
 
 @routes.get("/jobs/{job}/usage")
-def usage(who: Visiting, job: str, attempt: AttemptNumber = None, offsets: str = "") -> dict[str, Any]:
+def usage(session: CurrentSession, job: str, attempt: AttemptNumber = None, offsets: str = "") -> dict[str, Any]:
     """Return what every node used since `offsets` ("0:120,1:88"), and whether more will come."""
-    found = who.jobs.job(job)
-    known = _offsets(offsets)
+    record = session.jobs.job(job)
+    starts = _offsets(offsets)
     nodes = []
-    for node in range(found.spec["resources"]["nodes"]):
-        nodes += who.jobs.usage(job, node=node, attempt=attempt, offset=known.get(str(node), 0))
-    return {"nodes": nodes, "ended": found.state.terminal and not any(one.samples for one in nodes)}
+    for node in range(record.spec["resources"]["nodes"]):
+        nodes += session.jobs.usage(job, node=node, attempt=attempt, offset=starts.get(str(node), 0))
+    return {"nodes": nodes, "ended": record.state.is_terminal and not any(item.samples for item in nodes)}
 
 
-def _offsets(said: str) -> dict[str, int]:
-    pairs = [one.rsplit(":", 1) for one in said.split(",") if ":" in one]
+def _offsets(text: str) -> dict[str, int]:
+    pairs = [part.rsplit(":", 1) for part in text.split(",") if ":" in part]
     return {name: int(start) for name, start in pairs if start.isdecimal() and len(start) < 16}
 
 
 @routes.get("/jobs/{job}/plan.svg")
-def plan(who: Visiting, job: str) -> Response:
+def plan(session: CurrentSession, job: str) -> Response:
     """Return the picture of the job's Plan."""
-    return Response(who.jobs.plan(job), media_type="image/svg+xml")
+    return Response(session.jobs.plan(job), media_type="image/svg+xml")
 
 
 @routes.post("/jobs/{job}/stop")
-def stop(who: Visiting, job: str) -> Response:
+def stop(session: CurrentSession, job: str) -> Response:
     """Ask a job to end."""
-    who.jobs.stop(job)
+    session.jobs.stop(job)
     return RedirectResponse(f"{ROOT}/jobs/{job}", 303)
 
 
 @routes.post("/jobs/{job}/retry")
-def retry(who: Visiting, job: str) -> Response:
+def retry(session: CurrentSession, job: str) -> Response:
     """Run a job that has ended again."""
-    return RedirectResponse(f"{ROOT}/jobs/{who.jobs.retry(job).id}", 303)
+    return RedirectResponse(f"{ROOT}/jobs/{session.jobs.retry(job).id}", 303)
 
 
 @routes.get("/queue")
-def queue_page(who: Visiting) -> Response:
+def queue_page(session: CurrentSession) -> Response:
     """Show what waits and what runs."""
-    return who.page("queue.html", place="queue", **_queue(who))
+    return session.page("queue.html", place="queue", **_queue(session))
 
 
 @routes.get("/queue-table")
-def queue_table(who: Visiting) -> Response:
+def queue_table(session: CurrentSession) -> Response:
     """Show the queue's tables alone."""
-    return who.page("queue_table.html", **_queue(who))
+    return session.page("queue_table.html", **_queue(session))
 
 
-def _queue(who: Visitor) -> dict[str, Any]:
-    live = who.jobs.jobs(states=_LIVE)[::-1]
-    waiting = [job for job in live if job.state is State.QUEUED]
+def _queue(session: Session) -> dict[str, Any]:
+    live = session.jobs.jobs(states=_LIVE)[::-1]
+    waiting = [job for job in live if job.state is JobState.QUEUED]
     waiting.sort(key=lambda job: -job.priority)
-    running = [job for job in live if job.state is not State.QUEUED]
+    running = [job for job in live if job.state is not JobState.QUEUED]
     meters = [
         {"name": name, "used": used, "total": total, "text": _amounts(name, used, total)}
-        for name, (used, total) in who.jobs.machine().items()
+        for name, (used, total) in session.jobs.machine().items()
         if total
     ]
     return {"waiting": waiting, "running": running, "meters": meters}
@@ -234,29 +238,34 @@ def _amounts(name: str, used: float, total: float) -> str:
 
 
 @routes.get("/w/{workspace}/datasets")
-def datasets(who: Visiting, workspace: str) -> Response:
+def datasets(session: CurrentSession, workspace: str) -> Response:
     """Show the datasets of a workspace."""
-    _check_workspace(who, workspace)
+    _check_workspace(session, workspace)
     configs = [
-        {"name": one.name, "kind": one.config.get("kind"), "where": one.config.get("uri"), "created": one.created}
-        for one in who.jobs.datasets(workspace)
+        {
+            "name": config.name,
+            "kind": config.config.get("kind"),
+            "where": config.config.get("uri"),
+            "created": config.created,
+        }
+        for config in session.jobs.datasets(workspace)
     ]
     command = f"phalanx dataset add NAME PATH_OR_ADDRESS --workspace {workspace}"
-    return who.page("configs.html", place="datasets", configs=configs, command=command)
+    return session.page("configs.html", place="datasets", configs=configs, command=command)
 
 
 @routes.get("/w/{workspace}/codes")
-def codes(who: Visiting, workspace: str) -> Response:
+def codes(session: CurrentSession, workspace: str) -> Response:
     """Show the codes of a workspace."""
-    _check_workspace(who, workspace)
+    _check_workspace(session, workspace)
     configs = [
         {
-            "name": one.name,
-            "kind": "git" if one.config.get("git") else "path",
-            "where": f"{one.config.get('git') or one.config.get('path')} @ {one.config.get('ref', '')}",
-            "created": one.created,
+            "name": config.name,
+            "kind": "git" if config.config.get("git") else "path",
+            "where": f"{config.config.get('git') or config.config.get('path')} @ {config.config.get('ref', '')}",
+            "created": config.created,
         }
-        for one in who.jobs.codes(workspace)
+        for config in session.jobs.codes(workspace)
     ]
     command = f"phalanx code add NAME git+https://HOST/REPOSITORY.git@main --workspace {workspace}"
-    return who.page("configs.html", place="codes", configs=configs, command=command)
+    return session.page("configs.html", place="codes", configs=configs, command=command)

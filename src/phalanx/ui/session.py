@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from starlette.responses import HTMLResponse
 
 from phalanx.errors import AccessError
-from phalanx.jobs.api.auth import TokenError, enter
-from phalanx.jobs.models import Actor, Job, Role
+from phalanx.jobs.api.auth import TokenError, authenticate
+from phalanx.jobs.models import Actor, Job, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.ui import formatting, i18n
 
@@ -51,7 +51,7 @@ def keep_language(answer: Response, chosen: str) -> None:
 
 
 @dataclass
-class Visitor:
+class Session:
     """Whoever looks at a page, signed in.
 
     Attributes:
@@ -64,7 +64,7 @@ class Visitor:
     request: Request
     jobs: Jobs
     actor: Actor
-    roles: dict[str, Role]
+    roles: dict[str, MemberRole]
     workspace: str
 
     @property
@@ -74,12 +74,12 @@ class Visitor:
 
     def may_submit(self, workspace: str | None = None) -> bool:
         """Return whether they may submit jobs in a workspace, by default the one the pages are about."""
-        return self.roles.get(workspace or self.workspace) in (Role.DEVELOPER, Role.ADMIN)
+        return self.roles.get(workspace or self.workspace) in (MemberRole.DEVELOPER, MemberRole.ADMIN)
 
     def may_stop(self, job: Job) -> bool:
         """Return whether they may stop a job: their own, or as an admin anyone's."""
         own = job.owner == self.actor.name and self.may_submit(job.workspace)
-        return own or self.roles.get(job.workspace) is Role.ADMIN
+        return own or self.roles.get(job.workspace) is MemberRole.ADMIN
 
     def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """Return a page, or a part of one, made for this visitor."""
@@ -97,7 +97,7 @@ class Visitor:
         return answer
 
 
-def visitor(request: Request) -> Visitor:
+def current_session(request: Request) -> Session:
     """Return who sent `request`.
 
     Raises:
@@ -108,22 +108,22 @@ def visitor(request: Request) -> Visitor:
     token = request.cookies.get(COOKIE)
     if not token:
         raise TokenError("Sign in first.")
-    jobs = enter(request, token)
+    jobs = authenticate(request, token)
     actor = jobs.whoami()
     roles = {
-        space.name: Role.ADMIN if actor.owner else space.members.get(actor.name, Role.VIEWER)
+        space.name: MemberRole.ADMIN if actor.owner else space.members.get(actor.name, MemberRole.VIEWER)
         for space in jobs.workspaces()
     }
-    return Visitor(request, jobs, actor, roles, _workspace(request, list(roles)))
+    return Session(request, jobs, actor, roles, _workspace(request, list(roles)))
 
 
 def _workspace(request: Request, names: list[str]) -> str:
-    asked = (
+    candidates = (
         request.path_params.get("workspace"),
         request.query_params.get("workspace"),
         request.cookies.get(_WORKSPACE),
     )
-    return next((one for one in asked if one in names), names[0] if names else "default")
+    return next((name for name in candidates if name in names), names[0] if names else "default")
 
 
 def check_origin(request: Request) -> None:
@@ -142,13 +142,13 @@ def plain_page(request: Request, template: str, status: int = 200, **values: Any
     """Return a page made in the language of whoever sent `request`; they need not have signed in."""
     spoken = language(request)
     say = i18n.speaker(spoken)
-    here = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+    address = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
     around: dict[str, Any] = {"root": ROOT, "static": f"{ROOT}/static", "home": f"{ROOT}/", "actor": None, "place": ""}
     around |= {
         "language": spoken,
         "languages": i18n.LANGUAGES,
         "say": say,
         "badge": formatting.badge(say),
-        "here": here,
+        "here": address,
     }
     return HTMLResponse(_pages.get_template(template).render(around | values), status)

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from phalanx.errors import AccessError, NotFoundError, SpecError
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import what_is_wrong
+from phalanx.jobs.spec_file import describe_mistake
 from phalanx.ui import form
 from phalanx.ui.field_words import CHINESE
-from phalanx.ui.pages import Visiting
-from phalanx.ui.session import ROOT, Visitor, language
+from phalanx.ui.pages import CurrentSession
+from phalanx.ui.session import ROOT, Session, language
 
 routes = APIRouter(include_in_schema=False)
 
@@ -26,68 +26,68 @@ _HIDDEN = frozenset({"workspace", "code.commit", "code.digest"})
 
 
 @routes.get("/w/{workspace}/new")
-def form_page(who: Visiting, workspace: str, like: str = "") -> Response:
+def form_page(session: CurrentSession, workspace: str, like: str = "") -> Response:
     """Show the form, filled in from the job `like` if there is one."""
-    _check_role(who, workspace)
-    filled = _like(who, like) if like else {}
-    return _form(who, filled, {}, "", secrets.token_hex(8))
+    _check_role(session, workspace)
+    filled = _like(session, like) if like else {}
+    return _form(session, filled, {}, "", secrets.token_hex(8))
 
 
 @routes.post("/w/{workspace}/new")
-async def submit(request: Request, who: Visiting, workspace: str) -> Response:
+async def submit(request: Request, session: CurrentSession, workspace: str) -> Response:
     """Submit what was filled in, or show the form again with what is wrong at each field."""
     sent = await request.form()
     filled = {name: value for name, value in sent.items() if isinstance(value, str)}
     key = filled.pop("request", "")
-    return await run_in_threadpool(_submit, who, workspace, filled, key)
+    return await run_in_threadpool(_submit, session, workspace, filled, key)
 
 
-def _like(who: Visitor, job: str) -> dict[str, str]:
+def _like(session: Session, job: str) -> dict[str, str]:
     """Return what the form shows for a job that is there: what it says, and not what it leaves to the defaults."""
-    spec = TrainingJob.model_validate(who.jobs.job(job).spec)
+    spec = TrainingJob.model_validate(session.jobs.job(job).spec)
     return form.filled_from(_SCHEMA, spec.model_dump(mode="json", exclude_defaults=True))
 
 
-def _check_role(who: Visitor, workspace: str) -> None:
-    if workspace not in who.workspaces:
+def _check_role(session: Session, workspace: str) -> None:
+    if workspace not in session.workspaces:
         raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
-    if not who.may_submit(workspace):
-        name, role = who.actor.name, who.roles[workspace]
+    if not session.may_submit(workspace):
+        name, role = session.actor.name, session.roles[workspace]
         raise AccessError(
             f"{name} is {role} in workspace {workspace!r}; to submit jobs takes developer. An admin of it can change "
             f"that: phalanx workspace member add {name} developer -w {workspace}."
         )
 
 
-def _submit(who: Visitor, workspace: str, filled: dict[str, str], key: str) -> Response:
+def _submit(session: Session, workspace: str, filled: dict[str, str], key: str) -> Response:
     job, errors = form.collect(_SCHEMA, filled)
     try:
         spec = TrainingJob.model_validate(job | {"workspace": workspace})
     except ValidationError as error:
-        return _form(who, filled, _by_path(error) | errors, "", key)
+        return _form(session, filled, _by_path(error) | errors, "", key)
     if errors:
-        return _form(who, filled, errors, "", key)
+        return _form(session, filled, errors, "", key)
     try:
-        made = who.jobs.submit(spec, request=key or None)
+        new_job = session.jobs.submit(spec, request=key or None)
     except SpecError as error:
-        return _form(who, filled, {}, str(error), key)
-    return RedirectResponse(f"{ROOT}/jobs/{made.id}", 303)
+        return _form(session, filled, {}, str(error), key)
+    return RedirectResponse(f"{ROOT}/jobs/{new_job.id}", 303)
 
 
-def _form(who: Visitor, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
-    words = CHINESE if language(who.request) == "zh" else None
+def _form(session: Session, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
+    words = CHINESE if language(session.request) == "zh" else None
     # Code that was sent to the server has no other name than its digest.
     sent = filled.get("code.digest") and not any(filled.get(f"code.{name}") for name in ("path", "git", "name"))
-    made = form.fields(_SCHEMA, filled, errors, _HIDDEN - {"code.digest"} if sent else _HIDDEN, words)
-    told = "\n".join(f"{path}: {message}" for path, message in errors.items())
-    values: dict[str, Any] = {"fields": made, "problem": problem or told, "request_key": key}
-    return who.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
+    form_fields = form.fields(_SCHEMA, filled, errors, _HIDDEN - {"code.digest"} if sent else _HIDDEN, words)
+    summary = "\n".join(f"{path}: {message}" for path, message in errors.items())
+    values: dict[str, Any] = {"fields": form_fields, "problem": problem or summary, "request_key": key}
+    return session.page("form.html", 422 if values["problem"] else 200, place="jobs", **values)
 
 
 def _by_path(error: ValidationError) -> dict[str, str]:
     """What is wrong by the field it is wrong in: the names of its place, without indices and kinds."""
-    found = {}
-    for one in error.errors():
-        names = [part for part in one["loc"] if isinstance(part, str)]
-        found[".".join(names)] = what_is_wrong(TrainingJob, one)
-    return found
+    messages = {}
+    for mistake in error.errors():
+        names = [part for part in mistake["loc"] if isinstance(part, str)]
+        messages[".".join(names)] = describe_mistake(TrainingJob, mistake)
+    return messages

@@ -10,10 +10,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from phalanx.jobs.api import configurations, health, jobs, members
-from phalanx.jobs.api.auth import Enter
+from phalanx.jobs.api.auth import Authenticate
 from phalanx.jobs.api.error_handlers import add_errors
-from phalanx.jobs.api.heads import Heads
-from phalanx.jobs.api.rate_limit import Rates
+from phalanx.jobs.api.heads import HeadRequests
+from phalanx.jobs.api.rate_limit import RateLimiter
 
 _BODY_LIMIT = 1 << 20
 """Most bytes of a request's body; trees of code have a limit of their own."""
@@ -29,11 +29,11 @@ _HEADERS = {
 }
 
 
-def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastAPI:
+def make_app(authenticate: Authenticate, *, per_second: float = 50, burst: int = 200) -> FastAPI:
     """Return the application that serves the verbs of `Jobs` under /api/v1.
 
     Args:
-        enter: From a token to what its holder may ask.
+        authenticate: From a token to what its holder may ask.
         per_second: Requests each caller may make for ever.
         burst: Requests each caller may make at once.
     """
@@ -44,9 +44,9 @@ def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastA
         docs_url=None,  # FastAPI's page of documentation fetches scripts from elsewhere
         redoc_url=None,
     )
-    app.state.enter = enter
+    app.state.authenticate = authenticate
     app.state.requests = health.Requests()
-    rates = Rates(per_second, burst)
+    rates = RateLimiter(per_second, burst)
 
     @app.middleware("http")
     async def limit(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -57,7 +57,7 @@ def make_app(enter: Enter, *, per_second: float = 50, burst: int = 200) -> FastA
             answer.headers.setdefault(name, value)
         return answer
 
-    app.add_middleware(Heads)
+    app.add_middleware(HeadRequests)
     for part in (jobs, configurations, members):
         app.include_router(part.routes, prefix="/api/v1")
     app.include_router(health.routes)
@@ -71,7 +71,7 @@ def _about() -> dict[str, str]:
     return {"openapi": "/api/v1/openapi.json", "authorization": "Bearer TOKEN, of `phalanx token add NAME`"}
 
 
-def _refusal(request: Request, rates: Rates) -> Response | None:
+def _refusal(request: Request, rates: RateLimiter) -> Response | None:
     # By address, before anything is looked up: guesses at tokens are counted too.
     wait = rates.take(request.client.host if request.client else "")
     if wait:

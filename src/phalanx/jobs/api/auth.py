@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from phalanx.errors import AccessError
 from phalanx.jobs.protocol import Jobs
 
-Enter = Callable[[str], Jobs]
+Authenticate = Callable[[str], Jobs]
 """From a token to what its holder may ask; AccessError for one that is not known or has expired."""
 
 _bearer = HTTPBearer(auto_error=False, description="A token made by `phalanx token add`.")
@@ -21,13 +21,13 @@ class TokenError(AccessError):
     """No token came with a request, or one that is not valid: the caller must sign in."""
 
 
-def enter(request: Request, token: str) -> Jobs:
+def authenticate(request: Request, token: str) -> Jobs:
     """Return the jobs that the holder of `token` may ask for.
 
     Raises:
         TokenError: If the token is not valid.
     """
-    opened: Enter = request.app.state.enter
+    opened: Authenticate = request.app.state.authenticate
     try:
         return opened(token)
     except AccessError as error:
@@ -37,7 +37,7 @@ def enter(request: Request, token: str) -> Jobs:
 def _caller(request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Jobs:
     if credentials is None:
         raise TokenError("This needs a token: send the header `Authorization: Bearer TOKEN`.")
-    return enter(request, credentials.credentials)
+    return authenticate(request, credentials.credentials)
 
 
 Caller = Annotated[Jobs, Depends(_caller)]

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
-from phalanx.jobs.models import Named
+from phalanx.jobs.models import NamedConfig
 from phalanx.jobs.protocol import SecretName
 from phalanx.jobs.spec import Code, Dataset
 
@@ -39,13 +39,13 @@ class Tree(BaseModel):
 
 
 @routes.get("/codes")
-def codes(caller: Caller, workspace: str) -> list[Named]:
+def codes(caller: Caller, workspace: str) -> list[NamedConfig]:
     """Return the code configurations of a workspace."""
     return caller.codes(workspace)
 
 
 @routes.put("/codes/{name}")
-def put_code(caller: Caller, workspace: str, name: str, code: Code) -> Named:
+def put_code(caller: Caller, workspace: str, name: str, code: Code) -> NamedConfig:
     """Keep where code comes from under a name."""
     return caller.put_code(workspace, name, code)
 
@@ -57,13 +57,13 @@ def remove_code(caller: Caller, workspace: str, name: str) -> None:
 
 
 @routes.get("/datasets")
-def datasets(caller: Caller, workspace: str) -> list[Named]:
+def datasets(caller: Caller, workspace: str) -> list[NamedConfig]:
     """Return the dataset configurations of a workspace."""
     return caller.datasets(workspace)
 
 
 @routes.put("/datasets")
-def put_dataset(caller: Caller, workspace: str, dataset: Dataset) -> Named:
+def put_dataset(caller: Caller, workspace: str, dataset: Dataset) -> NamedConfig:
     """Keep where a dataset lies under its name."""
     return caller.put_dataset(workspace, dataset)
 

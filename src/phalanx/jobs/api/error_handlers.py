@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from phalanx.errors import AccessError, BackendError, ConfigError, NotFoundError, PhalanxError, StateError
 from phalanx.jobs.api.auth import TokenError
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.spec_file import what_is_wrong
+from phalanx.jobs.spec_file import describe_mistake
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -51,12 +51,12 @@ def status_of(error: PhalanxError) -> int:
 
 def add_errors(app: FastAPI) -> None:
     """Let `app` answer every error as a Problem."""
-    app.add_exception_handler(PhalanxError, _raised)
+    app.add_exception_handler(PhalanxError, _answer_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
 
 
-def _raised(_: Request, error: Exception) -> JSONResponse:
+def _answer_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PhalanxError)
     status = status_of(error)
     if status == 500:
@@ -76,13 +76,13 @@ def _invalid(_: Request, error: Exception) -> JSONResponse:
 
 def _worded(mistake: Any) -> str:
     """Return what is wrong at one place; within a job, in the words of the command line."""
-    place, words = mistake["loc"], mistake["msg"]
-    if place[:2] == ("body", "spec") and len(place) > 2:
-        inside: Any = {**mistake, "loc": place[2:]}
-        words = what_is_wrong(TrainingJob, inside)
+    location, words = mistake["loc"], mistake["msg"]
+    if location[:2] == ("body", "spec") and len(location) > 2:
+        inside: Any = {**mistake, "loc": location[2:]}
+        words = describe_mistake(TrainingJob, inside)
     elif mistake["type"] == "string_pattern_mismatch":
-        words = what_is_wrong(TrainingJob, mistake)
-    return f"{'.'.join(map(str, place))}: {words}"
+        words = describe_mistake(TrainingJob, mistake)
+    return f"{'.'.join(map(str, location))}: {words}"
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -92,5 +92,5 @@ def _refused(_: Request, error: Exception) -> JSONResponse:
 
 def _problem(kind: str, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
     # A message quotes what came in, and that may hold what is no letter.
-    said = message.encode("utf-8", "replace").decode()
-    return JSONResponse({"error": kind, "message": said}, status, headers)
+    text = message.encode("utf-8", "replace").decode()
+    return JSONResponse({"error": kind, "message": text}, status, headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Heads:
+class HeadRequests:
     """Answers HEAD by asking for the page and leaving its body out; a log that goes on is not asked for so."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
 from phalanx.jobs.models import Counts
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 routes = APIRouter(tags=["health"])
 
@@ -28,9 +28,9 @@ class Requests:
 
     def add(self, method: str, status: int) -> None:
         """Count one answer."""
-        known = method if method in ("GET", "HEAD", "POST", "PUT", "DELETE") else "other"
+        label = method if method in ("GET", "HEAD", "POST", "PUT", "DELETE") else "other"
         with self._lock:
-            self._counts[known, status] += 1
+            self._counts[label, status] += 1
 
     def now(self) -> dict[tuple[str, int], int]:
         """Return how many there were."""
@@ -55,12 +55,12 @@ def _lines(
     counts: Counts, machine: Mapping[str, tuple[float, float]], requests: Mapping[tuple[str, int], int]
 ) -> Iterator[str]:
     yield from _family("phalanx_jobs", "gauge", "Jobs by state.")
-    yield from (f'phalanx_jobs{{state="{state}"}} {counts.jobs.get(state, 0)}' for state in State)
+    yield from (f'phalanx_jobs{{state="{state}"}} {counts.jobs.get(state, 0)}' for state in JobState)
     yield from _family("phalanx_queue_length", "gauge", "Jobs that wait, by backend and queue.")
     for (backend, queue), count in sorted(counts.waiting.items()):
         yield f'phalanx_queue_length{{backend="{backend}",queue="{queue}"}} {count}'
     yield from _family("phalanx_attempts", "gauge", "Attempts that are kept, by state.")
-    yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in State)
+    yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in JobState)
     for name, column in (("phalanx_machine_given", 0), ("phalanx_machine_total", 1)):
         yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, cards.")
         yield from (f'{name}{{resource="{kind}"}} {amounts[column]:g}' for kind, amounts in machine.items())

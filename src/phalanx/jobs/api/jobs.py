@@ -19,7 +19,7 @@ from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Job
 from phalanx.jobs.protocol import Jobs, LogPart
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 routes = APIRouter(responses=RESPONSES, tags=["jobs"])
 
@@ -84,7 +84,7 @@ def render(caller: Caller, body: ToRender) -> Rendered:
 def listed(
     caller: Caller,
     workspace: str | None = None,
-    state: Annotated[tuple[State, ...], Query()] = (),
+    state: Annotated[tuple[JobState, ...], Query()] = (),
     owner: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> list[Job]:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
-from phalanx.jobs.models import Actor, Role, Workspace
+from phalanx.jobs.models import Actor, MemberRole, Workspace
 from phalanx.jobs.protocol import NewToken, Token
 
 routes = APIRouter(responses=RESPONSES, tags=["people"])
@@ -18,7 +18,7 @@ class Membership(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    role: Role
+    role: MemberRole
 
 
 class TokenAsked(BaseModel):

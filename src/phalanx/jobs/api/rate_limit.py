@@ -10,7 +10,7 @@ from collections.abc import Callable
 _CALLERS_KEPT = 10_000
 
 
-class Rates:
+class RateLimiter:
     """Counts requests by caller.
 
     Args:

@@ -24,7 +24,7 @@ _STOP_S = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class ListenOptions:
     """Where to listen.
 
     Attributes:
@@ -40,16 +40,16 @@ class Place:
     key: Path | None = None
 
 
-def bind(place: Place) -> socket.socket:
-    """Return a socket bound where `place` says.
+def bind(options: ListenOptions) -> socket.socket:
+    """Return a socket bound where `options` say.
 
     Raises:
-        ConfigError: If it would serve a network in the clear, or the place cannot be had.
+        ConfigError: If it would serve a network in the clear, or the address cannot be bound.
     """
-    family, address = _resolved(place)
-    if place.certificate is None and not is_loopback(address[0]):
+    family, address = _resolve(options)
+    if options.certificate is None and not is_loopback(address[0]):
         raise ConfigError(
-            f"--host {place.host} can be reached from other machines, and tokens would be sent in the clear. "
+            f"--host {options.host} can be reached from other machines, and tokens would be sent in the clear. "
             "Give --certificate FILE.pem [--key FILE.pem], or listen on 127.0.0.1 and use a tunnel (ssh -L)."
         )
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -58,33 +58,35 @@ def bind(place: Place) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ConfigError(_why_not(place, error)) from None
+        raise ConfigError(_why_not(options, error)) from None
     return bound
 
 
-def _resolved(place: Place) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve(options: ListenOptions) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
-        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        candidates = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise ConfigError(f"--host {place.host!r} is no address of this machine ({error}).") from None
-    family, _, _, _, address = found[0]
+        raise ConfigError(f"--host {options.host!r} is no address of this machine ({error}).") from None
+    family, _, _, _, address = candidates[0]
     return family, (str(address[0]), int(address[1]))
 
 
-def _why_not(place: Place, error: OSError) -> str:
+def _why_not(options: ListenOptions, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        owner = port_owner(place.port)
-        return f"--port {place.port} on {place.host} is in use by {owner}. End that process, or choose another --port."
-    return f"Cannot listen on {place.host}:{place.port}: {error.strerror}."
+        owner = port_owner(options.port)
+        return (
+            f"--port {options.port} on {options.host} is in use by {owner}. End that process, or choose another --port."
+        )
+    return f"Cannot listen on {options.host}:{options.port}: {error.strerror}."
 
 
-def address_of(bound: socket.socket, place: Place) -> str:
+def address_of(bound: socket.socket, options: ListenOptions) -> str:
     """Return the URL of a server on `bound`."""
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    return f"{'https' if place.certificate else 'http'}://{host}:{bound.getsockname()[1]}"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{'https' if options.certificate else 'http'}://{host}:{bound.getsockname()[1]}"
 
 
-def serve(app: FastAPI, bound: socket.socket, place: Place) -> None:
+def serve(app: FastAPI, bound: socket.socket, options: ListenOptions) -> None:
     """Answer requests on `bound` until this process is asked to end (SIGINT, SIGTERM).
 
     Raises:
@@ -94,14 +96,14 @@ def serve(app: FastAPI, bound: socket.socket, place: Place) -> None:
         app,
         log_level="warning",
         access_log=False,
-        ssl_certfile=place.certificate,
-        ssl_keyfile=place.key,
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.key,
         timeout_graceful_shutdown=_STOP_S,
         server_header=False,
     )
     try:
         config.load()
     except OSError as error:  # ssl's errors are among them
-        raise ConfigError(f"The certificate {place.certificate} cannot be used ({error}).") from None
-    logger.info("serving %s", address_of(bound, place))
+        raise ConfigError(f"The certificate {options.certificate} cannot be used ({error}).") from None
+    logger.info("serving %s", address_of(bound, options))
     uvicorn.Server(config).run(sockets=[bound])

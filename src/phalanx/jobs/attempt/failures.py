@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status
 from phalanx.jobs.models import Attempt, Failure
 from phalanx.jobs.spec import TrainingJob
@@ -16,11 +16,11 @@ from phalanx.jobs.states import Cause
 _OUT_OF_MEMORY = re.compile(
     r"\b(MemoryError|OutOfMemoryError|CUDA out of memory|std::bad_alloc|can't allocate memory|Cannot allocate memory)\b"
 )
-_SAID_LAST = 12
+_LAST_LINES = 12
 """Lines from the end of what a rank said in which its own error stands; before them it may quote another's."""
 
 
-def failure_of(ends: Mapping[int, End | None], status: Status) -> Failure | None:
+def failure_of(ends: Mapping[int, ExitRecord | None], status: Status) -> Failure | None:
     """Return why an attempt that has ended failed, or None if it succeeded.
 
     Args:
@@ -32,8 +32,8 @@ def failure_of(ends: Mapping[int, End | None], status: Status) -> Failure | None
     failed = [(node, end) for node, end in ends.items() if end is not None and end.outcome == "failed"]
     if failed:
         # Who lost another node is seldom the one that failed, though it may be the first to say so.
-        node, end = min(failed, key=lambda one: (one[1].cause is Cause.NODE_FAILURE, one[1].ended, one[0]))
-        return _said(node, end, status)
+        node, end = min(failed, key=lambda item: (item[1].cause is Cause.NODE_FAILURE, item[1].ended, item[0]))
+        return _rank_failure(node, end, status)
     if status.failure is not None:
         return status.failure
     stopped = next(((node, end) for node, end in ends.items() if end is not None and end.outcome == "stopped"), None)
@@ -42,16 +42,16 @@ def failure_of(ends: Mapping[int, End | None], status: Status) -> Failure | None
     if status.phase is Phase.SUCCEEDED and not any(ends.values()):
         return None
     missing = next((node for node, end in ends.items() if end is None), 0)
-    return lost_node(missing, status.reason or "its backend knows nothing of it any more")
+    return lost_node_failure(missing, status.reason or "its backend knows nothing of it any more")
 
 
-def _said(node: int, end: End, status: Status) -> Failure:
+def _rank_failure(node: int, end: ExitRecord, status: Status) -> Failure:
     failure = Failure(end.cause or Cause.USER_CODE, end.message, node, end.rank, end.exit_code, end.detail)
     if failure.cause is not Cause.USER_CODE:
         return failure
-    last = "\n".join(failure.detail.splitlines()[-_SAID_LAST:])
-    if found := _OUT_OF_MEMORY.search(last):
-        return replace(failure, cause=Cause.OOM, message=f"{failure.message}: out of memory ({found[0]})")
+    last = "\n".join(failure.detail.splitlines()[-_LAST_LINES:])
+    if match := _OUT_OF_MEMORY.search(last):
+        return replace(failure, cause=Cause.OOM, message=f"{failure.message}: out of memory ({match[0]})")
     if _signal(failure.exit_code) == signal.SIGKILL:
         if status.failure is not None and status.failure.cause is Cause.OOM:
             return replace(failure, cause=Cause.OOM, message=f"{failure.message}: {status.failure.message}")
@@ -68,12 +68,12 @@ def _signal(exit_code: int | None) -> int | None:
     return -exit_code if exit_code < 0 else exit_code - 128
 
 
-def lost_node(node: int, why: str) -> Failure:
+def lost_node_failure(node: int, why: str) -> Failure:
     """Return the failure of a node that ended without a word."""
     return Failure(Cause.NODE_FAILURE, f"node {node} was lost: {why}, and it left no exit record", node)
 
 
-def killed_for_memory(node: int, count: int) -> Failure:
+def oom_failure(node: int, count: int) -> Failure:
     """Return the failure of a node while which ran the kernel killed `count` processes to get memory back."""
     times = "a process" if count == 1 else f"{count} processes"
     return Failure(Cause.OOM, f"the kernel killed {times} of this machine because memory ran out", node)
@@ -83,7 +83,7 @@ FIRST_S = 2.0
 """How much earlier than all others a rank must fall silent to be named: the rest stop when they wait for it."""
 
 
-def hung(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
+def hang_failure(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
     """Return the failure of an attempt all of whose ranks have been silent for too long.
 
     Args:
@@ -99,18 +99,18 @@ def hung(silent_s: float, signs: Mapping[str, float] | None = None) -> Failure:
     return Failure(Cause.HANG, message, rank=int(name) if name.isdigit() else None)
 
 
-def overdue(limit_s: float) -> Failure:
+def timeout_failure(limit_s: float) -> Failure:
     """Return the failure of an attempt that runs longer than its job allows, and whose nodes did not end it."""
     return Failure(Cause.TIMEOUT, f"still running after max_runtime, {limit_s:g} s")
 
 
-def refused(error: Exception, tried_s: float | None = None) -> Failure:
+def submit_failure(error: Exception, tried_s: float | None = None) -> Failure:
     """Return the failure of an attempt that its backend did not take; `tried_s` seconds long, if it was asked again."""
     tried = "" if tried_s is None else f" for {tried_s:.0f} s"
     return Failure(Cause.BACKEND, f"could not be submitted{tried}: {error}")
 
 
-def retried(spec: TrainingJob, attempts: Sequence[Attempt], failure: Failure) -> bool:
+def should_retry(spec: TrainingJob, attempts: Sequence[Attempt], failure: Failure) -> bool:
     """Return whether a job whose last attempt failed is started again.
 
     Args:

@@ -14,10 +14,10 @@ from phalanx.jobs.backend import Submission
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 """How often a node says that it lives."""
 
-LOST_AFTER_BEATS = 15
+LOST_AFTER_HEARTBEATS = 15
 """After how many beats that did not come a node counts as lost."""
 
 DETAIL_BYTES = 8192
@@ -27,7 +27,7 @@ _ROOM_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
-class Order:
+class AttemptSpec:
     """What every node of an attempt reads before it starts. Holds no secret."""
 
     job: str
@@ -41,7 +41,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class End:
+class ExitRecord:
     """How one node ended. `outcome` is succeeded, failed or stopped (by a signal from outside, or with another node).
 
     `rank` is the first to fail of the whole job where the launcher knows it; `exit_code` negative for a signal.
@@ -58,7 +58,7 @@ class End:
     ended: float = 0.0
 
 
-def order(submission: Submission, home: str = "", job_folder: str = "") -> dict[str, Any]:
+def spec_json(submission: Submission, home: str = "", job_folder: str = "") -> dict[str, Any]:
     """Return what the nodes of `submission` are to do, as JSON.
 
     Args:
@@ -76,7 +76,7 @@ def order(submission: Submission, home: str = "", job_folder: str = "") -> dict[
     }
 
 
-def write(submission: Submission) -> Path:
+def write_spec(submission: Submission) -> Path:
     """Make the attempt's folder, with the order for its nodes; doing it again changes nothing.
 
     Returns:
@@ -84,11 +84,11 @@ def write(submission: Submission) -> Path:
     """
     paths.logs(submission.folder).mkdir(parents=True, exist_ok=True)
     path = submission.folder / "attempt.json"
-    _put(path, json.dumps(order(submission), indent=1))
+    write_atomically(path, json.dumps(spec_json(submission), indent=1))
     return path
 
 
-def read(folder: Path) -> Order:
+def read_spec(folder: Path) -> AttemptSpec:
     """Return what the nodes of the attempt in `folder` are to do.
 
     Raises:
@@ -96,13 +96,13 @@ def read(folder: Path) -> Order:
     """
     path = folder / "attempt.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Order(
-            job=found["job"],
-            attempt=found["attempt"],
-            spec=TrainingJob.model_validate(found["spec"]),
-            home=Path(found["home"]),
-            checkpoint=Path(found["checkpoint"]),
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return AttemptSpec(
+            job=fields["job"],
+            attempt=fields["attempt"],
+            spec=TrainingJob.model_validate(fields["spec"]),
+            home=Path(fields["home"]),
+            checkpoint=Path(fields["checkpoint"]),
         )
     except (OSError, ValueError, KeyError) as error:
         raise BackendError(
@@ -111,55 +111,55 @@ def read(folder: Path) -> Order:
         ) from None
 
 
-def beat(folder: Path, node: int, doing: str) -> None:
+def write_heartbeat(folder: Path, node: int, doing: str) -> None:
     """Say that node `node` lives, and what it does: `preparing code`, `running`, ..."""
     path = paths.heartbeat(folder, node)
     if _text(path) == doing:
         os.utime(path)
     else:
-        _put(path, doing)
+        write_atomically(path, doing)
 
 
-def doing(folder: Path, node: int) -> str:
+def read_activity(folder: Path, node: int) -> str:
     """Return what node `node` last said that it does, empty before its first word."""
     return _text(paths.heartbeat(folder, node))
 
 
-def make_room(folder: Path, node: int) -> None:
+def reserve_exit_record(folder: Path, node: int) -> None:
     """Take the space that the exit record of node `node` may need: why a job fails may be that the disk is full."""
     _room(folder, node).write_bytes(bytes(_ROOM_BYTES))
 
 
-def write_end(folder: Path, node: int, end: End) -> None:
+def write_exit_record(folder: Path, node: int, end: ExitRecord) -> None:
     """Leave the exit record of node `node`, whole or not at all, in the room that was made for it if there is any."""
     room = _room(folder, node)
     if not room.exists():
-        _put(paths.exit_record(folder, node), end_json(end))
+        write_atomically(paths.exit_record(folder, node), exit_record_json(end))
         return
     with room.open("r+b") as file:
-        file.write(end_json(end).encode())
+        file.write(exit_record_json(end).encode())
         file.truncate()
     room.rename(paths.exit_record(folder, node))
 
 
-def end_json(end: End) -> str:
+def exit_record_json(end: ExitRecord) -> str:
     """Return an exit record as text."""
     return json.dumps(asdict(end))
 
 
-def read_end(folder: Path, node: int) -> End | None:
+def read_exit_record(folder: Path, node: int) -> ExitRecord | None:
     """Return how node `node` ended, or None while it left no record; what is no record counts as a failure."""
     text = _text(paths.exit_record(folder, node))
     try:
-        return end_of(text) if text else None
+        return parse_exit_record(text) if text else None
     except (ValueError, TypeError, KeyError) as error:
-        return End("failed", Cause.SETUP, f"the exit record of node {node} cannot be read: {error}")
+        return ExitRecord("failed", Cause.SETUP, f"the exit record of node {node} cannot be read: {error}")
 
 
-def end_of(text: str) -> End:
-    """Undo `end_json`."""
+def parse_exit_record(text: str) -> ExitRecord:
+    """Undo `exit_record_json`."""
     values = json.loads(text)
-    return End(**{**values, "cause": values["cause"] and Cause(values["cause"])})
+    return ExitRecord(**{**values, "cause": values["cause"] and Cause(values["cause"])})
 
 
 def _room(folder: Path, node: int) -> Path:
@@ -173,7 +173,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _put(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file by renaming, so that nobody reads half of it; two writers of one file do not meet."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")

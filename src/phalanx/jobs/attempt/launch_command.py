@@ -34,7 +34,7 @@ _LAUNCHERS = ("torchrun", "fleetrun", "phalanx", "accelerate", "deepspeed", "mpi
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Which node this is, and where all of them are.
 
     `hosts` are addresses or names by node; hosts beyond the nodes of the spec run parameter servers only.
@@ -47,14 +47,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchCommand:
     """What to start, with which variables beside those of the job."""
 
     argv: tuple[str, ...]
     variables: dict[str, str]
 
 
-def own_hosts(job: str, attempt: int, count: int) -> tuple[str, ...]:
+def loopback_hosts(job: str, attempt: int, count: int) -> tuple[str, ...]:
     """Return addresses of this machine that no other attempt has: a piece of loopback's network.
 
     Args:
@@ -67,7 +67,7 @@ def own_hosts(job: str, attempt: int, count: int) -> tuple[str, ...]:
     return tuple(f"127.{first or 1}.{second}.{node + 1}" for node in range(count))
 
 
-def apart(hosts: tuple[str, ...], job: str, attempt: int) -> tuple[str, ...]:
+def distinct_hosts(hosts: tuple[str, ...], job: str, attempt: int) -> tuple[str, ...]:
     """Return addresses of nodes that differ: those of `hosts`, or where all are one machine, of loopback's network.
 
     Args:
@@ -81,7 +81,7 @@ def apart(hosts: tuple[str, ...], job: str, attempt: int) -> tuple[str, ...]:
     if len(set(hosts)) == len(hosts):
         return hosts
     if len(set(hosts)) == 1:
-        return own_hosts(job, attempt, len(hosts))
+        return loopback_hosts(job, attempt, len(hosts))
     shared = next(host for host in hosts if hosts.count(host) > 1)
     nodes = " and ".join(str(node) for node, host in enumerate(hosts) if host == shared)
     raise BackendError(
@@ -96,21 +96,21 @@ def program(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
     Raises:
         SpecError: If it starts no Python program, a launcher of its own, or has flags that cannot be handed on.
     """
-    found = python_command(command)
-    if found is None:
+    python = python_command(command)
+    if python is None:
         first = command.split()[0].rpartition("/")[2]
         starts = f"{first}, and the job starts a launcher itself" if first in _LAUNCHERS else "no Python program"
         raise SpecError(
             f"command '{command}' starts {starts}. Write `python train.py ...` or `python -m module ...`, or say "
             "`launch: env` to have one process a node started as it is."
         )
-    if unknown := [flag for flag in found.flags if flag not in _FLAGS]:
+    if unknown := [flag for flag in python.flags if flag not in _FLAGS]:
         raise SpecError(
             f"command '{command}' gives Python {' '.join(unknown)}, which launchers cannot hand on; they know "
             f"{', '.join(_FLAGS)}. Set its variable in `env`, or say `launch: env`."
         )
-    words = ("-m", found.module) if found.module else (found.script,)
-    return tuple(word for word in (*words, *found.arguments) if word), dict(_FLAGS[flag] for flag in found.flags)
+    words = ("-m", python.module) if python.module else (python.script,)
+    return tuple(word for word in (*words, *python.arguments) if word), dict(_FLAGS[flag] for flag in python.flags)
 
 
 def check(spec: TrainingJob) -> None:
@@ -131,12 +131,14 @@ def check(spec: TrainingJob) -> None:
         )
 
 
-def start(spec: TrainingJob, place: Place, *, python: str, logs: Path, log_files: bool = True) -> Start:
-    """Return what node `place.node` starts.
+def start(
+    spec: TrainingJob, rendezvous: Rendezvous, *, python: str, logs: Path, log_files: bool = True
+) -> LaunchCommand:
+    """Return what node `rendezvous.node` starts.
 
     Args:
         spec: The job.
-        place: Which node this is.
+        rendezvous: Which node this is.
         python: The interpreter.
         logs: Folder of this node's logs.
         log_files: Whether each rank below torchrun writes a file of its own there; else all goes where torchrun's goes.
@@ -146,15 +148,15 @@ def start(spec: TrainingJob, place: Place, *, python: str, logs: Path, log_files
     """
     check(spec)
     if spec.launch == "env":
-        return _env(spec, place)
+        return _env(spec, rendezvous)
     words, variables = program(spec.command)
     if spec.launch == "torchrun":
         # Each rank writes a log of its own, as those of `phalanx run` do.
         rank = ("--no-python", python, "-m", "phalanx.jobs.node.rank", str(logs), python) if log_files else ()
-        found = _torchrun(spec, place, (*rank, *words), python)
+        command = _torchrun(spec, rendezvous, (*rank, *words), python)
     else:
-        found = _phalanx(spec, place, words, python, str(logs))
-    return Start(found.argv, {"PYTHONUNBUFFERED": "1", **variables, **_threads(spec), **found.variables})
+        command = _phalanx(spec, rendezvous, words, python, str(logs))
+    return LaunchCommand(command.argv, {"PYTHONUNBUFFERED": "1", **variables, **_threads(spec), **command.variables})
 
 
 def _threads(spec: TrainingJob) -> dict[str, str]:
@@ -164,65 +166,74 @@ def _threads(spec: TrainingJob) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, int(spec.resources.cpu) // spec.resources.procs_per_node))}
 
 
-def _env(spec: TrainingJob, place: Place) -> Start:
+def _env(spec: TrainingJob, rendezvous: Rendezvous) -> LaunchCommand:
     variables = {
         "PYTHONUNBUFFERED": "1",
-        "MASTER_ADDR": place.hosts[0],
-        "MASTER_PORT": str(place.port),
-        "RANK": str(place.node),
-        "WORLD_SIZE": str(len(place.hosts)),
+        "MASTER_ADDR": rendezvous.hosts[0],
+        "MASTER_PORT": str(rendezvous.port),
+        "RANK": str(rendezvous.node),
+        "WORLD_SIZE": str(len(rendezvous.hosts)),
     }
-    return Start(tuple(shlex.split(spec.command)), variables | _threads(spec))
+    return LaunchCommand(tuple(shlex.split(spec.command)), variables | _threads(spec))
 
 
-def _torchrun(spec: TrainingJob, place: Place, words: tuple[str, ...], python: str) -> Start:
+def _torchrun(spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...], python: str) -> LaunchCommand:
     many = (
-        f"--nnodes={len(place.hosts)}",
-        f"--node-rank={place.node}",
-        f"--master-addr={place.hosts[0]}",
-        f"--master-port={place.port}",
+        f"--nnodes={len(rendezvous.hosts)}",
+        f"--node-rank={rendezvous.node}",
+        f"--master-addr={rendezvous.hosts[0]}",
+        f"--master-port={rendezvous.port}",
     )
     argv = (
         *(python, "-m", "torch.distributed.run"),
-        *(many if len(place.hosts) > 1 else ("--standalone",)),
+        *(many if len(rendezvous.hosts) > 1 else ("--standalone",)),
         f"--nproc-per-node={spec.resources.procs_per_node}",
         *words,
     )
-    return Start(argv, {})
+    return LaunchCommand(argv, {})
 
 
-def _phalanx(spec: TrainingJob, place: Place, words: tuple[str, ...], python: str, logs: str) -> Start:
-    shape = _servers(spec, place) if spec.servers else _workers(spec, place)
+def _phalanx(
+    spec: TrainingJob, rendezvous: Rendezvous, words: tuple[str, ...], python: str, logs: str
+) -> LaunchCommand:
+    shape = _servers(spec, rendezvous) if spec.servers else _workers(spec, rendezvous)
     argv = (python, "-m", "phalanx.launch", "--log_dir", logs, *shape, *words)
     # Time to save, before the node itself kills what is left.
-    return Start(argv, {"PHALANX_STOP_GRACE_S": str(max(1, int(spec.grace)))})
+    return LaunchCommand(argv, {"PHALANX_STOP_GRACE_S": str(max(1, int(spec.grace)))})
 
 
-def _workers(spec: TrainingJob, place: Place) -> tuple[str, ...]:
+def _workers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     count = ("-n", str(spec.resources.procs_per_node))
-    if len(place.hosts) == 1:
+    if len(rendezvous.hosts) == 1:
         return ("--nnodes", "1", *count)
-    where = ("--ips", ",".join(place.hosts), "--node_rank", str(place.node), "--http_port", str(place.port))
+    where = (
+        "--ips",
+        ",".join(rendezvous.hosts),
+        "--node_rank",
+        str(rendezvous.node),
+        "--http_port",
+        str(rendezvous.port),
+    )
     return (*count, *where)
 
 
-def _servers(spec: TrainingJob, place: Place) -> tuple[str, ...]:
+def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     """Parameter servers beside the workers, or on the hosts that come after the workers'."""
     assert spec.servers is not None
     nodes, each = spec.resources.nodes, spec.resources.procs_per_node
     # Beside servers, workers get cards only where that is said; which ones a node has, the backend decides.
-    cards = ("--gpus", "all") if spec.resources.gpu and place.node < nodes else ()
-    if len(place.hosts) == 1:
+    cards = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
+    if len(rendezvous.hosts) == 1:
         return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *cards)
-    homes = place.hosts[nodes:] or place.hosts
-    port = place.port + 1
+    homes = rendezvous.hosts[nodes:] or rendezvous.hosts
+    port = rendezvous.port + 1
     servers = [f"{homes[number % len(homes)]}:{port + number}" for number in range(spec.servers.count)]
     port += spec.servers.count
-    workers = [f"{host}:{port + local}" for host in place.hosts[:nodes] for local in range(each)]
+    workers = [f"{host}:{port + local}" for host in rendezvous.hosts[:nodes] for local in range(each)]
     # The launcher counts hosts as its lists name them, servers first.
     order = list(dict.fromkeys(endpoint.rpartition(":")[0] for endpoint in (*servers, *workers)))
-    rank = order.index(place.hosts[place.node])
+    rank = order.index(rendezvous.hosts[rendezvous.node])
     return (
         *("--servers", ",".join(servers), "--workers", ",".join(workers)),
-        *("--node_rank", str(rank), "--http_port", str(place.port), *cards),
+        *("--node_rank", str(rank), "--http_port", str(rendezvous.port), *cards),
     )

@@ -21,7 +21,7 @@ from phalanx.jobs import paths, redact
 logger = logging.getLogger("phalanx.jobs")
 
 CAP_BYTES = 64 * 2**20
-"""What one log may take on disk, and what it may grow by between two looks of the keeper."""
+"""What one log may take on disk, and what it may grow by between two looks of the controller."""
 
 HEAD_BYTES = 8 * 2**20
 TAIL_BYTES = 24 * 2**20
@@ -42,7 +42,7 @@ _NOISE_NOTE = "  [phalanx: harmless after a success: the first node was done and
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogChunk:
     """Some of a log. `next` is the byte offset to go on from; `rest` counts the bytes that were there behind it."""
 
     text: str
@@ -52,19 +52,19 @@ class Piece:
 
 def names(folder: Path) -> list[str]:
     """Return the names of the logs of an attempt: "0", "1", ... of ranks, then "server-0", ... and "node-0", ..."""
-    found = []
+    log_names = []
     for prefix, pattern in _FILES.items():
         start, end = pattern.split("{}")
         numbers = [
             path.name[len(start) : len(path.name) - len(end)] for path in paths.logs(folder).glob(f"{start}*{end}")
         ]
-        found += [f"{prefix}{number}" for number in sorted((n for n in numbers if n.isdigit()), key=int)]
-    return found
+        log_names += [f"{prefix}{number}" for number in sorted((n for n in numbers if n.isdigit()), key=int)]
+    return log_names
 
 
 def read(
     folder: Path, name: str, offset: int = 0, limit: int = 2**16, *, secrets: Collection[str] = (), last: bool = False
-) -> Piece:
+) -> LogChunk:
     """Return text of one log from a byte offset on, in whole lines where it can.
 
     Args:
@@ -80,7 +80,7 @@ def read(
     """
     path = _path(folder, name)
     if path is None:
-        return Piece("", max(0, offset), 0)
+        return LogChunk("", max(0, offset), 0)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size + offset) if offset < 0 else min(offset, size)
@@ -96,9 +96,9 @@ def read(
         body = body[: body.rfind(b"\n") + 1 or _whole_letters(body)]
     elif not last:
         body = body[: min(_whole_letters(body), len(body) - _half_a_secret(body, values))]
-    text = _struck(before, body, raw[len(body) : len(body) + reach], values).decode(errors="replace")
+    text = _redact_bytes(before, body, raw[len(body) : len(body) + reach], values).decode(errors="replace")
     end = first + len(body)
-    return Piece(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, size - end)
+    return LogChunk(note + _NOISE.sub(lambda line: line[0] + _NOISE_NOTE, text), end, size - end)
 
 
 def follow(
@@ -109,7 +109,7 @@ def follow(
     wait: Callable[[], None],
     offset: int = 0,
     secrets: Collection[str] = (),
-) -> Iterator[Piece]:
+) -> Iterator[LogChunk]:
     """Yield a log as it grows, until its attempt has ended and all of it was read.
 
     Args:
@@ -151,11 +151,11 @@ def signs(folder: Path) -> dict[str, float]:
 def cap(folder: Path) -> None:
     """Give back the middle of every log that takes more than CAP_BYTES on disk."""
     for path in _all(folder):
-        found = path.stat()
-        if found.st_blocks * 512 > CAP_BYTES:
+        status = path.stat()
+        if status.st_blocks * 512 > CAP_BYTES:
             # Whole blocks only: parts of one would not be freed but filled with zeros, which a reader would see.
-            block = found.st_blksize
-            _punch(path, -(-HEAD_BYTES // block) * block, (found.st_size - TAIL_BYTES) // block * block)
+            block = status.st_blksize
+            _punch(path, -(-HEAD_BYTES // block) * block, (status.st_size - TAIL_BYTES) // block * block)
 
 
 def _all(folder: Path) -> list[Path]:
@@ -165,10 +165,10 @@ def _all(folder: Path) -> list[Path]:
 
 def _path(folder: Path, name: str) -> Path | None:
     """Return the file of a log, None while there is none."""
-    found = re.fullmatch(r"(|server-|heter-|node-)(\d{1,6})", name, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(|server-|heter-|node-)(\d{1,6})", name, re.ASCII)
+    if match is None:
         raise NotFoundError(f"There is no log {name!r}. Logs are called 0, 1, ... by rank, server-0 and node-0.")
-    path = paths.logs(folder) / _FILES[found[1]].format(found[2])
+    path = paths.logs(folder) / _FILES[match[1]].format(match[2])
     if not path.is_file():  # Nor what a job made in its place: a pipe would be waited for, without end.
         return None
     # Jobs write here, and could link to what is not theirs to show.
@@ -187,8 +187,8 @@ def _behind_hole(descriptor: int, start: int, size: int) -> tuple[int, str]:
         first = size
     if first == start:
         return first, ""
-    kept = f"its first {HEAD_BYTES >> 20} MiB and last {TAIL_BYTES >> 20} MiB"
-    return first, f"[phalanx: {first - start} bytes were dropped here; a long log keeps {kept}]\n"
+    extent = f"its first {HEAD_BYTES >> 20} MiB and last {TAIL_BYTES >> 20} MiB"
+    return first, f"[phalanx: {first - start} bytes were dropped here; a long log keeps {extent}]\n"
 
 
 def _values(secrets: Collection[str]) -> list[bytes]:
@@ -196,19 +196,19 @@ def _values(secrets: Collection[str]) -> list[bytes]:
     return [part.encode() for part in redact.parts(secrets)]
 
 
-def _struck(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> bytes:
+def _redact_bytes(before: bytes, body: bytes, after: bytes, values: list[bytes]) -> bytes:
     """Return `body` with every value replaced, seen together with what lies around it."""
     if not values:
         return body
     whole, low, high = before + body + after, len(before), len(before) + len(body)
     parts, at = [], low
-    for found in re.finditer(b"|".join(map(re.escape, values)), whole):
-        if found.end() <= low or found.start() >= high:
+    for match in re.finditer(b"|".join(map(re.escape, values)), whole):
+        if match.end() <= low or match.start() >= high:
             continue
-        parts.append(whole[at : max(at, found.start())])
-        if found.start() >= low:
+        parts.append(whole[at : max(at, match.start())])
+        if match.start() >= low:
             parts.append(redact.MARK.encode())
-        at = min(found.end(), high)
+        at = min(match.end(), high)
     return b"".join([*parts, whole[at:high]])
 
 

@@ -82,16 +82,16 @@ def read(folder: Path, node: int, offset: int = 0) -> Usage:
         node: One that left no file, as in a pod, has no samples.
         offset: As an earlier call returned it; a negative one counts from the end: -1 is the last sample.
     """
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for line in reversed(_lines(paths.usage(folder, node))):
         sample = _sample(line)
         if sample is None:
             continue
-        if sample.number < offset or len(found) == -offset > 0:
+        if sample.number < offset or len(samples) == -offset > 0:
             break
-        found.append(sample)
-    found.reverse()
-    return Usage(node, found, found[-1].number + 1 if found else max(offset, 0))
+        samples.append(sample)
+    samples.reverse()
+    return Usage(node, samples, samples[-1].number + 1 if samples else max(offset, 0))
 
 
 def _lines(file: Path) -> list[bytes]:

@@ -14,7 +14,7 @@ _CLASSES = {
 }
 
 
-class Engines(Mapping[str, Backend]):
+class Backends(Mapping[str, Backend]):
     """Backends by name. One that is never asked for is not imported, so what it needs may be missing."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """This machine as a backend: one detached process a node of the attempt, which outlives whoever started it.
 
 A node's process holds a lock on `node-K.lock` in the attempt's folder from before it exists until it is gone: it
-inherits the lock of whoever starts it. So no keeper starts a node twice, whichever call the one before it died in, and
-none takes another process with the same pid for the node. Cards are dealt so too: who holds the lock has the card.
+inherits the lock from the process that starts it. So no controller starts a node twice, wherever another one died, and
+none mistakes another process with the same pid for the node. GPUs are assigned in the same way, one lock each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
-from phalanx.jobs.attempt.failures import killed_for_memory, lost_node
+from phalanx.jobs.attempt.failures import lost_node_failure, oom_failure
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
 from phalanx.jobs.scheduling.queue import Amount, need_of
-from phalanx.jobs.sources.file_lock import held
+from phalanx.jobs.sources.file_lock import try_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.process.linux import start_ticks
 from phalanx.launch.request.machine import Machine
@@ -79,7 +79,7 @@ class Local:
         need = need_of(spec, self.machine)
         if not need.within(self.machine):
             raise SpecError(
-                f"The job asks for {need.shown()} on this machine, which has {self.machine.shown()}. "
+                f"The job asks for {need.describe()} on this machine, which has {self.machine.describe()}. "
                 "Ask for less, or submit it to `backend: slurm` or `kubernetes`."
             )
 
@@ -94,9 +94,9 @@ class Local:
         Raises:
             BackendError: If no process can be started, or not enough cards are free.
         """
-        attempt_files.write(submission)
+        attempt_files.write_spec(submission)
         pids = [self._start(submission, node) for node in _nodes(submission)]
-        return " ".join([_place(submission), *(str(pid) for pid in pids if pid)])
+        return " ".join([_origin(submission), *(str(pid) for pid in pids if pid)])
 
     def status(self, submission: Submission, handle: str) -> Status:
         """Return where the attempt is; with a failure while it still runs if one of its nodes is lost.
@@ -106,24 +106,24 @@ class Local:
         """
         folder, nodes = submission.folder, _nodes(submission)
         # A host may get another name; what was started from a home that is still the same has its folder there.
-        if handle and not folder.exists() and not f"{handle} ".startswith(f"{_place(submission)} "):
+        if handle and not folder.exists() and not f"{handle} ".startswith(f"{_origin(submission)} "):
             raise BackendError(
                 f"Attempt {submission.attempt} of {submission.job} was started from another home ({handle}), whose "
-                "keeper looks after it. If it waits there, end the keeper here."
+                "controller looks after it. If it waits there, end the controller here."
             )
         # A node leaves its record, then its lock: looked at in the other order, it would seem to have left without one.
         alive = [node for node in nodes if self._lives(folder, node)]
         started = [node for node in nodes if _was_started(folder, node)]
         if not started and not alive:
             return Status(Phase.GONE, "was not started")
-        ends = {node: attempt_files.read_end(folder, node) for node in nodes}
+        ends = {node: attempt_files.read_exit_record(folder, node) for node in nodes}
         lost = next((node for node in started if node not in alive and ends[node] is None), None)
-        failure = None if lost is None else _lost(folder, lost)
+        failure = None if lost is None else _lost_failure(folder, lost)
         if not alive and failure is None:
-            failure = next((found for node in nodes if (found := _short_of_memory(folder, node))), None)
+            failure = next(filter(None, (_oom_failure(folder, node) for node in nodes)), None)
         host = (os.uname().nodename,)
         if alive:
-            doing = attempt_files.doing(folder, alive[0])
+            doing = attempt_files.read_activity(folder, alive[0])
             return Status(Phase.RUNNING if doing == "running" else Phase.PREPARING, doing, host, failure)
         succeeded = all(end is not None and end.outcome == "succeeded" for end in ends.values())
         return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED, "", host, failure)
@@ -137,11 +137,11 @@ class Local:
         for node in _nodes(submission):
             if not self._lives(folder, node):
                 continue
-            asked = folder / f"node-{node}.stop"
-            if not asked.exists():
-                asked.touch()
+            request = folder / f"node-{node}.stop"
+            if not request.exists():
+                request.touch()
                 _signal_node(folder, node)
-            elif time.time() > asked.stat().st_mtime + grace_s + _LATE_S:
+            elif time.time() > request.stat().st_mtime + grace_s + _LATE_S:
                 _kill_marked(folder)
 
     def cleanup(self, submission: Submission, handle: str) -> None:
@@ -156,9 +156,9 @@ class Local:
     def _start(self, submission: Submission, node: int) -> int | None:
         """Start a node, or find it; return its pid, None for one that has gone again."""
         folder = submission.folder
-        with held(_lock_file(folder, node)) as lock:
+        with try_lock(_lock_file(folder, node)) as lock:
             if lock is None:
-                return _found(folder, node)
+                return _running_pid(folder, node)
             if _was_started(folder, node):
                 return None
             with contextlib.ExitStack() as locks:
@@ -166,7 +166,7 @@ class Local:
                 child = self._spawn(submission, node, lock, cards)
         _CHILDREN[_lock_file(folder, node)] = child
         note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
-        _replace(_pid_file(folder, node), json.dumps(note))
+        attempt_files.write_atomically(_pid_file(folder, node), json.dumps(note))
         return child.pid
 
     def _spawn(self, submission: Submission, node: int, lock: int, cards: dict[str, int]) -> subprocess.Popen[bytes]:
@@ -179,14 +179,14 @@ class Local:
         if self.cards:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
         try:
-            with log.open("ab") as said:
+            with log.open("ab") as output:
                 return subprocess.Popen(
                     [*self._argv(submission, node), "--secrets-fd", str(secrets)],
                     cwd=submission.folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                     pass_fds=[lock, secrets, *cards.values()],
                 )
@@ -197,24 +197,24 @@ class Local:
 
     def _free_cards(self, submission: Submission, locks: contextlib.ExitStack) -> dict[str, int]:
         """Lock as many cards as a node asks for; names and descriptors, which the node inherits."""
-        wanted, found = submission.spec.resources.gpu, dict[str, int]()
+        count, locked = submission.spec.resources.gpu, dict[str, int]()
         for card in self.cards:
-            if len(found) == wanted:
+            if len(locked) == count:
                 break
             name = card.replace("/", "_")
-            lock = locks.enter_context(held(submission.folder.parents[2] / "cards" / f"{name}.lock"))
+            lock = locks.enter_context(try_lock(submission.folder.parents[2] / "cards" / f"{name}.lock"))
             if lock is not None:
-                found[card] = lock
-        if len(found) < wanted:
-            raise BackendError(f"A node of {submission.job} needs {wanted} gpu, and {len(found)} are free.")
-        return found
+                locked[card] = lock
+        if len(locked) < count:
+            raise BackendError(f"A node of {submission.job} needs {count} gpu, and {len(locked)} are free.")
+        return locked
 
     def _lives(self, folder: Path, node: int) -> bool:
         """Return whether a node's process is there, and forget it when it was ours and is not."""
         path = _lock_file(folder, node)
         if not path.exists():
             return False
-        with held(path) as lock:
+        with try_lock(path) as lock:
             if lock is None:
                 return True
         if child := _CHILDREN.pop(path, None):
@@ -232,7 +232,7 @@ def _nodes(submission: Submission) -> range:
     return range(submission.spec.resources.nodes)
 
 
-def _place(submission: Submission) -> str:
+def _origin(submission: Submission) -> str:
     return f"{os.uname().nodename}:{submission.folder.parents[2]}"
 
 
@@ -252,18 +252,18 @@ def _was_started(folder: Path, node: int) -> bool:
 
 def _pid(folder: Path, node: int) -> int | None:
     """Return the pid of a node that lives; looked for by its arguments if whoever started it died before noting it."""
-    note = _note(folder, node)
+    note = _read_pid_note(folder, node)
     if note and start_ticks(note["pid"]) == note["ticks"]:
         return note["pid"]
     arguments = [str(folder), "--node", str(node)]
-    for pid in _marked(folder):
+    for pid in _marked_pids(folder):
         words = _read(pid, "cmdline").decode(errors="replace").split("\0")
         if any(words[at : at + 3] == arguments for at in range(len(words))):
             return pid
     return None
 
 
-def _found(folder: Path, node: int) -> int:
+def _running_pid(folder: Path, node: int) -> int:
     """Return the pid of a node whose lock is held.
 
     Raises:
@@ -274,30 +274,30 @@ def _found(folder: Path, node: int) -> int:
     return pid
 
 
-def _note(folder: Path, node: int) -> dict[str, int]:
+def _read_pid_note(folder: Path, node: int) -> dict[str, int]:
     try:
-        found: dict[str, int] = json.loads(_pid_file(folder, node).read_text(encoding="utf-8"))
+        note: dict[str, int] = json.loads(_pid_file(folder, node).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return found
+    return note
 
 
-def _lost(folder: Path, node: int) -> Failure:
+def _lost_failure(folder: Path, node: int) -> Failure:
     """Return why a node is gone that left no record."""
-    return _short_of_memory(folder, node) or lost_node(node, "its process is gone")
+    return _oom_failure(folder, node) or lost_node_failure(node, "its process is gone")
 
 
-def _short_of_memory(folder: Path, node: int) -> Failure | None:
+def _oom_failure(folder: Path, node: int) -> Failure | None:
     """Return the failure that explains a SIGKILL nobody sent, if the kernel ended processes since the node started."""
     kills = _oom_kills()
-    kills -= _note(folder, node).get("oom_kills", kills)
-    return killed_for_memory(node, kills) if kills > 0 else None
+    kills -= _read_pid_note(folder, node).get("oom_kills", kills)
+    return oom_failure(node, kills) if kills > 0 else None
 
 
 def _oom_kills() -> int:
     """Return how many processes the kernel has killed so far because memory ran out, of the machine or of a cgroup."""
-    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _signal_node(folder: Path, node: int) -> None:
@@ -308,7 +308,7 @@ def _signal_node(folder: Path, node: int) -> None:
 
 def _kill_marked(folder: Path) -> None:
     deadline = time.monotonic() + _KILL_S
-    while pids := _marked(folder):
+    while pids := _marked_pids(folder):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -317,7 +317,7 @@ def _kill_marked(folder: Path) -> None:
         time.sleep(0.01)
 
 
-def _marked(folder: Path) -> list[int]:
+def _marked_pids(folder: Path) -> list[int]:
     """Return the pids of an attempt's processes; zombies have no environment any more."""
     mark = f"{MARK}={folder}".encode()
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
@@ -329,9 +329,3 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # It ended meanwhile, or is another user's.
         return b""
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)

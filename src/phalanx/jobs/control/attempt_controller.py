@@ -1,4 +1,4 @@
-"""One live attempt in the keeper's care: handed over, looked at, ended; every step may be repeated after a crash."""
+"""Supervises one attempt: submits it, polls its backend, ends it. Every step may be repeated after a crash."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from phalanx.errors import BackendError, PhalanxError, StateError
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import logs
-from phalanx.jobs.attempt.failures import failure_of, hung, overdue, refused, retried
-from phalanx.jobs.attempt.files import End
+from phalanx.jobs.attempt.failures import failure_of, hang_failure, should_retry, submit_failure, timeout_failure
+from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Backend, Phase, Status, Submission
-from phalanx.jobs.control.job_state_store import Ledger
+from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.spec import TrainingJob, secrets_of
-from phalanx.jobs.states import Cause, State
+from phalanx.jobs.states import Cause, JobState
 
 logger = logging.getLogger("phalanx.jobs")
 
 BLAME = "ending"
-"""Kind of the event that says why a live attempt is being ended; a later keeper reads it."""
+"""Kind of the event that says why a live attempt is being ended; a later controller reads it."""
 
 LOCAL_EVERY_S = 0.5
 REMOTE_EVERY_S = 5.0
@@ -43,16 +43,22 @@ TOGETHER_S = 10.0
 """How long the nodes of an attempt get to end by themselves when one has failed, before they are asked to."""
 
 OVERDUE_S = 30.0
-"""How much later than the nodes themselves the keeper ends an attempt that runs too long."""
+"""How much later than the nodes themselves the controller ends an attempt that runs too long."""
 
 
-class Live:
+class AttemptController:
     """An attempt that has not ended."""
 
     def __init__(
-        self, ledger: Ledger, backend: Backend, home: Path, job: Job, spec: TrainingJob, clock: Callable[[], float]
+        self,
+        ledger: JobStateStore,
+        backend: Backend,
+        home: Path,
+        job: Job,
+        spec: TrainingJob,
+        clock: Callable[[], float],
     ) -> None:
-        """Take an attempt into care; one that an earlier keeper began goes on where that one stopped.
+        """Take an attempt into care; one that an earlier controller began goes on where that one stopped.
 
         Args:
             ledger: The store.
@@ -105,7 +111,7 @@ class Live:
         return ended
 
     def _look(self) -> bool:
-        stopping = self.job.state is State.STOPPING
+        stopping = self.job.state is JobState.STOPPING
         if not self._handle and not stopping:
             failure = self._submit()
             if failure is not None:
@@ -125,14 +131,14 @@ class Live:
             self._backend.stop(submission, self._handle, self.spec.grace)
         return False
 
-    def _ends(self) -> dict[int, End | None]:
+    def _ends(self) -> dict[int, ExitRecord | None]:
         """How nodes ended. Those that hold servers only count if they failed: others are ended with the training."""
         nodes, servers = self.spec.resources.nodes, self.spec.servers
-        ends = {node: attempt_files.read_end(self.folder, node) for node in range(nodes)}
+        ends = {node: attempt_files.read_exit_record(self.folder, node) for node in range(nodes)}
         if all(end is not None and end.outcome == "succeeded" for end in ends.values()):
             return ends
         for node in range(nodes, nodes + (servers.count if servers else 0)):
-            end = attempt_files.read_end(self.folder, node)
+            end = attempt_files.read_exit_record(self.folder, node)
             if end is not None and end.outcome == "failed":
                 ends[node] = end
         return ends
@@ -149,27 +155,27 @@ class Live:
             tried = self._clock() - self._began
             if tried < REFUSED_S:
                 raise
-            return refused(error, tried)
+            return submit_failure(error, tried)
         except PhalanxError as error:
-            return refused(error)
+            return submit_failure(error)
         self._ledger.submitted(self.job.id, self.number, self._handle)
         return None
 
     def _follow(self, status: Status) -> None:
         """Let the job's state say what its backend says."""
-        wanted = {Phase.PREPARING: State.PREPARING, Phase.RUNNING: State.RUNNING}.get(status.phase, self.job.state)
-        place = "" if self.job.backend == "local" else f"{self.job.backend}: "
-        reason = f"{place}{status.reason}" if status.reason and status.phase is not Phase.RUNNING else ""
-        later = wanted is not self.job.state and self.job.state is not State.RUNNING
+        state = {Phase.PREPARING: JobState.PREPARING, Phase.RUNNING: JobState.RUNNING}.get(status.phase, self.job.state)
+        prefix = "" if self.job.backend == "local" else f"{self.job.backend}: "
+        reason = f"{prefix}{status.reason}" if status.reason and status.phase is not Phase.RUNNING else ""
+        later = state is not self.job.state and self.job.state is not JobState.RUNNING
         if later:
-            self.job = self._ledger.change(self.job.id, wanted, reason)
+            self.job = self._ledger.change(self.job.id, state, reason)
             self._reason = reason
-            if wanted is State.RUNNING:
+            if state is JobState.RUNNING:
                 self._attempts[-1] = self._ledger.attempts(self.job.id)[-1]
         elif self._blamed is None:
             self._explain(reason)
 
-    def _judge(self, status: Status, ends: dict[int, End | None]) -> None:
+    def _judge(self, status: Status, ends: dict[int, ExitRecord | None]) -> None:
         """Find reasons to end an attempt whose backend would let it run on."""
         now = self._clock()
         if status.failure is not None:
@@ -180,7 +186,7 @@ class Live:
                 self._blame(failure)
         limit, started = self.spec.max_runtime, self.attempt.started
         if limit and started and now > started.timestamp() + limit + self.spec.grace + OVERDUE_S:
-            self._blame(overdue(limit))
+            self._blame(timeout_failure(limit))
         if now >= self._next_files:
             self._next_files = now + FILES_EVERY_S
             logs.cap(self.folder)
@@ -188,11 +194,11 @@ class Live:
 
     def _hang(self, now: float) -> None:
         patience, started = self.spec.retries.hang_after, self.attempt.started
-        if patience is None or started is None or self.job.state is not State.RUNNING:
+        if patience is None or started is None or self.job.state is not JobState.RUNNING:
             return
         silent = now - max(started.timestamp(), logs.last_sign(self.folder))
         if silent > patience:
-            self._blame(hung(silent, logs.signs(self.folder)))
+            self._blame(hang_failure(silent, logs.signs(self.folder)))
 
     def _blame(self, failure: Failure) -> None:
         if self._blamed is None:
@@ -200,38 +206,38 @@ class Live:
             self._blamed = failure
             self._explain(f"ending attempt {self.number}: {failure.message}")
 
-    def _ended(self, submission: Submission, status: Status, ends: dict[int, End | None]) -> bool:
+    def _ended(self, submission: Submission, status: Status, ends: dict[int, ExitRecord | None]) -> bool:
         self._backend.cleanup(submission, self._handle)
         logs.cap(self.folder)
         failure = failure_of(ends, status)
         started = _began(ends)
         if failure is None:
             self._through_running(started)
-            self._ledger.change(self.job.id, State.SUCCEEDED, started=started)
+            self._ledger.change(self.job.id, JobState.SUCCEEDED, started=started)
             return True
         own = any(end is not None and end.outcome == "failed" for end in ends.values())
-        if self.job.state is State.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
-            self._ledger.change(self.job.id, State.STOPPED, self.job.reason)
+        if self.job.state is JobState.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
+            self._ledger.change(self.job.id, JobState.STOPPED, self.job.reason)
             return True
         return self._failed(self._blamed or failure, started)
 
     def _failed(self, failure: Failure, started: datetime | None = None) -> bool:
-        again = retried(self.spec, self._attempts, failure) and self.job.state is not State.STOPPING
+        again = should_retry(self.spec, self._attempts, failure) and self.job.state is not JobState.STOPPING
         if not again:
-            self._ledger.change(self.job.id, State.FAILED, failure.message, failure=failure, started=started)
+            self._ledger.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
             return True
         self._through_running(started)
         reason = (
             f"attempt {self.number} failed ({failure.cause}: {failure.message}); "
             f"restart {self.number} of {self.spec.retries.max}"
         )
-        self._ledger.change(self.job.id, State.RESTARTING, reason, failure=failure, started=started)
+        self._ledger.change(self.job.id, JobState.RESTARTING, reason, failure=failure, started=started)
         return True
 
     def _through_running(self, started: datetime | None) -> None:
         """Pass the state between waiting and an end, for attempts that end between two looks."""
-        if self.job.state in (State.QUEUED, State.RESTARTING):
-            self.job = self._ledger.change(self.job.id, State.RUNNING, started=started)
+        if self.job.state in (JobState.QUEUED, JobState.RESTARTING):
+            self.job = self._ledger.change(self.job.id, JobState.RUNNING, started=started)
 
     def _explain(self, reason: str) -> None:
         if reason != self._reason:
@@ -239,16 +245,16 @@ class Live:
             self._ledger.explain({self.job.id: reason})
 
 
-def _began(ends: Mapping[int, End | None]) -> datetime | None:
+def _began(ends: Mapping[int, ExitRecord | None]) -> datetime | None:
     """Return when the first node began its part, as far as nodes say."""
     times = [end.started for end in ends.values() if end is not None and end.started]
     return datetime.fromtimestamp(min(times), UTC) if times else None
 
 
 def _blamed(events: list[Event], number: int) -> Failure | None:
-    """Return why an earlier keeper was ending attempt `number`."""
-    found = next((e.data for e in events if e.kind == BLAME and e.data["attempt"] == number), None)
-    if found is None:
+    """Return why an earlier controller was ending attempt `number`."""
+    data = next((e.data for e in events if e.kind == BLAME and e.data["attempt"] == number), None)
+    if data is None:
         return None
-    values: dict[str, Any] = {name: value for name, value in found.items() if name != "attempt"}
+    values: dict[str, Any] = {name: value for name, value in data.items() if name != "attempt"}
     return replace(Failure(**values), cause=Cause(values["cause"]))

@@ -1,9 +1,10 @@
-"""The one loop that moves jobs from state to state, in a process of its own or in a server's.
+"""The job controller: the one loop that moves jobs from state to state, in its own process or in a server's.
 
-    python -m phalanx.jobs.control.controller HOME      ends when no job is left to look after
+    python -m phalanx.jobs.control.controller HOME      ends when every job has ended
 
-Who keeps is decided twice. A lock on HOME/keeper.lock makes it one process a home: whoever starts a keeper passes the
-lock to it, so of many that try one does. A lease in the store makes it one home, where several share a database.
+At most one controller runs. A lock on HOME/keeper.lock makes it one process per home: the process that starts a
+controller passes it the lock, so one of many attempts succeeds. A lease in the store makes it one home where several
+share a database. All versions use the same names for lock and lease.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError, StateError
-from phalanx.jobs.attempt.failures import refused
+from phalanx.jobs.attempt.failures import submit_failure
 from phalanx.jobs.backend import Backend
-from phalanx.jobs.control.attempt_controller import LOCAL_EVERY_S, Live
-from phalanx.jobs.control.job_state_store import Ledger
+from phalanx.jobs.control.attempt_controller import LOCAL_EVERY_S, AttemptController
+from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling import queue
 from phalanx.jobs.scheduling.queue import Amount, Running, Waiting
 from phalanx.jobs.scheduling.quotas import Quotas
-from phalanx.jobs.sources.file_lock import held
+from phalanx.jobs.sources.file_lock import try_lock
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 logger = logging.getLogger("phalanx.jobs")
 
 LEASE = "keeper"
 LEASE_S = 15.0
-"""After which the keeper of another home takes over from one that says nothing."""
+"""After which the controller of another home takes over from one that says nothing."""
 
 QUEUE_EVERY_S = 10.0
 """How often the line is looked at when nothing changed: jobs grow older in it."""
@@ -49,25 +50,25 @@ SHARE_S = 86400.0
 
 SHARE_EVERY_S = 60.0
 IDLE_S = 5.0
-"""How long a background keeper stays when nothing is left."""
+"""How long a background controller stays when nothing is left."""
 
-_LIVE = tuple(state for state in State if not state.terminal)
-_WAITING = (State.QUEUED, State.RESTARTING)
+_LIVE = tuple(state for state in JobState if not state.is_terminal)
+_WAITING = (JobState.QUEUED, JobState.RESTARTING)
 
 
-class Keeper:
+class JobController:
     """Looks after every job that has not ended. All it must remember is in the store; the rest is to be quick."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: JobStateStore,
         backends: Mapping[str, Backend],
         home: Path,
         *,
         machine: Amount,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Make a keeper; nothing happens before its first `step`.
+        """Make a controller; nothing happens before its first `step`.
 
         Args:
             ledger: The store.
@@ -83,7 +84,7 @@ class Keeper:
         self._leased = self._looked_at_line = self._shared = 0.0
         self._version: Any = None
         self._jobs: dict[str, Job] = {}
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, AttemptController] = {}
         self._specs: dict[str, TrainingJob | None] = {}
         self._over: set[tuple[str, int]] = set()
         self._used: dict[str, float] = {}
@@ -96,13 +97,13 @@ class Keeper:
     def step(self) -> float:
         """Do everything that is due; return for how many seconds nothing will be.
 
-        Returns at once, with nothing done, while the keeper of another home has the lease.
+        Returns at once, with nothing done, while the controller of another home has the lease.
         """
         if not self._is_leader():
             return LEASE_S / 3
         changed = self._refresh()
         for job in list(self._jobs.values()):
-            if job.id in self._live or job.state is State.STOPPING:
+            if job.id in self._live or job.state is JobState.STOPPING:
                 changed |= self._attend(job)
             elif job.backend != "local" and job.state in _WAITING:
                 changed |= self._begin(job)
@@ -115,7 +116,7 @@ class Keeper:
         return bool(self._ledger.jobs(states=_LIVE))
 
     def release(self) -> None:
-        """Let another keeper go on."""
+        """Let another controller go on."""
         self._ledger.release(LEASE, self._holder)
         self._leased = 0.0
 
@@ -123,7 +124,7 @@ class Keeper:
         now = self._clock()
         if now >= self._leased + LEASE_S / 3:
             if not self._ledger.lease(LEASE, self._holder, LEASE_S):
-                self._forget()  # What another keeper does meanwhile is not known here.
+                self._forget()  # What another controller does meanwhile is not known here.
                 return False
             self._leased = now
         return True
@@ -142,8 +143,8 @@ class Keeper:
         self._version, self._jobs = version, {job.id: job for job in reversed(jobs)}
         self._live = {id: live for id, live in self._live.items() if id in self._jobs}
         self._over = {(id, number) for id, number in self._over if id in self._jobs}
-        known = self._specs
-        self._specs = {id: known[id] if id in known else self._spec(job) for id, job in self._jobs.items()}
+        specs = self._specs
+        self._specs = {id: specs[id] if id in specs else self._spec(job) for id, job in self._jobs.items()}
         for job in self._jobs.values():
             if job.attempt and job.id not in self._live and (job.id, job.attempt) not in self._over:
                 self._care(job)
@@ -156,7 +157,7 @@ class Keeper:
             self._give_up_on(job, error)
             return None
 
-    def _care(self, job: Job) -> Live | None:
+    def _care(self, job: Job) -> AttemptController | None:
         """Take the last attempt of a job into care, if it has not ended."""
         spec = self._specs[job.id]
         if spec is None:
@@ -166,7 +167,7 @@ class Keeper:
         except (PhalanxError, ImportError) as error:
             self._give_up_on(job, error)
             return None
-        live = Live(self._ledger, backend, self._home, job, spec, self._clock)
+        live = AttemptController(self._ledger, backend, self._home, job, spec, self._clock)
         if live.attempt.ended is not None:
             self._over.add((job.id, job.attempt))
             return None
@@ -183,9 +184,11 @@ class Keeper:
         live = self._live.get(job.id)
         try:
             if live is None:
-                self._ledger.change(job.id, State.STOPPED, job.reason)
+                self._ledger.change(job.id, JobState.STOPPED, job.reason)
                 return True
-            if self._clock() < live.next_look and not (job.state is State.STOPPING and live.job.state is not job.state):
+            if self._clock() < live.next_look and not (
+                job.state is JobState.STOPPING and live.job.state is not job.state
+            ):
                 return False
             if live.look(job):
                 del self._live[job.id]
@@ -201,7 +204,7 @@ class Keeper:
             return False
         try:
             if (failure := self._missing(job)) is not None:
-                self._ledger.change(job.id, State.FAILED, failure.message, failure=failure)
+                self._ledger.change(job.id, JobState.FAILED, failure.message, failure=failure)
                 return True
             self._ledger.begin_attempt(job.id)
         except StateError as error:
@@ -217,7 +220,7 @@ class Keeper:
         try:
             self._backends[job.backend]
         except (PhalanxError, ImportError) as error:
-            return refused(error)
+            return submit_failure(error)
         return None
 
     def _serve_line(self) -> None:
@@ -273,7 +276,7 @@ class Keeper:
                 pause = LEASE_S / 3
             except Exception:
                 # Everybody's jobs hang on this loop: it starts over from the store, as after a kill.
-                logger.exception("the keeper starts over")
+                logger.exception("the controller starts over")
                 self._forget()
                 pause = LEASE_S / 3
             if not self.is_idle:
@@ -289,12 +292,14 @@ def _owner(job: Job) -> str:
     return f"{job.workspace}/{job.owner}"
 
 
-def keep(home: Path, keeper: Keeper, stopped: threading.Event, *, until_idle: bool, lock: int | None = None) -> None:
+def run_controller(
+    home: Path, controller: JobController, stopped: threading.Event, *, until_idle: bool, lock: int | None = None
+) -> None:
     """Keep the jobs of `home` in this process, when no other does.
 
     Args:
         home: The folder of all state.
-        keeper: What keeps.
+        controller: What keeps.
         stopped: Ends it.
         until_idle: Whether to return when no job is left, or no longer.
         lock: Descriptor of HOME/keeper.lock, if this process was given it locked.
@@ -302,28 +307,28 @@ def keep(home: Path, keeper: Keeper, stopped: threading.Event, *, until_idle: bo
     while not stopped.is_set():
         with _ours(home, lock) as taken:
             if taken is not None:
-                keeper.run(stopped, until_idle=until_idle, lock=taken)
+                controller.run(stopped, until_idle=until_idle, lock=taken)
         lock = None
-        # Asked after the lock was let go: who submitted a job just before found a keeper here, and started none.
-        if until_idle and (taken is None or not keeper.anything_left()):
+        # Asked after the lock was let go: who submitted a job just before found a controller here, and started none.
+        if until_idle and (taken is None or not controller.anything_left()):
             return
         stopped.wait(1.0)
 
 
 @contextlib.contextmanager
 def _ours(home: Path, lock: int | None) -> Iterator[int | None]:
-    """The lock of the keeper of `home`: the one that was handed over, or as `held` has it."""
+    """The lock of the controller of `home`: the one that was handed over, or as `try_lock` has it."""
     if lock is None:
-        with held(home / "keeper.lock") as taken:
+        with try_lock(home / "keeper.lock") as taken:
             yield taken
     else:
         yield lock
         os.close(lock)
 
 
-def ensure_keeper(home: Path) -> None:
-    """Start a keeper of `home` in the background, unless there is one; it ends when no job is left."""
-    with held(home / "keeper.lock") as lock, (home / "keeper.log").open("ab") as log:
+def ensure_controller(home: Path) -> None:
+    """Start a controller of `home` in the background, unless there is one; it ends when no job is left."""
+    with try_lock(home / "keeper.lock") as lock, (home / "controller.log").open("ab") as log:
         if lock is not None:
             started = subprocess.Popen(
                 [sys.executable, "-m", "phalanx.jobs.control.controller", str(home.absolute()), str(lock)],
@@ -340,15 +345,17 @@ def ensure_keeper(home: Path) -> None:
 
 def main(home: Path, lock: int | None = None) -> None:
     """Keep the jobs of `home` until none is left."""
-    from phalanx.jobs.backends import Engines
+    from phalanx.jobs.backends import Backends
     from phalanx.jobs.backends.local import this_machine
-    from phalanx.jobs.store import Store
+    from phalanx.jobs.store import JobStore
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with Store(None, home) as store:
-        keep(home, Keeper(store, Engines(), home, machine=this_machine()), stopped, until_idle=True, lock=lock)
+    with JobStore(None, home) as store:
+        run_controller(
+            home, JobController(store, Backends(), home, machine=this_machine()), stopped, until_idle=True, lock=lock
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the keeper asks of the store, as one interface; each call is one transaction. Pure."""
+"""What the controller asks of the store, as one interface; each call is one transaction. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from phalanx.jobs.models import Attempt, Event, Failure, Job
-from phalanx.jobs.states import State
+from phalanx.jobs.states import JobState
 
 
-class Ledger(Protocol):
-    """The part of the store that moves jobs. A keeper may die between any two calls, and another goes on.
+class JobStateStore(Protocol):
+    """The part of the store that moves jobs. A controller may die between any two calls, and another goes on.
 
     A call that would take a job where `states.may_follow` says it cannot go raises StateError and changes nothing:
     people stop jobs meanwhile.
@@ -29,7 +29,7 @@ class Ledger(Protocol):
     def last_change(self) -> Any:
         """Return a value that is another one after a job was made or changed its state. Cheap: asked twice a second."""
 
-    def jobs(self, *, states: Collection[State] = (), ended_after: datetime | None = None) -> list[Job]:
+    def jobs(self, *, states: Collection[JobState] = (), ended_after: datetime | None = None) -> list[Job]:
         """Return jobs, newest first."""
 
     def attempts(self, job: str) -> list[Attempt]:
@@ -51,7 +51,7 @@ class Ledger(Protocol):
     def change(
         self,
         job: str,
-        state: State,
+        state: JobState,
         reason: str = "",
         *,
         failure: Failure | None = None,

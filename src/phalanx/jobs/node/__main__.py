@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
-from phalanx.jobs.node.agent import Node
+from phalanx.jobs.node.agent import NodeAgent
 
 _MOST_REPORTED = 4000
 """Bytes of an exit record that Kubernetes keeps of a container."""
@@ -32,22 +32,22 @@ def _secrets(folder: Path, node: int, descriptor: int | None, file: Path | None)
             return {}
         text = path.read_bytes()
         path.unlink()
-    found: dict[str, str] = json.loads(text or b"{}")
-    return found
+    values: dict[str, str] = json.loads(text or b"{}")
+    return values
 
 
-def _node(said: str) -> int:
+def _node(text: str) -> int:
     """A node's number, or the variable that holds it."""
-    return int(said if said.isdigit() else os.environ[said])
+    return int(text if text.isdigit() else os.environ[text])
 
 
 def _report(folder: Path, node: int, file: Path) -> None:
     """Leave the exit record where Kubernetes keeps it with the pod."""
-    end = attempt_files.read_end(folder, node)
+    end = attempt_files.read_exit_record(folder, node)
     if end is None:
         return
     for keep in (2000, 500, 100):
-        text = attempt_files.end_json(replace(end, detail=end.detail[-keep:], message=end.message[:keep]))
+        text = attempt_files.exit_record_json(replace(end, detail=end.detail[-keep:], message=end.message[:keep]))
         if len(text) <= _MOST_REPORTED:
             break
     file.write_text(text, encoding="utf-8")
@@ -68,20 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--signals-reach-all", action="store_true", help="signals come to all processes below this one")
     parser.add_argument("--pod", action="store_true", help="in a pod: no other node sees this folder")
     parser.add_argument("--report", type=Path, help="file to leave the exit record in, shortened")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    node = asked.first_node + _node(asked.node)
-    secrets = _secrets(asked.folder, node, asked.secrets_fd, asked.secrets_file)
-    order = attempt_files.read(asked.folder)
+    node = options.first_node + _node(options.node)
+    secrets = _secrets(options.folder, node, options.secrets_fd, options.secrets_file)
+    attempt_spec = attempt_files.read_spec(options.folder)
     hosts = (
-        asked.hosts.split(",")
-        if asked.hosts
-        else launch_command.own_hosts(order.job, order.attempt, order.spec.resources.nodes)
+        options.hosts.split(",")
+        if options.hosts
+        else launch_command.loopback_hosts(attempt_spec.job, attempt_spec.attempt, attempt_spec.spec.resources.nodes)
     )
-    place = launch_command.Place(node, tuple(hosts), asked.port)
-    code = Node(asked.folder, place, secrets, in_pod=asked.pod, signals_reach_all=asked.signals_reach_all).run()
-    if asked.report:
-        _report(asked.folder, node, asked.report)
+    rendezvous = launch_command.Rendezvous(node, tuple(hosts), options.port)
+    code = NodeAgent(
+        options.folder, rendezvous, secrets, in_pod=options.pod, signals_reach_all=options.signals_reach_all
+    ).run()
+    if options.report:
+        _report(options.folder, node, options.report)
     return code
 
 

@@ -24,7 +24,7 @@ from phalanx.cluster.network import interface_towards, system_routes
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
-from phalanx.jobs.attempt.files import BEAT_S, LOST_AFTER_BEATS, End
+from phalanx.jobs.attempt.files import HEARTBEAT_S, LOST_AFTER_HEARTBEATS, ExitRecord
 from phalanx.jobs.node import exit_reason, usage_monitor
 from phalanx.jobs.node.setup import Prepared, Setup
 from phalanx.jobs.states import Cause
@@ -55,11 +55,11 @@ class Stop:
 
 
 @dataclass
-class Node:
+class NodeAgent:
     """One node of an attempt, from its start to its exit record."""
 
     folder: Path
-    place: launch_command.Place
+    rendezvous: launch_command.Rendezvous
     secrets: Mapping[str, str]
     in_pod: bool = False
     """Whether this node sees no other's files, and tells its text and its end to Kubernetes."""
@@ -70,17 +70,17 @@ class Node:
     started: float = field(default_factory=time.time)
     _stop: Stop | None = None
     _doing: str = "preparing"
-    _next_beat: float = 0.0
-    _beats_of: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    _next_heartbeat: float = 0.0
+    _silent_heartbeats: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """By file of another node: its time of change, and how many of our beats ago that changed."""
 
     def __post_init__(self) -> None:
-        self.order = attempt_files.read(self.folder)
-        self.spec = self.order.spec
+        self.attempt_spec = attempt_files.read_spec(self.folder)
+        self.spec = self.attempt_spec.spec
         self.logs = paths.logs(self.folder)
         # A launcher of ours clears its folder first, so that of each node has one of its own.
-        self.own_logs = self.logs / f"node-{self.place.node}" if self.spec.launch == "phalanx" else self.logs
-        self.said = self.logs / f"node-{self.place.node}.log"
+        self.own_logs = self.logs / f"node-{self.rendezvous.node}" if self.spec.launch == "phalanx" else self.logs
+        self.said = self.logs / f"node-{self.rendezvous.node}.log"
         self.stops = linux.StopSignals()
 
     def run(self) -> int:
@@ -90,23 +90,25 @@ class Node:
         """
         linux.adopt_orphans()
         self.logs.mkdir(parents=True, exist_ok=True)
-        attempt_files.make_room(self.folder, self.place.node)
+        attempt_files.reserve_exit_record(self.folder, self.rendezvous.node)
         with self._output() as output:
             end = self._run(output)
             if end.outcome == "failed":
                 end = self._on_a_full_disk(end)
                 with contextlib.suppress(OSError):  # A disk that is full; the exit record has room of its own.
-                    _say(output, f"node {self.place.node}: {end.message}")
+                    _say(output, f"node {self.rendezvous.node}: {end.message}")
         linux.kill_descendants()
         with contextlib.suppress(OSError):
             self._link_logs()
-        attempt_files.write_end(self.folder, self.place.node, replace(end, started=self.started, ended=time.time()))
+        attempt_files.write_exit_record(
+            self.folder, self.rendezvous.node, replace(end, started=self.started, ended=time.time())
+        )
         if end.outcome == "succeeded":
             return 0
         code = end.exit_code or 1
         return 128 + signal.SIGTERM if end.outcome == "stopped" else (128 - code if code < 0 else code)
 
-    def _on_a_full_disk(self, end: End) -> End:
+    def _on_a_full_disk(self, end: ExitRecord) -> ExitRecord:
         free = shutil.disk_usage(self.folder).free
         return end if free > _FULL_BYTES else replace(end, message=f"{end.message}; the disk of {self.folder} is full")
 
@@ -127,15 +129,15 @@ class Node:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 tee.wait(_SETTLE_S)
 
-    def _run(self, output: BinaryIO) -> End:
-        setup = Setup(self.folder, self.order, self.place, self.secrets, in_pod=self.in_pod)
+    def _run(self, output: BinaryIO) -> ExitRecord:
+        setup = Setup(self.folder, self.attempt_spec, self.rendezvous, self.secrets, in_pod=self.in_pod)
         try:
             prepared = self._prepare(setup)
-            if isinstance(prepared, End):
+            if isinstance(prepared, ExitRecord):
                 return prepared
             start = launch_command.start(
                 self.spec,
-                replace(self.place, hosts=prepared.hosts),
+                replace(self.rendezvous, hosts=prepared.hosts),
                 python=sys.executable,
                 logs=self.own_logs,
                 log_files=not self.in_pod,
@@ -143,9 +145,9 @@ class Node:
             return self._train(start, prepared, output)
         except (OSError, ValueError) as error:
             verb = "looked after" if self._doing == "running" else "started"
-            return End("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
+            return ExitRecord("failed", Cause.SETUP, f"{self.spec.command!r} could not be {verb}: {error}")
 
-    def _prepare(self, setup: Setup) -> Prepared | End:
+    def _prepare(self, setup: Setup) -> Prepared | ExitRecord:
         """Get code and data in a thread, so that signs of life and signals pass meanwhile."""
         worker = threading.Thread(target=setup.run, daemon=True)
         worker.start()
@@ -159,15 +161,15 @@ class Node:
         if self._stop is not None:
             return self._stopped(None)
         if setup.error is not None:
-            return End("failed", Cause.SETUP, str(setup.error) or type(setup.error).__name__)
+            return ExitRecord("failed", Cause.SETUP, str(setup.error) or type(setup.error).__name__)
         assert setup.prepared is not None
         return setup.prepared
 
-    def _train(self, start: launch_command.Start, prepared: Prepared, output: BinaryIO) -> End:
+    def _train(self, start: launch_command.LaunchCommand, prepared: Prepared, output: BinaryIO) -> ExitRecord:
         parent = os.getpid()
         stdout: BinaryIO = output
         if self.spec.launch == "env" and not self.in_pod:
-            stdout = (self.logs / f"workerlog.{self.place.node}").open("ab", buffering=0)
+            stdout = (self.logs / f"workerlog.{self.rendezvous.node}").open("ab", buffering=0)
         process = subprocess.Popen(
             [*prepared.before, *start.argv],
             cwd=prepared.cwd,
@@ -179,29 +181,29 @@ class Node:
             preexec_fn=lambda: linux.die_with_parent(parent),
         )
         self._doing = "running"
-        self._beat()
+        self._send_heartbeat()
         # What a pod wrote beside its log would go with it.
-        with contextlib.nullcontext() if self.in_pod else usage_monitor.watched(self.folder, self.place.node):
+        with contextlib.nullcontext() if self.in_pod else usage_monitor.watch_usage(self.folder, self.rendezvous.node):
             code = self._watch(process)
         if self._stop is not None:
             return self._stopped(code)
         if code == 0:
-            return End("succeeded", exit_code=0)
-        said = self.said if stdout is output else Path(stdout.name)
-        return exit_reason.failure(self.spec, self.place.node, code, said=said, logs=self.own_logs)
+            return ExitRecord("succeeded", exit_code=0)
+        log = self.said if stdout is output else Path(stdout.name)
+        return exit_reason.failure(self.spec, self.rendezvous.node, code, output=log, logs=self.own_logs)
 
-    def _variables(self, start: launch_command.Start, prepared: Prepared) -> dict[str, str]:
+    def _variables(self, start: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
         """What the command finds in its environment; what the job says goes before what we would."""
-        found = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
+        variables = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
-        found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", os.defpath)])
-        found |= {"PHALANX_CHECKPOINT_DIR": str(self.order.checkpoint), **prepared.variables}
+        variables["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), variables.get("PATH", os.defpath)])
+        variables |= {"PHALANX_CHECKPOINT_DIR": str(self.attempt_spec.checkpoint), **prepared.variables}
         several = len(prepared.hosts) > 1
         if several and (name := interface_towards(prepared.hosts[0], system_routes())):
-            found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} | found
-        found |= start.variables | self.spec.env
-        wanted = (*self.spec.secrets, "PHALANX_JOB_SECRET")
-        return found | {name: self.secrets[name] for name in wanted if name in self.secrets}
+            variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} | variables
+        variables |= start.variables | self.spec.env
+        names = (*self.spec.secrets, "PHALANX_JOB_SECRET")
+        return variables | {name: self.secrets[name] for name in names if name in self.secrets}
 
     def _watch(self, process: subprocess.Popen[bytes]) -> int:
         """Wait for the end of what was started, and bring it about where this node must stop."""
@@ -229,9 +231,9 @@ class Node:
         else:
             process.terminate()
 
-    def _stopped(self, code: int | None) -> End:
+    def _stopped(self, code: int | None) -> ExitRecord:
         assert self._stop is not None
-        return End(self._stop.outcome, self._stop.cause, self._stop.message, exit_code=code)
+        return ExitRecord(self._stop.outcome, self._stop.cause, self._stop.message, exit_code=code)
 
     def _turn(self, also: int | None, timeout_s: float) -> None:
         """Wait for a signal, `also` or the time, then see to everything that is due."""
@@ -248,14 +250,14 @@ class Node:
         limit = self.spec.max_runtime
         if limit is not None and time.time() > self.started + limit:
             self._stop_for(Stop("failed", f"still running after max_runtime, {limit:g} s", Cause.TIMEOUT))
-        if time.monotonic() >= self._next_beat:
-            self._beat()
+        if time.monotonic() >= self._next_heartbeat:
+            self._send_heartbeat()
             self._link_logs()
             self._look_at_others()
 
-    def _beat(self) -> None:
-        self._next_beat = time.monotonic() + BEAT_S
-        attempt_files.beat(self.folder, self.place.node, self._doing)
+    def _send_heartbeat(self) -> None:
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_S
+        attempt_files.write_heartbeat(self.folder, self.rendezvous.node, self._doing)
 
     def _stop_for(self, stop: Stop) -> None:
         if self._stop is None:
@@ -266,14 +268,14 @@ class Node:
         """End when all are asked to, or with another: none can train without a node that failed or is lost."""
         if paths.stop(self.folder).exists():
             self._stop_for(Stop("stopped", "asked to end"))
-        for node in range(len(self.place.hosts)):
+        for node in range(len(self.rendezvous.hosts)):
             path = paths.heartbeat(self.folder, node)
-            if node == self.place.node or not path.exists():
+            if node == self.rendezvous.node or not path.exists():
                 continue
-            end = attempt_files.read_end(self.folder, node)
+            end = attempt_files.read_exit_record(self.folder, node)
             if end is None:
-                if self._silent(path) > LOST_AFTER_BEATS:
-                    message = f"node {node} has not been heard of for {LOST_AFTER_BEATS * BEAT_S:g} s"
+                if self._silent(path) > LOST_AFTER_HEARTBEATS:
+                    message = f"node {node} has not been heard of for {LOST_AFTER_HEARTBEATS * HEARTBEAT_S:g} s"
                     self._stop_for(Stop("failed", message, Cause.NODE_FAILURE))
             elif end.outcome == "failed":
                 self._stop_for(Stop("stopped", f"ended with node {node}, which failed"))
@@ -284,9 +286,9 @@ class Node:
         No clock of another host is asked, nor one that went on while this process was suspended.
         """
         changed = path.stat().st_mtime_ns
-        before, count = self._beats_of.get(path, (0, 0))
+        before, count = self._silent_heartbeats.get(path, (0, 0))
         count = count + 1 if before == changed else 0
-        self._beats_of[path] = changed, count
+        self._silent_heartbeats[path] = changed, count
         return count
 
     def _link_logs(self) -> None:

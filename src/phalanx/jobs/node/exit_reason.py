@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from phalanx.jobs.attempt.files import DETAIL_BYTES, End
+from phalanx.jobs.attempt.files import DETAIL_BYTES, ExitRecord
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 from phalanx.launch.job.logs import ENDED, last_lines
@@ -21,29 +21,29 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+
 """How torchrun says which rank failed first; where a version says it otherwise, the rank stays open."""
 
 
-def failure(spec: TrainingJob, node: int, code: int, *, said: Path, logs: Path) -> End:
+def failure(spec: TrainingJob, node: int, code: int, *, output: Path, logs: Path) -> ExitRecord:
     """Return the exit record, without times, of a node whose command ended with an error.
 
     Args:
         spec: The job.
         node: Number of the node.
         code: Exit code of the command, negative for a signal.
-        said: File of what the command, or its launcher, printed.
+        output: File of what the command, or its launcher, printed.
         logs: Folder of this node's logs.
     """
     if spec.launch == "env":
-        return _of(f"node {node} {how(code)}", rank=node, code=code, detail=tail(said))
+        return _of(f"node {node} {how(code)}", rank=node, code=code, detail=tail(output))
     if spec.launch == "torchrun":
-        return _torchrun(code, said, logs)
-    return _phalanx(code, said, logs)
+        return _torchrun(code, output, logs)
+    return _phalanx(code, output, logs)
 
 
 def how(code: int) -> str:
     """Return in words how a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
-    known = -code in set(signal.Signals)
-    return f"was ended by signal {-code} ({signal.Signals(-code).name if known else 'unknown'})"
+    is_known = -code in set(signal.Signals)
+    return f"was ended by signal {-code} ({signal.Signals(-code).name if is_known else 'unknown'})"
 
 
 def tail(path: Path) -> str:
@@ -51,11 +51,11 @@ def tail(path: Path) -> str:
     return "\n".join(last_lines(str(path), _LAST_LINES))[-DETAIL_BYTES:]
 
 
-def _of(message: str, *, rank: int | None, code: int, detail: str, cause: Cause = Cause.USER_CODE) -> End:
-    return End("failed", cause, message, rank, code, detail[-DETAIL_BYTES:])
+def _of(message: str, *, rank: int | None, code: int, detail: str, cause: Cause = Cause.USER_CODE) -> ExitRecord:
+    return ExitRecord("failed", cause, message, rank, code, detail[-DETAIL_BYTES:])
 
 
-def _phalanx(code: int, said: Path, logs: Path) -> End:
+def _phalanx(code: int, output: Path, logs: Path) -> ExitRecord:
     ended = _read(logs / ENDED)
     if first := ended.get("first"):
         rank = first["rank"] if first["role"] == "worker" else None
@@ -66,20 +66,20 @@ def _phalanx(code: int, said: Path, logs: Path) -> End:
         cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP
         return _of(message, rank=None, code=code, detail="", cause=cause)
     cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE
-    return _of(f"the launcher {how(code)}", rank=None, code=code, detail=tail(said), cause=cause)
+    return _of(f"the launcher {how(code)}", rank=None, code=code, detail=tail(output), cause=cause)
 
 
-def _torchrun(code: int, said: Path, logs: Path) -> End:
-    found = _ROOT_CAUSE.findall(tail(said))
-    if not found:
-        return _of(f"torchrun {how(code)}", rank=None, code=code, detail=tail(said))
-    rank, exit_code = (int(number) for number in found[-1])
+def _torchrun(code: int, output: Path, logs: Path) -> ExitRecord:
+    matches = _ROOT_CAUSE.findall(tail(output))
+    if not matches:
+        return _of(f"torchrun {how(code)}", rank=None, code=code, detail=tail(output))
+    rank, exit_code = (int(number) for number in matches[-1])
     return _of(f"rank {rank} {how(exit_code)}", rank=rank, code=exit_code, detail=tail(logs / f"workerlog.{rank}"))
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return found
+    return report

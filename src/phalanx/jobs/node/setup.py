@@ -10,10 +10,10 @@ from pathlib import Path
 
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.jobs.attempt import files as attempt_files
-from phalanx.jobs.attempt.files import Order
-from phalanx.jobs.attempt.launch_command import Place, apart
+from phalanx.jobs.attempt.files import AttemptSpec
+from phalanx.jobs.attempt.launch_command import Rendezvous, distinct_hosts
 from phalanx.jobs.sources.archive import unpack
-from phalanx.jobs.sources.code import materialise
+from phalanx.jobs.sources.code import check_out_code
 from phalanx.launch.request import machine
 
 logger = logging.getLogger("phalanx.jobs")
@@ -48,13 +48,21 @@ class Setup:
         error: Why there is none.
     """
 
-    def __init__(self, folder: Path, order: Order, place: Place, secrets: Mapping[str, str], *, in_pod: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        attempt_spec: AttemptSpec,
+        rendezvous: Rendezvous,
+        secrets: Mapping[str, str],
+        *,
+        in_pod: bool,
+    ) -> None:
         """Prepare nothing yet.
 
         Args:
             folder: The attempt's folder.
-            order: What is to run.
-            place: Which node this is, and the names or addresses of all.
+            attempt_spec: What is to run.
+            rendezvous: Which node this is, and the names or addresses of all.
             secrets: Values by name.
             in_pod: Whether this node has `folder` and all files for itself. Else the first node makes the working copy
                 for all.
@@ -62,9 +70,9 @@ class Setup:
         self.doing = "preparing"
         self.prepared: Prepared | None = None
         self.error: Exception | None = None
-        self._folder, self._order, self._secrets = folder, order, secrets
-        self._hosts = place.hosts
-        self._in_pod, self._makes_work = in_pod, in_pod or place.node == 0
+        self._folder, self._attempt_spec, self._secrets = folder, attempt_spec, secrets
+        self._hosts = rendezvous.hosts
+        self._in_pod, self._makes_work = in_pod, in_pod or rendezvous.node == 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -82,21 +90,21 @@ class Setup:
         self._stopped.set()
 
     def _prepare(self) -> Prepared:
-        spec = self._order.spec
+        spec = self._attempt_spec.spec
         work = self._folder / "work"
         self.doing = "preparing code"
         if self._makes_work:
             self._make(work)
         else:
             self._wait_for(work)
-        self._order.checkpoint.mkdir(parents=True, exist_ok=True)
+        self._attempt_spec.checkpoint.mkdir(parents=True, exist_ok=True)
         cwd = work / spec.code.subdir
         if not cwd.is_dir():
             raise BackendError(f"code has no folder {spec.code.subdir}, which code.subdir names. Correct it.")
         variables, before = self._data(cwd) if spec.datasets else ({}, ())
         self.doing = "waiting for the names of all nodes"
         addresses = tuple(machine.resolve_within(host, RESOLVE_S) for host in self._hosts)
-        hosts = apart(addresses, self._order.job, self._order.attempt)
+        hosts = distinct_hosts(addresses, self._attempt_spec.job, self._attempt_spec.attempt)
         return Prepared(cwd, hosts, variables, before)
 
     def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -106,11 +114,11 @@ class Setup:
         from phalanx.jobs.sources.datasets import provide
 
         variables = {}
-        for dataset in self._order.spec.datasets:
+        for dataset in self._attempt_spec.spec.datasets:
             self.doing = f"preparing dataset {dataset.name}"
-            found = provide(dataset, self._order.home, cwd, self._secret(dataset.secret))
-            variables[dataset.variable] = str(found)
-        binds = mounts.binds(self._order.spec.datasets, self._order.home)
+            path = provide(dataset, self._attempt_spec.home, cwd, self._secret(dataset.secret))
+            variables[dataset.variable] = str(path)
+        binds = mounts.binds(self._attempt_spec.spec.datasets, self._attempt_spec.home)
         if not self._in_pod:
             return variables, tuple(mounts.prefix(binds))
         # A pod is the job's alone: nothing has to be hidden from anybody.
@@ -124,18 +132,18 @@ class Setup:
         if work.exists():
             return
         partial = work.with_name("work.partial")
-        code = self._order.spec.code
+        code = self._attempt_spec.spec.code
         packed = self._folder / "code.tar.gz"
         if self._in_pod and packed.exists() and code.digest:
-            tree = self._order.home / "code" / code.digest
+            tree = self._attempt_spec.home / "code" / code.digest
             tree.mkdir(parents=True)
             unpack(packed, tree)
-        materialise(code, self._order.home, partial, self._secret(code.secret))
+        check_out_code(code, self._attempt_spec.home, partial, self._secret(code.secret))
         partial.rename(work)
 
     def _wait_for(self, work: Path) -> None:
         while not work.exists():
-            end = attempt_files.read_end(self._folder, 0)
+            end = attempt_files.read_exit_record(self._folder, 0)
             if self._stopped.wait(0.1) or (end is not None and end.outcome != "succeeded"):
                 raise BackendError("node 0 ended before it had prepared the code; its own record says why.")
 

@@ -27,7 +27,7 @@ _ANSWER_S = 10.0
 
 
 @contextmanager
-def watched(folder: Path, node: int) -> Iterator[None]:
+def watch_usage(folder: Path, node: int) -> Iterator[None]:
     """Note what everything below this process uses, until the block ends; what goes wrong with that is only logged."""
     ended = threading.Event()
     threading.Thread(target=_watch, args=(folder, node, ended), name="usage", daemon=True).start()
@@ -80,7 +80,7 @@ class Sampler:
         if self._driver is None:
             return None, None
         try:
-            return cards_in_use(
+            return gpus_in_use(
                 pids, self._ask("compute-apps=pid,gpu_uuid,used_gpu_memory"), self._ask("gpu=uuid,utilization.gpu")
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -90,11 +90,11 @@ class Sampler:
 
     def _ask(self, what: str) -> str:
         assert self._driver is not None
-        asked = [self._driver, f"--query-{what}", "--format=csv,noheader,nounits"]
-        return subprocess.run(asked, capture_output=True, check=True, text=True, timeout=_ANSWER_S).stdout
+        query = [self._driver, f"--query-{what}", "--format=csv,noheader,nounits"]
+        return subprocess.run(query, capture_output=True, check=True, text=True, timeout=_ANSWER_S).stdout
 
 
-def cards_in_use(pids: Collection[int], on_cards: str, cards: str) -> tuple[float, int] | tuple[None, None]:
+def gpus_in_use(pids: Collection[int], on_cards: str, cards: str) -> tuple[float, int] | tuple[None, None]:
     """Return how many cards' worth of computing the cards of `pids` do, and the bytes that `pids` hold there. Pure.
 
     Args:
@@ -114,8 +114,8 @@ def cards_in_use(pids: Collection[int], on_cards: str, cards: str) -> tuple[floa
     return percent / 100, sum(_number(row[2]) for row in ours) << 20
 
 
-def _rows(said: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+def _rows(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
 
 
 def _number(cell: str) -> int:

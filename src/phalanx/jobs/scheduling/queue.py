@@ -45,16 +45,16 @@ class Amount(NamedTuple):
         """Return whether every part is at most that of `limit`."""
         return all(a <= b for a, b in zip(self, limit, strict=True))
 
-    def shown(self) -> str:
+    def describe(self) -> str:
         """Return the amounts that are not zero in words: `4 cpu, 8 GiB of memory`."""
-        return ", ".join(_shown(name, part) for name, part in zip(self._fields, self, strict=True) if part)
+        return ", ".join(_describe_amount(name, part) for name, part in zip(self._fields, self, strict=True) if part)
 
     def lacking(self, free: Amount) -> str:
         """Return in words what is asked of which less is free: `4 cpu, 2 cpu are free`."""
         return "; ".join(
-            f"{_shown(name, asked)}, {_shown(name, there) + ' are' if there > 0 else 'none is'} free"
-            for name, asked, there in zip(self._fields, self, free, strict=True)
-            if asked > there
+            f"{_describe_amount(name, needed)}, {_describe_amount(name, left) + ' are' if left > 0 else 'none is'} free"
+            for name, needed, left in zip(self._fields, self, free, strict=True)
+            if needed > left
         )
 
 
@@ -81,7 +81,7 @@ class Running:
 
 
 @dataclass
-class Choice:
+class QueueDecision:
     """What is to be done now: ids to start, in order, and for every other job why it waits."""
 
     start: list[str] = field(default_factory=list)
@@ -93,16 +93,18 @@ def need_of(spec: TrainingJob, machine: Amount) -> Amount:
 
     Who does not say how many cores gets one for each process, but never more than there are.
     """
-    asked, servers = spec.resources, spec.servers
-    processes = 1 if spec.launch == "env" else asked.procs_per_node
-    cpu = asked.nodes * (asked.cpu or processes)
-    memory, stated = asked.nodes * (asked.memory or 0), asked.cpu is not None
+    resources, servers = spec.resources, spec.servers
+    processes = 1 if spec.launch == "env" else resources.procs_per_node
+    cpu = resources.nodes * (resources.cpu or processes)
+    memory, stated = resources.nodes * (resources.memory or 0), resources.cpu is not None
     if servers is not None:
         cpu += servers.count * (servers.cpu or 1)
         memory += servers.count * (servers.memory or 0)
         stated = stated or servers.cpu is not None
     thousandths = max(1, round(cpu * 1000))
-    return Amount(thousandths if stated else min(thousandths, machine.cpu), -(-memory // _MIB), asked.nodes * asked.gpu)
+    return Amount(
+        thousandths if stated else min(thousandths, machine.cpu), -(-memory // _MIB), resources.nodes * resources.gpu
+    )
 
 
 def line(waiting: Sequence[Waiting], running: Sequence[Running], used_lately: Mapping[str, float]) -> list[Waiting]:
@@ -114,16 +116,16 @@ def line(waiting: Sequence[Waiting], running: Sequence[Running], used_lately: Ma
         used_lately: Seconds that each owner's jobs ran lately.
     """
     now: dict[str, int] = {}
-    for one in running:
-        now[one.owner] = now.get(one.owner, 0) + 1
+    for job in running:
+        now[job.owner] = now.get(job.owner, 0) + 1
     return sorted(
         waiting,
-        key=lambda one: (
-            -(one.priority + int(one.waited_s / AGEING_S)),
-            now.get(one.owner, 0),
-            used_lately.get(one.owner, 0.0),
-            -one.waited_s,
-            one.id,
+        key=lambda job: (
+            -(job.priority + int(job.waited_s / AGEING_S)),
+            now.get(job.owner, 0),
+            used_lately.get(job.owner, 0.0),
+            -job.waited_s,
+            job.id,
         ),
     )
 
@@ -134,7 +136,7 @@ def choose(
     capacity: Amount,
     used_lately: Mapping[str, float],
     quotas: Mapping[str, Quota] | None = None,
-) -> Choice:
+) -> QueueDecision:
     """Return which jobs start now on a machine of `capacity`, and why the others wait.
 
     Args:
@@ -144,76 +146,80 @@ def choose(
         used_lately: Seconds that each owner's jobs ran lately, for fair shares.
         quotas: Limits by name of queue.
     """
-    chosen, held = Choice(), list(running)
-    free = capacity.minus(_sum([one.need for one in held]))
-    spare, first, place = free, None, 0
-    ordered = line(waiting, held, used_lately)
+    chosen, active = QueueDecision(), list(running)
+    free = capacity.minus(_sum([job.need for job in active]))
+    spare, first, position = free, None, 0
+    ordered = line(waiting, active, used_lately)
     while ordered:
-        one = ordered.pop(0)
-        quota = (quotas or {}).get(one.queue)
-        if not one.need.within(capacity):
-            chosen.reasons[one.id] = f"needs more than this machine has ({one.need.shown()}, it has {capacity.shown()})"
-        elif quota is not None and not _allowed(quota, [other for other in held if other.queue == one.queue], one.need):
-            chosen.reasons[one.id] = f"the quota of queue {one.queue} is used up"
-        elif one.need.within(free) and _harmless(one.need, spare):
-            chosen.start.append(one.id)
-            held.append(Running(one.id, one.owner, one.need, one.queue))
-            free = free.minus(one.need)
-            spare = free if first is None else _spare(first.need, held, capacity)
+        job = ordered.pop(0)
+        quota = (quotas or {}).get(job.queue)
+        if not job.need.within(capacity):
+            chosen.reasons[job.id] = (
+                f"needs more than this machine has ({job.need.describe()}, it has {capacity.describe()})"
+            )
+        elif quota is not None and not _allowed(
+            quota, [other for other in active if other.queue == job.queue], job.need
+        ):
+            chosen.reasons[job.id] = f"the quota of queue {job.queue} is used up"
+        elif job.need.within(free) and _harmless(job.need, spare):
+            chosen.start.append(job.id)
+            active.append(Running(job.id, job.owner, job.need, job.queue))
+            free = free.minus(job.need)
+            spare = free if first is None else _spare(first.need, active, capacity)
             # One more of this owner runs now, and others of the same level come first.
-            ordered = line(ordered, held, used_lately)
+            ordered = line(ordered, active, used_lately)
         else:
             if first is None:
-                first, spare = one, _spare(one.need, held, capacity)
-            place += 1
-            chosen.reasons[one.id] = _reason(one, first, place, free)
+                first, spare = job, _spare(job.need, active, capacity)
+            position += 1
+            chosen.reasons[job.id] = _reason(job, first, position, free)
     return chosen
 
 
-def _allowed(quota: Quota, held: Sequence[Running], more: Amount) -> bool:
+def _allowed(quota: Quota, active: Sequence[Running], more: Amount) -> bool:
     """Return whether a job that needs `more` may start beside `held`, jobs of the same queue."""
-    total = _sum([one.need for one in held]).plus(more)
+    total = _sum([other.need for other in active]).plus(more)
     return (
         (quota.cpu is None or total.cpu <= round(quota.cpu * 1000))
         and (quota.memory is None or total.memory <= quota.memory // _MIB)
         and (quota.gpu is None or total.gpu <= quota.gpu)
-        and (quota.jobs is None or len(held) < quota.jobs)
+        and (quota.jobs is None or len(active) < quota.jobs)
     )
 
 
 def _harmless(more: Amount, spare: Amount) -> bool:
-    return all(asked == 0 or asked <= there for asked, there in zip(more, spare, strict=True))
+    return all(needed == 0 or needed <= there for needed, there in zip(more, spare, strict=True))
 
 
-def _spare(first: Amount, held: Sequence[Running], capacity: Amount) -> Amount:
+def _spare(first: Amount, active: Sequence[Running], capacity: Amount) -> Amount:
     """Return how much may be started beside `held` so that `first` starts no later, whatever of it ends when.
 
     For each resource: the largest of the sums that some of the running jobs may hold while `first` fits leaves room for
     both. Sums are the set bits of a number, so all subsets take one shift a job.
     """
-    found = []
+    amounts = []
     for resource, size in enumerate(capacity):
         room, sums = size - first[resource], 1
-        for one in held:
-            sums |= (sums << one.need[resource]) & ((2 << room) - 1)
-        found.append(room - (sums.bit_length() - 1))
-    return Amount(*found)
+        for job in active:
+            sums |= (sums << job.need[resource]) & ((2 << room) - 1)
+        amounts.append(room - (sums.bit_length() - 1))
+    return Amount(*amounts)
 
 
-def _reason(one: Waiting, first: Waiting, place: int, free: Amount) -> str:
-    stands = "next in line" if place == 1 else f"{_ordinal(place)} in line"
-    if place > NAMED_AHEAD:
+def _reason(job: Waiting, first: Waiting, position: int, free: Amount) -> str:
+    stands = "next in line" if position == 1 else f"{_ordinal(position)} in line"
+    if position > NAMED_AHEAD:
         return f"more than {NAMED_AHEAD} jobs are before it in line"
-    if one.need.within(free):
+    if job.need.within(free):
         return f"fits now, but {first.id}, which is first in line, would start later; {stands}"
-    return f"needs {one.need.lacking(free)}; {stands}"
+    return f"needs {job.need.lacking(free)}; {stands}"
 
 
 def _sum(amounts: Sequence[Amount]) -> Amount:
     return Amount(*map(sum, zip(*amounts, strict=True))) if amounts else Amount()
 
 
-def _shown(name: str, amount: int) -> str:
+def _describe_amount(name: str, amount: int) -> str:
     if name == "cpu":
         return f"{amount / 1000:g} cpu"
     return f"{amount / 1024:.3g} GiB of memory" if name == "memory" else f"{amount} gpu"

@@ -110,10 +110,10 @@ class Limits:
                     yield from self._refused("slurm.options", word)
 
     def _wrong_pods(self, spec: TrainingJob) -> Iterator[str]:
-        asked = spec.kubernetes.namespace
-        if self.namespaces is not None and asked not in self.namespaces:
+        namespace = spec.kubernetes.namespace
+        if self.namespaces is not None and namespace not in self.namespaces:
             allowed = " and ".join(self.namespaces) or "none"
-            yield f"kubernetes.namespace: jobs of this server's members are made in {allowed}, not in {asked}."
+            yield f"kubernetes.namespace: jobs of this server's members are made in {allowed}, not in {namespace}."
         if not self.kubernetes_patch and (spec.kubernetes.pod_patch or spec.kubernetes.workload_patch):
             yield (
                 "kubernetes.pod_patch and workload_patch: members of this server may not say them. Leave them out, or "
@@ -165,8 +165,8 @@ class Limits:
 
     def _allowed(self, field: str, path: str) -> str:
         """Return where `path` leads, which is under a root and is neither in the home nor around it."""
-        asked = PurePosixPath(path)
-        if ".." not in asked.parts and any(asked.is_relative_to(root) for root in self.roots):
+        pure = PurePosixPath(path)
+        if ".." not in pure.parts and any(pure.is_relative_to(root) for root in self.roots):
             real = Path(os.path.realpath(path))
             home = Path(os.path.realpath(self.home))
             inside = any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)

@@ -19,7 +19,7 @@ from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.sources import code as codes
 from phalanx.jobs.sources import datasets, mounts
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
-from phalanx.jobs.spec_file import validated
+from phalanx.jobs.spec_file import validate
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -66,24 +66,25 @@ def resolve(
     if limits is not None:
         limits.check(spec)
     with problems.of("code"):
-        code = _expanded(spec.code, Code, configs.code)
+        code = _expand(spec.code, Code, configs.code)
         code = code if limits is None else limits.code(code)
-        spec = spec.model_copy(update={"code": codes.fixed(code, home, base, _value(configs, code.secret))})
-    found = []
+        spec = spec.model_copy(update={"code": codes.pin(code, home, base, _value(configs, code.secret))})
+    pinned = []
     for dataset in spec.datasets:
         with problems.of(f"datasets.{dataset.name}"):
-            whole = _expanded(dataset, Dataset, configs.dataset)
+            whole = _expand(dataset, Dataset, configs.dataset)
             whole = whole if limits is None else limits.dataset(whole, spec.backend)
             secret = _value(configs, whole.secret)
             reach = None if limits is None else limits.reach
-            found.append(datasets.fixed(whole, base, secret, here=spec.backend != "kubernetes", reach=reach))
+            on_this_machine = spec.backend != "kubernetes"
+            pinned.append(datasets.pin(whole, base, secret, on_this_machine=on_this_machine, reach=reach))
     with problems.of("command"):
-        problems.extend(_of_the_tree(spec, found, home, outside=limits is None))
+        problems.extend(_of_the_tree(spec, pinned, home, outside=limits is None))
     if spec.backend != "kubernetes":
-        problems.extend(_of_this_machine(spec, found, home))
+        problems.extend(_of_this_machine(spec, pinned, home))
     problems.raise_for(spec)
     _warn_of_unused(spec)
-    return validated(TrainingJob, spec.model_dump() | {"datasets": [dataset.model_dump() for dataset in found]})
+    return validate(TrainingJob, spec.model_dump() | {"datasets": [dataset.model_dump() for dataset in pinned]})
 
 
 def _warn_of_unused(spec: TrainingJob) -> None:
@@ -102,8 +103,8 @@ class _Problems(list[str]):
         try:
             yield
         except PhalanxError as error:
-            said = str(error)
-            self.append(said if said.startswith(field) else f"{field}: {said}")
+            message = str(error)
+            self.append(message if message.startswith(field) else f"{field}: {message}")
         except OSError as error:
             self.append(f"{field}: {error.filename}: {error.strerror}. Correct it.")
 
@@ -116,15 +117,15 @@ class _Problems(list[str]):
 ConfigT = TypeVar("ConfigT", Code, Dataset)
 
 
-def _expanded(said: ConfigT, model: type[ConfigT], config: Any) -> ConfigT:
-    """Return the configuration that `said` names with what `said` changes of it, or `said` if it names none."""
-    if said.name is None or (isinstance(said, Dataset) and said.kind is not None):
-        return said
+def _expand(field: ConfigT, model: type[ConfigT], config: Any) -> ConfigT:
+    """Return the configuration that `field` names with what `field` changes of it, or `field` if it names none."""
+    if field.name is None or (isinstance(field, Dataset) and field.kind is not None):
+        return field
     # What equals a default was not said: a job that came over a wire has every field.
-    changed = {name: value for name, value in said if value != model.model_fields[name].default}
-    if isinstance(said, Code):
+    changed = {name: value for name, value in field if value != model.model_fields[name].default}
+    if isinstance(field, Code):
         del changed["name"]
-    return validated(model, config(said.name) | changed)
+    return validate(model, config(field.name) | changed)
 
 
 def _value(configs: Configs, name: str | None) -> str | None:
@@ -132,24 +133,24 @@ def _value(configs: Configs, name: str | None) -> str | None:
 
 
 def _missing_secrets(spec: TrainingJob, configs: Configs) -> list[str]:
-    known = configs.secret_names()
+    names = configs.secret_names()
     return [
-        f"secrets: workspace {spec.workspace} has no secret {name}.{did_you_mean(name, known)} "
+        f"secrets: workspace {spec.workspace} has no secret {name}.{did_you_mean(name, names)} "
         f"Put it there: phalanx secret add {name}."
         for name in spec.secrets
-        if name not in known
+        if name not in names
     ]
 
 
 # -- checks of the code ----------------------------------------------------------------------------------------------
 
 
-def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path, *, outside: bool) -> list[str]:
+def _of_the_tree(spec: TrainingJob, pinned: list[Dataset], home: Path, *, outside: bool) -> list[str]:
     """Return what the tree of the code lacks, or has in the way; files elsewhere are looked at if `outside`."""
     folder = codes.tree(spec.code, home) / spec.code.subdir
     if spec.code.name is not None or not folder.is_dir():
         return []  # the code itself is a problem that was named
-    taken = [d for d in found if d.mount and not d.mount.startswith("/") and os.path.lexists(folder / d.mount)]
+    taken = [d for d in pinned if d.mount and not d.mount.startswith("/") and os.path.lexists(folder / d.mount)]
     return _wrong_command(spec, folder, outside=outside) + [
         f"datasets.{dataset.name}: the code has something at {dataset.mount} itself. Mount it elsewhere."
         for dataset in taken
@@ -157,19 +158,19 @@ def _of_the_tree(spec: TrainingJob, found: list[Dataset], home: Path, *, outside
 
 
 def _wrong_command(spec: TrainingJob, folder: Path, *, outside: bool) -> list[str]:
-    here = spec.backend != "kubernetes"
+    on_this_machine = spec.backend != "kubernetes"
     python = python_command(spec.command)
     if python is not None and python.module:
-        return _wrong_module(python, folder, here)
+        return _wrong_module(python, folder, on_this_machine)
     if python is not None:
-        return _wrong_file(str(python.script), folder, here and outside)
+        return _wrong_file(str(python.script), folder, on_this_machine and outside)
     words = shlex.split(spec.command)
     if words[0].rpartition("/")[2] in _SHELLS:
         named = words[1:] and not words[1].startswith("-")
-        return _wrong_file(words[1], folder, here and outside) if named else []
+        return _wrong_file(words[1], folder, on_this_machine and outside) if named else []
     if "/" in words[0]:
-        return _wrong_file(words[0], folder, here and outside)
-    if here and shutil.which(words[0]) is None:
+        return _wrong_file(words[0], folder, on_this_machine and outside)
+    if on_this_machine and shutil.which(words[0]) is None:
         return [f"command: there is no program {words[0]} on this machine. Install it, or correct the command."]
     return []
 
@@ -186,14 +187,14 @@ def _wrong_file(path: str, folder: Path, outside: bool) -> list[str]:
     return ["command: " + messages.text("no such file in code", path=path, where=where, hint=hint)]
 
 
-def _wrong_module(python: PythonCommand, folder: Path, here: bool) -> list[str]:
+def _wrong_module(python: PythonCommand, folder: Path, on_this_machine: bool) -> list[str]:
     name = str(python.module)
     parts = name.split(".")
     if all(part.isidentifier() for part in parts):  # a slash in a name would lead out of the folder
         inside = folder.joinpath(*parts)
         if inside.with_suffix(".py").is_file() or inside.is_dir():
             return []
-        if not here or importlib.util.find_spec(parts[0]) is not None:
+        if not on_this_machine or importlib.util.find_spec(parts[0]) is not None:
             return []
     return [f"command: there is no module {name} in the code or installed here. Commit it, or correct the command."]
 
@@ -201,17 +202,17 @@ def _wrong_module(python: PythonCommand, folder: Path, here: bool) -> list[str]:
 # -- checks of the machine -------------------------------------------------------------------------------------------
 
 
-def _of_this_machine(spec: TrainingJob, found: list[Dataset], home: Path) -> list[str]:
+def _of_this_machine(spec: TrainingJob, pinned: list[Dataset], home: Path) -> list[str]:
     problems = _Problems()
     to_fetch = sum(
-        d.size or 0 for d in found if d.kind not in ("local", "nas") and not datasets.content(d, home).exists()
+        d.size or 0 for d in pinned if d.kind not in ("local", "nas") and not datasets.content(d, home).exists()
     )
     home.mkdir(parents=True, exist_ok=True)
     if to_fetch > (free := shutil.disk_usage(home).free):
         problems.append(f"datasets: {to_fetch} bytes are to be fetched, and {home} has space for {free}. Make space.")
     if spec.backend == "local":
         with problems.of("datasets"):
-            mounts.check(mounts.binds(found, home))
+            mounts.check(mounts.binds(pinned, home))
     if spec.checkpoint.dir is not None and spec.checkpoint.dir.startswith("/"):
         there = next(folder for folder in (Path(spec.checkpoint.dir) / "x").parents if folder.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

@@ -15,23 +15,23 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, Named, Role, Workspace
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
 from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
-from phalanx.jobs.states import State
-from phalanx.jobs.store import Store
+from phalanx.jobs.states import JobState
+from phalanx.jobs.store import JobStore
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
 
 logger = logging.getLogger("phalanx.jobs")
 
-_ROLES = list(Role)
+_ROLES = list(MemberRole)
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
 
-Wake = Callable[[Path], None]
-"""Makes sure that some keeper looks after the jobs under a home."""
+WakeController = Callable[[Path], None]
+"""Makes sure that some controller looks after the jobs under a home."""
 
 
 class JobService:
@@ -43,13 +43,19 @@ class JobService:
         store: Where everything is kept.
         backends: What runs jobs, by the name that a spec calls it.
         actor: Who asks.
-        wake: Called with the store's home when there is work for a keeper.
+        wake: Called with the store's home when there is work for a controller.
         remote: Whether the actor is another user than the one whose process this is. Such a one may name what
             `jobs/service/limits` allows of this machine; but the owner of the store may name everything.
     """
 
     def __init__(
-        self, store: Store, backends: Mapping[str, Backend], actor: Actor, *, wake: Wake, remote: bool = True
+        self,
+        store: JobStore,
+        backends: Mapping[str, Backend],
+        actor: Actor,
+        *,
+        wake: WakeController,
+        remote: bool = True,
     ) -> None:
         self._store = store
         self._remote = remote
@@ -65,18 +71,18 @@ class JobService:
 
     def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
         """Check and resolve `spec` and queue it."""
-        self._need(spec.workspace, Role.DEVELOPER)
-        made = None if request is None else self._store.requested(spec.workspace, self._actor.name, request)
-        if made is None:
-            resolved = self._resolved(spec, base)
-            made = self._store.create_job(resolved, owner=self._actor.name, request=request)
+        self._need(spec.workspace, MemberRole.DEVELOPER)
+        existing = None if request is None else self._store.requested(spec.workspace, self._actor.name, request)
+        if existing is None:
+            resolved = self._resolve(spec, base)
+            existing = self._store.create_job(resolved, owner=self._actor.name, request=request)
         self._wake(self._store.home)
-        return made
+        return existing
 
     def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
         """Return what a backend would be handed for `spec`; values of secrets are in it for their owner alone."""
-        self._need(spec.workspace, Role.DEVELOPER)
-        resolved = self._resolved(spec, base)
+        self._need(spec.workspace, MemberRole.DEVELOPER)
+        resolved = self._resolve(spec, base)
         folder = paths.attempt_folder(self._store.home, resolved.name, 1)
         values = dict.fromkeys(resolved.secrets, "******")
         if full and (names := secrets_of(resolved.model_dump())):
@@ -92,23 +98,23 @@ class JobService:
         self,
         workspace: str | None = None,
         *,
-        states: Collection[State] = (),
+        states: Collection[JobState] = (),
         owner: str | None = None,
         limit: int | None = None,
     ) -> list[Job]:
         """Return jobs, newest first; of one workspace or of all the actor is in."""
         if workspace is not None:
-            self._need(workspace, Role.VIEWER)
-        mine = None if self._actor.owner else [one.name for one in self.workspaces()]
-        wanted = mine if workspace is None else [workspace]
-        return self._store.jobs(workspaces=wanted, states=states, owner=owner, limit=limit)
+            self._need(workspace, MemberRole.VIEWER)
+        mine = None if self._actor.owner else [space.name for space in self.workspaces()]
+        workspaces = mine if workspace is None else [workspace]
+        return self._store.jobs(workspaces=workspaces, states=states, owner=owner, limit=limit)
 
     def job(self, job: str) -> Job:
         """Return one job by its id."""
-        found = self._store.job(job)
-        if self._role(found.workspace) is None:
+        record = self._store.job(job)
+        if self._role(record.workspace) is None:
             raise no_job(job)  # as if it were not there
-        return found
+        return record
 
     def attempts(self, job: str) -> list[Attempt]:
         """Return the attempts of a job, first to last."""
@@ -120,27 +126,29 @@ class JobService:
 
     def stop(self, job: str) -> Job:
         """Ask a job to end; one that has ended is returned as it is."""
-        found = self.job(job)
-        mine = found.owner == self._actor.name
-        self._need(found.workspace, Role.DEVELOPER if mine else Role.ADMIN, f"stop the job of {found.owner}")
+        record = self.job(job)
+        mine = record.owner == self._actor.name
+        self._need(
+            record.workspace, MemberRole.DEVELOPER if mine else MemberRole.ADMIN, f"stop the job of {record.owner}"
+        )
         stopped = self._store.stop(job, f"stopped by {self._actor.name}")
-        if not stopped.state.terminal:
+        if not stopped.state.is_terminal:
             self._wake(self._store.home)
         return stopped
 
     def retry(self, job: str) -> Job:
         """Submit the resolved spec of a job that has ended again, as a new job that names it."""
-        found = self.job(job)
-        self._need(found.workspace, Role.DEVELOPER)
-        if not found.state.terminal:
-            raise StateError(f"Job {job} is {found.state}. Only a job that has ended is tried again; stop it first.")
-        spec = TrainingJob.model_validate(found.spec)
+        record = self.job(job)
+        self._need(record.workspace, MemberRole.DEVELOPER)
+        if not record.state.is_terminal:
+            raise StateError(f"Job {job} is {record.state}. Only a job that has ended is tried again; stop it first.")
+        spec = TrainingJob.model_validate(record.spec)
         if (limits := self._limits()) is not None:
             limits.check_again(spec)
         self._backend(spec).check(spec)
-        made = self._store.create_job(spec, owner=self._actor.name, retry_of=job)
+        new_job = self._store.create_job(spec, owner=self._actor.name, retry_of=job)
         self._wake(self._store.home)
-        return made
+        return new_job
 
     # What attempts leave behind.
 
@@ -148,8 +156,8 @@ class JobService:
         """Return the names of the logs of an attempt, by default the last."""
         from phalanx.jobs.attempt import logs
 
-        found = self.job(job)
-        return logs.names(self._folder(found, attempt)) if found.attempt else []
+        record = self.job(job)
+        return logs.names(self._folder(record, attempt)) if record.attempt else []
 
     def log(
         self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
@@ -157,39 +165,39 @@ class JobService:
         """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
         from phalanx.jobs.attempt import logs
 
-        found = self.job(job)
-        if not found.attempt:
-            return LogPart("", 0, found.state.terminal)
-        number = found.attempt if attempt is None else attempt
-        ended = found.state.terminal or self._attempt(job, number).ended is not None
-        folder = self._folder(found, number)
-        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets_used(found), last=ended)
+        record = self.job(job)
+        if not record.attempt:
+            return LogPart("", 0, record.state.is_terminal)
+        number = record.attempt if attempt is None else attempt
+        ended = record.state.is_terminal or self._attempt(job, number).ended is not None
+        folder = self._folder(record, number)
+        piece = logs.read(folder, rank, offset, limit, secrets=self._store.secrets_used(record), last=ended)
         return LogPart(piece.text, piece.next, ended and not piece.rest)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
         """Return the ranks of an attempt, by default the last, that report their steps."""
         from phalanx.jobs.attempt import metrics
 
-        found = self.job(job)
-        return metrics.ranks(self._folder(found, attempt)) if found.attempt else []
+        record = self.job(job)
+        return metrics.ranks(self._folder(record, attempt)) if record.attempt else []
 
     def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
         """Return what one rank reported after byte `offset` of its run events."""
         from phalanx.jobs.attempt import metrics
 
-        found = self.job(job)
-        return metrics.read(self._folder(found, attempt), rank, offset) if found.attempt else Reports(rank, [], 0)
+        record = self.job(job)
+        return metrics.read(self._folder(record, attempt), rank, offset) if record.attempt else Reports(rank, [], 0)
 
     def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
         """Return what the processes of an attempt used, node by node."""
         from phalanx.jobs.attempt import usage
 
-        found = self.job(job)
-        if not found.attempt:
+        record = self.job(job)
+        if not record.attempt:
             return []
-        folder = self._folder(found, attempt)
-        nodes = range(found.spec["resources"]["nodes"]) if node is None else [node]
-        return [usage.read(folder, one, offset) for one in nodes]
+        folder = self._folder(record, attempt)
+        nodes = range(record.spec["resources"]["nodes"]) if node is None else [node]
+        return [usage.read(folder, number, offset) for number in nodes]
 
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
@@ -197,9 +205,9 @@ class JobService:
         from phalanx.plan.report.explain import explain
         from phalanx.plan.report.picture import picture
 
-        found = self.job(job)
+        record = self.job(job)
         try:
-            plan = left(paths.launcher_logs(self._folder(found, None), 0)) if found.attempt else None
+            plan = left(paths.launcher_logs(self._folder(record, None), 0)) if record.attempt else None
             return picture(explain(*plan)) if plan is not None else ""
         except (PlanError, ValueError, OSError) as error:
             # Any script may write into its logs' folder; its page is to be seen all the same.
@@ -212,17 +220,21 @@ class JobService:
         from phalanx.jobs.scheduling.queue import need_of
 
         has = this_machine()
-        live = [one for one in self._store.jobs(states=[one for one in State if not one.terminal]) if one.attempt]
-        given = [need_of(TrainingJob.model_validate(one.spec), has) for one in live if one.backend == "local"]
+        live = [
+            job
+            for job in self._store.jobs(states=[state for state in JobState if not state.is_terminal])
+            if job.attempt
+        ]
+        used = [need_of(TrainingJob.model_validate(job.spec), has) for job in live if job.backend == "local"]
         unit = {"cpu": 1e-3, "memory": float(2**20), "gpu": 1.0}
         return {
-            name: (sum(getattr(one, name) for one in given) * factor, getattr(has, name) * factor)
+            name: (sum(getattr(need, name) for need in used) * factor, getattr(has, name) * factor)
             for name, factor in unit.items()
         }
 
     def counts(self) -> Counts:
         """Return how many jobs and attempts there are of those that the actor sees."""
-        return self._store.counts(None if self._actor.owner else [one.name for one in self.workspaces()])
+        return self._store.counts(None if self._actor.owner else [space.name for space in self.workspaces()])
 
     # Workspaces.
 
@@ -244,14 +256,14 @@ class JobService:
         for job in self._store.remove_workspace(workspace):
             shutil.rmtree(paths.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
 
-    def put_member(self, workspace: str, name: str, role: Role) -> None:
+    def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         """Make someone a member of a workspace, or give a member another role."""
-        self._need(workspace, Role.ADMIN)
+        self._need(workspace, MemberRole.ADMIN)
         self._store.put_member(workspace, name, role)
 
     def remove_member(self, workspace: str, name: str) -> None:
         """End a membership."""
-        self._need(workspace, Role.ADMIN)
+        self._need(workspace, MemberRole.ADMIN)
         self._store.remove_member(workspace, name)
 
     def put_tree(self, workspace: str, archive: Path) -> str:
@@ -259,21 +271,21 @@ class JobService:
         from phalanx.jobs.sources import archive as trees
         from phalanx.jobs.sources import code
 
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         with tempfile.TemporaryDirectory(dir=self._store.home, prefix="tree-") as name:
             trees.unpack(archive, Path(name))
-            return code.keep(Path(name), self._store.home)
+            return code.store_tree(Path(name), self._store.home)
 
     # Configurations of a workspace.
 
-    def codes(self, workspace: str) -> list[Named]:
+    def codes(self, workspace: str) -> list[NamedConfig]:
         """Return the code configurations of a workspace by name."""
-        self._need(workspace, Role.VIEWER)
+        self._need(workspace, MemberRole.VIEWER)
         return self._store.configs(workspace, "code")
 
-    def put_code(self, workspace: str, name: str, code: Code) -> Named:
+    def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
         """Keep where code comes from under a name."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         _check_name("a code configuration", name)
         if code.name is not None or code.commit or code.digest:
             raise SpecError("A code configuration holds git or path; name, commit and digest belong to a job.")
@@ -283,17 +295,17 @@ class JobService:
 
     def remove_code(self, workspace: str, name: str) -> None:
         """Remove a code configuration."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_config(workspace, "code", name)
 
-    def datasets(self, workspace: str) -> list[Named]:
+    def datasets(self, workspace: str) -> list[NamedConfig]:
         """Return the dataset configurations of a workspace by name."""
-        self._need(workspace, Role.VIEWER)
+        self._need(workspace, MemberRole.VIEWER)
         return self._store.configs(workspace, "dataset")
 
-    def put_dataset(self, workspace: str, dataset: Dataset) -> Named:
+    def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         """Keep where a dataset lies under its name."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         if dataset.kind is None or dataset.uri is None:
             raise SpecError(f"Dataset {dataset.name!r} says not where it lies. Give its kind and its uri.")
         if (limits := self._limits()) is not None and dataset.kind == "local":
@@ -303,17 +315,17 @@ class JobService:
 
     def remove_dataset(self, workspace: str, name: str) -> None:
         """Remove a dataset configuration."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_config(workspace, "dataset", name)
 
     def secrets(self, workspace: str) -> list[SecretName]:
         """Return the names of the secrets of a workspace."""
-        self._need(workspace, Role.VIEWER)
+        self._need(workspace, MemberRole.VIEWER)
         return self._store.secrets(workspace)
 
     def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
         """Keep a value under a name."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         if not name.isidentifier() or not name.isascii() or not value or "\0" in value:
             raise SpecError(
                 f"The secret {name!r} cannot be an environment variable. Its name takes letters, digits and _, "
@@ -323,7 +335,7 @@ class JobService:
 
     def remove_secret(self, workspace: str, name: str) -> None:
         """Remove a secret."""
-        self._need(workspace, Role.DEVELOPER)
+        self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_secret(workspace, name)
 
     # Keys to the HTTP interface.
@@ -347,11 +359,11 @@ class JobService:
 
     # Who may do what.
 
-    def _role(self, workspace: str) -> Role | None:
+    def _role(self, workspace: str) -> MemberRole | None:
         members = self._store.workspace(workspace).members
-        return Role.ADMIN if self._actor.owner else members.get(self._actor.name)
+        return MemberRole.ADMIN if self._actor.owner else members.get(self._actor.name)
 
-    def _need(self, workspace: str, least: Role, what: str | None = None) -> None:
+    def _need(self, workspace: str, least: MemberRole, what: str | None = None) -> None:
         has = self._role(workspace)
         if has is None:
             raise no_workspace(workspace)
@@ -368,7 +380,7 @@ class JobService:
 
     # What verbs share.
 
-    def _resolved(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
+    def _resolve(self, spec: TrainingJob, base: Path | None) -> TrainingJob:
         from phalanx.jobs.service.resolve import resolve
 
         configs = WorkspaceConfigs(self._store, spec.workspace)

@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 
 from phalanx.errors import SpecError
-from phalanx.jobs.sources.code_tree import MOST_BYTES, MOST_FILES, listed
+from phalanx.jobs.sources.code_tree import MOST_BYTES, MOST_FILES, list_entries
 
 
 def pack(tree: Path, archive: Path) -> None:
@@ -15,7 +15,7 @@ def pack(tree: Path, archive: Path) -> None:
     Raises:
         SpecError: If it is no folder, too large, or has links that lead out of it.
     """
-    entries = listed(tree)
+    entries = list_entries(tree)
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for entry in entries:
             tar.add(tree / entry.path, arcname=entry.path, recursive=False)

@@ -15,7 +15,7 @@ _SILENCE_S = 5.0
 """Seconds between two lines about progress."""
 
 
-def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Return `target`, made first if it is not there.
 
     One process makes it while others wait. It appears under its name only when it is whole.

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs.addresses import is_local
 from phalanx.jobs.sources import code_tree, git
-from phalanx.jobs.sources.build_once import made_once, remove
+from phalanx.jobs.sources.build_once import build_once, remove
 from phalanx.jobs.spec import Code
 
 logger = logging.getLogger("phalanx.jobs")
@@ -19,8 +19,8 @@ _NAMED = 10
 """How many changes of a working copy are named in a warning."""
 
 
-def fixed(code: Code, home: Path, base: Path | None, secret: str | None = None) -> Code:
-    """Return `code` with its commit or digest, and keep its tree under `home`.
+def pin(code: Code, home: Path, base: Path | None, secret: str | None = None) -> Code:
+    """Return `code` with its commit or digest, and store_tree its tree under `home`.
 
     Warns of what a working copy of the repository around `base` has that the commit lacks.
 
@@ -34,14 +34,14 @@ def fixed(code: Code, home: Path, base: Path | None, secret: str | None = None) 
         SpecError: If the repository, ref or folder cannot be read, is too large, or has links that lead out of it.
     """
     if code.git is None:
-        code = _fixed_path(code, home, base)
+        code = _pin_path(code, home, base)
     else:
         address = code.git if not is_local(code.git) or "://" in code.git else str(absolute(code.git, base, "code.git"))
         _check_secret(address, secret)
         commit = git.commit_of(address, code.commit or code.ref, secret)
         code = code.model_copy(update={"git": address, "commit": commit})
-        _warn_of_unsent(code, base)
-        _fetched(code, home, secret)
+        _warn_of_unpushed(code, base)
+        _fetch_tree(code, home, secret)
     if not (tree(code, home) / code.subdir).is_dir():
         raise SpecError(f"code.subdir: the code has no folder {code.subdir!r}. Correct it, or commit the folder.")
     return code
@@ -55,25 +55,25 @@ def tree(code: Code, home: Path) -> Path:
     return home / "code" / ("git-" + hashlib.sha256(f"{code.git}\0{code.commit}".encode()).hexdigest())
 
 
-def keep(folder: Path, home: Path) -> str:
+def store_tree(folder: Path, home: Path) -> str:
     """Keep a copy of a folder of code under `home`, and return its digest; content that is kept is not copied again.
 
     Raises:
         SpecError: If the folder cannot be read, is too large, has links that lead out of it, or changes meanwhile.
     """
-    entries = code_tree.listed(folder)
-    found = code_tree.digest(folder, entries)
+    entries = code_tree.list_entries(folder)
+    tree_digest = code_tree.digest(folder, entries)
 
     def copy(part: Path) -> None:
         code_tree.copy(folder, entries, part)
-        if code_tree.digest(part, entries) != found:
+        if code_tree.digest(part, entries) != tree_digest:
             raise SpecError(f"code: {folder} changed while it was copied. Submit again when nothing writes to it.")
 
-    made_once(home / "code" / found, copy)
-    return found
+    build_once(home / "code" / tree_digest, copy)
+    return tree_digest
 
 
-def materialise(code: Code, home: Path, into: Path, secret: str | None = None) -> None:
+def check_out_code(code: Code, home: Path, into: Path, secret: str | None = None) -> None:
     """Put the tree of fixed code into the folder `into`, in place of what may be there; it may be written to.
 
     Raises:
@@ -82,15 +82,15 @@ def materialise(code: Code, home: Path, into: Path, secret: str | None = None) -
     """
     if code.git is not None:
         _check_secret(code.git, secret)
-        _fetched(code, home, secret)
-    kept = tree(code, home)
-    if not kept.is_dir():
+        _fetch_tree(code, home, secret)
+    source = tree(code, home)
+    if not source.is_dir():
         raise BackendError(
-            f"the code {code.path} (digest {code.digest}) is not kept in {kept} on this machine. Nodes must see the "
+            f"the code {code.path} (digest {code.digest}) is not kept in {source} on this machine. Nodes must see the "
             "PHALANX_HOME of the machine that submitted; or give the code as a git repository."
         )
     remove(into)
-    code_tree.copy(kept, code_tree.listed(kept, everything=True), into)
+    code_tree.copy(source, code_tree.list_entries(source, everything=True), into)
 
 
 def absolute(path: str, base: Path | None, field: str) -> Path:
@@ -100,20 +100,20 @@ def absolute(path: str, base: Path | None, field: str) -> Path:
         SpecError: If it is relative and there is no folder to start from.
     """
     try:
-        found = Path(path).expanduser()
+        expanded = Path(path).expanduser()
     except RuntimeError:
         raise SpecError(f"{field}: {path!r} begins with the name of no user. Write it in full.") from None
-    if not found.is_absolute() and base is None:
+    if not expanded.is_absolute() and base is None:
         raise SpecError(
             f"{field}: {path!r} is a relative path, and this request comes from no folder. Write it in full."
         )
-    return (base or Path()) / found
+    return (base or Path()) / expanded
 
 
-def _fixed_path(code: Code, home: Path, base: Path | None) -> Code:
+def _pin_path(code: Code, home: Path, base: Path | None) -> Code:
     if code.digest is None:
         folder = absolute(str(code.path), base, "code.path")
-        return code.model_copy(update={"path": str(folder), "digest": keep(folder, home)})
+        return code.model_copy(update={"path": str(folder), "digest": store_tree(folder, home)})
     if not tree(code, home).is_dir():
         raise SpecError(
             f"code.digest: no such tree is kept in {home / 'code'}. Leave it out, to copy {code.path} again."
@@ -121,15 +121,15 @@ def _fixed_path(code: Code, home: Path, base: Path | None) -> Code:
     return code
 
 
-def _fetched(code: Code, home: Path, secret: str | None) -> None:
+def _fetch_tree(code: Code, home: Path, secret: str | None) -> None:
     def fetch(part: Path) -> None:
         logger.info("fetching %s of %s", code.commit, code.git)
         submodules = git.check_out(str(code.git), str(code.commit), part, secret)
-        code_tree.listed(part, everything=True)  # says what is wrong with it
+        code_tree.list_entries(part, everything=True)  # says what is wrong with it
         for path in submodules:
             logger.warning("%s: the submodule %s is not fetched; its folder is empty", code.git, path)
 
-    made_once(tree(code, home), fetch)
+    build_once(tree(code, home), fetch)
 
 
 def _check_secret(address: str, secret: str | None) -> None:
@@ -138,12 +138,12 @@ def _check_secret(address: str, secret: str | None) -> None:
         raise SpecError(f"code.secret: {address} would carry it over the network unencrypted. Write https://.")
 
 
-def _warn_of_unsent(code: Code, base: Path | None) -> None:
+def _warn_of_unpushed(code: Code, base: Path | None) -> None:
     address = str(code.git)
     folder = Path(address.removeprefix("file://")) if is_local(address) else base
     if folder is None or not folder.is_dir():
         return
-    lines = git.unsent(address, folder)
+    lines = git.list_unpushed(address, folder)
     for line in lines[:_NAMED]:
         logger.warning("the job runs commit %.12s of %s; %s", code.commit, address, line)
     if len(lines) > _NAMED:

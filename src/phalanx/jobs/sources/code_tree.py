@@ -23,7 +23,7 @@ _NEVER = frozenset({".git", "__pycache__", ".venv"})
 
 
 @dataclass(frozen=True)
-class Entry:
+class TreeEntry:
     """A file or symbolic link of a tree. `path` is relative to its root; `link` is where a link leads, else None."""
 
     path: str
@@ -32,7 +32,7 @@ class Entry:
     link: str | None = None
 
 
-def listed(root: Path, *, everything: bool = False) -> list[Entry]:
+def list_entries(root: Path, *, everything: bool = False) -> list[TreeEntry]:
     """Return the files and links of a folder of code, by path.
 
     Files that .phalanxignore leaves out are not among them, or .gitignore where the root has no .phalanxignore; both
@@ -50,7 +50,7 @@ def listed(root: Path, *, everything: bool = False) -> list[Entry]:
         raise SpecError(f"code: {root} is no folder. Give the folder of the code.")
     ignored = None if everything else _Ignored.around(root)
     try:
-        entries = sorted(_walked(root, "", ignored), key=lambda entry: entry.path)
+        entries = sorted(_walk(root, "", ignored), key=lambda entry: entry.path)
     except OSError as error:
         raise SpecError(
             f"code: cannot read {error.filename}: {error.strerror}. Let it be read, or ignore it."
@@ -60,7 +60,7 @@ def listed(root: Path, *, everything: bool = False) -> list[Entry]:
     return entries
 
 
-def digest(root: Path, entries: list[Entry]) -> str:
+def digest(root: Path, entries: list[TreeEntry]) -> str:
     """Return the SHA-256 of paths, modes and contents, the same wherever the tree lies."""
     whole = hashlib.sha256()
     for entry in entries:
@@ -74,7 +74,7 @@ def digest(root: Path, entries: list[Entry]) -> str:
     return whole.hexdigest()
 
 
-def copy(root: Path, entries: list[Entry], into: Path) -> None:
+def copy(root: Path, entries: list[TreeEntry], into: Path) -> None:
     """Copy `entries` of `root` into the new folder `into`."""
     into.mkdir()
     progress = Progress(f"copying code from {root}", sum(entry.bytes for entry in entries))
@@ -103,11 +103,11 @@ class _Ignored:
             return cls(".phalanxignore")
         above = list(root.absolute().parents)
         top = next((number for number, folder in enumerate(above) if (folder / ".git").exists()), None)
-        found = cls(".gitignore")
+        ignored = cls(".gitignore")
         if top is not None and not (root / ".git").exists():
             for folder in reversed(above[: top + 1]):
-                found = found.inside(str(folder))
-        return found
+                ignored = ignored.inside(str(folder))
+        return ignored
 
     def inside(self, folder: str) -> Self:
         """Return this with the ignore file of `folder`, if it has one."""
@@ -126,30 +126,30 @@ class _Ignored:
         return False
 
 
-def _walked(folder: Path, prefix: str, ignored: _Ignored | None) -> Iterator[Entry]:
-    here = os.path.abspath(folder)
-    ignored = ignored and ignored.inside(here)
-    with os.scandir(here) as found:
-        for item in found:
+def _walk(folder: Path, prefix: str, ignored: _Ignored | None) -> Iterator[TreeEntry]:
+    absolute = os.path.abspath(folder)
+    ignored = ignored and ignored.inside(absolute)
+    with os.scandir(absolute) as items:
+        for item in items:
             is_folder = item.is_dir(follow_symlinks=False)
             if item.name in _NEVER or (ignored is not None and ignored.has(item.path + "/" * is_folder)):
                 continue
             if is_folder:
-                yield from _walked(Path(item.path), f"{prefix}{item.name}/", ignored)
+                yield from _walk(Path(item.path), f"{prefix}{item.name}/", ignored)
             else:
                 yield _entry(item, prefix + item.name)
 
 
-def _entry(item: os.DirEntry[str], path: str) -> Entry:
-    found = item.stat(follow_symlinks=False)
-    if stat.S_ISLNK(found.st_mode):
-        return Entry(path, 0, False, os.readlink(item.path))
-    if not stat.S_ISREG(found.st_mode):
+def _entry(item: os.DirEntry[str], path: str) -> TreeEntry:
+    status = item.stat(follow_symlinks=False)
+    if stat.S_ISLNK(status.st_mode):
+        return TreeEntry(path, 0, False, os.readlink(item.path))
+    if not stat.S_ISREG(status.st_mode):
         raise SpecError(f"code: {item.path} is no file, folder or link. Remove it, or list it in .phalanxignore.")
-    return Entry(path, found.st_size, bool(found.st_mode & stat.S_IXUSR))
+    return TreeEntry(path, status.st_size, bool(status.st_mode & stat.S_IXUSR))
 
 
-def _check_size(root: Path, entries: list[Entry]) -> None:
+def _check_size(root: Path, entries: list[TreeEntry]) -> None:
     total = sum(entry.bytes for entry in entries)
     if total <= MOST_BYTES and len(entries) <= MOST_FILES:
         return
@@ -162,7 +162,7 @@ def _check_size(root: Path, entries: list[Entry]) -> None:
     )
 
 
-def _check_links(root: Path, entries: list[Entry]) -> None:
+def _check_links(root: Path, entries: list[TreeEntry]) -> None:
     top = root.resolve()
     for entry in entries:
         if entry.link is not None and (

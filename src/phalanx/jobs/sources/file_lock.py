@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[int | None]:
+def try_lock(path: Path) -> Iterator[int | None]:
     """The lock on a file, made if missing, as a descriptor that children may be given; None while another has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -40,14 +40,14 @@ def commit_of(address: str, ref: str, secret: str | None = None) -> str:
     Raises:
         SpecError: If the repository cannot be read, or has no such ref, or a branch and a tag of that name.
     """
-    found = _refs(address, _patterns(ref), secret)
+    refs = _refs(address, _patterns(ref), secret)
     if re.fullmatch(r"[0-9a-f]{40}", ref):
         return ref
-    tag = found.get(f"refs/tags/{ref}^{{}}") or found.get(f"refs/tags/{ref}")
-    branch = found.get(f"refs/heads/{ref}")
+    tag = refs.get(f"refs/tags/{ref}^{{}}") or refs.get(f"refs/tags/{ref}")
+    branch = refs.get(f"refs/heads/{ref}")
     if tag and branch and tag != branch:
         raise SpecError(f"{address} has a branch and a tag {ref!r}. Write refs/heads/{ref} or refs/tags/{ref} as ref.")
-    if commit := branch or tag or found.get(f"{ref}^{{}}") or found.get(ref):
+    if commit := branch or tag or refs.get(f"{ref}^{{}}") or refs.get(ref):
         return commit
     names = [name.split("/", 2)[2] for name in _refs(address, ["refs/heads/*", "refs/tags/*"], secret)]
     hint = did_you_mean(ref, names)
@@ -75,18 +75,18 @@ def check_out(address: str, commit: str, into: Path, secret: str | None = None) 
     return [line.split("\t", 1)[1] for line in staged if line.startswith("160000 ")]
 
 
-def unsent(address: str, folder: Path) -> list[str]:
+def list_unpushed(address: str, folder: Path) -> list[str]:
     """Return what the working copy around `folder` has that its repository lacks, a line for each.
 
     Nothing is returned where `folder` is in no working copy of the repository at `address`.
     """
-    top = _asked(folder, "rev-parse", "--show-toplevel").strip()
+    top = _query(folder, "rev-parse", "--show-toplevel").strip()
     local = Path(address.removeprefix("file://"))
     is_itself = local.is_dir() and local.resolve() in (Path(top).resolve(), (Path(top) / ".git").resolve())
-    if not top or not (is_itself or _bare(address) in map(_bare, _asked(folder, "remote", "-v").split())):
+    if not top or not (is_itself or _bare(address) in map(_bare, _query(folder, "remote", "-v").split())):
         return []
-    changed = [line[3:] for line in _asked(folder, "status", "--porcelain", "-z").split("\0") if line[2:3] == " "]
-    ahead = [] if is_itself else _asked(folder, "log", "--format=%h %s", "HEAD", "--not", "--remotes").splitlines()
+    changed = [line[3:] for line in _query(folder, "status", "--porcelain", "-z").split("\0") if line[2:3] == " "]
+    ahead = [] if is_itself else _query(folder, "log", "--format=%h %s", "HEAD", "--not", "--remotes").splitlines()
     return [f"not committed: {path}" for path in changed] + [f"not pushed: {line}" for line in ahead]
 
 
@@ -123,14 +123,14 @@ def _git(address: str, *words: str, secret: str | None = None, timeout_s: int = 
     except subprocess.TimeoutExpired:
         raise SpecError(f"{address} did not answer within {timeout_s} s. Check the address and the network.") from None
     if done.returncode:
-        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        reason = next((line for line in said if line.startswith("fatal:")), said[0] if said else "no reason given")
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        reason = next((line for line in lines if line.startswith("fatal:")), lines[0] if lines else "no reason given")
         key = "" if secret is None else " Check its secret, too."
         raise SpecError(f"{address} cannot be read: {reason.removeprefix('fatal: ')}. Check the address.{key}")
     return done.stdout.decode(errors="surrogateescape")
 
 
-def _asked(folder: Path, *words: str) -> str:
+def _query(folder: Path, *words: str) -> str:
     """Return what git says of a working copy, empty where it has nothing to say."""
     try:
         return _git(str(folder), "-C", str(folder), *words)
@@ -140,8 +140,10 @@ def _asked(folder: Path, *words: str) -> str:
 
 def _environment(address: str, secret: str | None) -> dict[str, str]:
     settings = dict(_SETTINGS)
-    found = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_KEPT)}
-    found |= {
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_KEPT)
+    }
+    variables |= {
         "LC_ALL": "C",
         "GIT_ALLOW_PROTOCOL": "https:http:ssh:file",
         "GIT_TERMINAL_PROMPT": "0",
@@ -154,7 +156,7 @@ def _environment(address: str, secret: str | None) -> dict[str, str]:
         parts = urlsplit(address)
         host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         pairs += [("credential.helper", ""), (f"credential.{host}.helper", ""), (f"credential.{host}.helper", _HELPER)]
-        found |= {"CODE_USER": parts.username or "x-access-token", "CODE_SECRET": secret}
+        variables |= {"CODE_USER": parts.username or "x-access-token", "CODE_SECRET": secret}
     for number, (key, value) in enumerate(pairs):
-        found |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    return found | {"GIT_CONFIG_COUNT": str(len(pairs))}
+        variables |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return variables | {"GIT_CONFIG_COUNT": str(len(pairs))}

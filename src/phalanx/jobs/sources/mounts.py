@@ -39,16 +39,18 @@ class Bind:
 
 def binds(datasets: Iterable[Dataset], home: Path) -> list[Bind]:
     """Return what has to be bound for datasets with absolute mounts; nothing for one that lies at its mount already."""
-    found = [Bind(content(d, home), Path(d.mount), d.readonly) for d in datasets if d.mount and d.mount.startswith("/")]
-    return [bind for bind in found if bind.source != bind.target]
+    mounts = [
+        Bind(content(d, home), Path(d.mount), d.readonly) for d in datasets if d.mount and d.mount.startswith("/")
+    ]
+    return [bind for bind in mounts if bind.source != bind.target]
 
 
-def prefix(found: list[Bind]) -> list[str]:
+def prefix(mounts: list[Bind]) -> list[str]:
     """Return the words before a command that let it alone see `found`; the command keeps its process id and user."""
-    if not found:
+    if not mounts:
         return []
     options = {True: "bind,ro", False: "bind"}
-    words = [word for bind in found for word in (str(bind.source), str(bind.target), options[bind.readonly])]
+    words = [word for bind in mounts for word in (str(bind.source), str(bind.target), options[bind.readonly])]
     script = ["sh", "-c", _SCRIPT, "mounts", *words, "--"]
     alone = ["--mount", "--propagation", "private", "--"]
     if os.geteuid() == 0:
@@ -57,27 +59,27 @@ def prefix(found: list[Bind]) -> list[str]:
     return ["unshare", "--user", "--map-root-user", *alone, *script, *back]
 
 
-def check(found: list[Bind]) -> None:
+def check(mounts: list[Bind]) -> None:
     """Try whether `found` can be bound on this machine; a source that is not fetched yet counts as a folder.
 
     Raises:
         BackendError: If it cannot.
     """
-    if not found:
+    if not mounts:
         return
     with tempfile.TemporaryDirectory() as empty:
-        tried = [Bind(b.source if b.source.exists() else Path(empty), b.target, b.readonly) for b in found]
+        tried = [Bind(b.source if b.source.exists() else Path(empty), b.target, b.readonly) for b in mounts]
         try:
             done = subprocess.run([*prefix(tried), "true"], capture_output=True, text=True, timeout=30, check=False)
             reason = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise BackendError(f"{_cannot(found)}: {error}. {_INSTEAD}") from None
+            raise BackendError(f"{_cannot(mounts)}: {error}. {_INSTEAD}") from None
     if done.returncode:
-        raise BackendError(f"{_cannot(found)}: {reason[0]}. {_INSTEAD}")
+        raise BackendError(f"{_cannot(mounts)}: {reason[0]}. {_INSTEAD}")
 
 
 _INSTEAD = "Write a relative mount, which needs no rights, or read the path from PHALANX_DATASET_*."
 
 
-def _cannot(found: list[Bind]) -> str:
-    return f"{' and '.join(str(bind.target) for bind in found)} cannot be mounted for a job on this machine"
+def _cannot(mounts: list[Bind]) -> str:
+    return f"{' and '.join(str(bind.target) for bind in mounts)} cannot be mounted for a job on this machine"

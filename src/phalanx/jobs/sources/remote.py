@@ -22,14 +22,14 @@ _ANSWER_S = 30
 
 
 @dataclass(frozen=True)
-class Found:
+class RemoteObject:
     """What lies at an address now. `version` changes with the content; None where the server does not say."""
 
     version: str | None
     size: int | None
 
 
-def look(dataset: Dataset, secret: str | None = None, reach: Reach | None = None) -> Found:
+def look(dataset: Dataset, secret: str | None = None, reach: Reach | None = None) -> RemoteObject:
     """Return what lies at the address of an s3, oss or http dataset, whose content is not read.
 
     Args:
@@ -45,8 +45,8 @@ def look(dataset: Dataset, secret: str | None = None, reach: Reach | None = None
     if reach is not None and dataset.endpoint is not None:
         reach.check(dataset.endpoint)
     objects = _objects(dataset, secret)[1]
-    listing = "".join(f"{name}\0{found['size']}\0{found['ETag']}\n" for name, found in sorted(objects.items()))
-    return Found(hashlib.sha256(listing.encode()).hexdigest(), sum(found["size"] for found in objects.values()))
+    listing = "".join(f"{name}\0{item['size']}\0{item['ETag']}\n" for name, item in sorted(objects.items()))
+    return RemoteObject(hashlib.sha256(listing.encode()).hexdigest(), sum(item["size"] for item in objects.values()))
 
 
 def fetch(dataset: Dataset, into: Path, secret: str | None = None) -> None:
@@ -58,25 +58,25 @@ def fetch(dataset: Dataset, into: Path, secret: str | None = None) -> None:
     """
     store, objects = _objects(dataset, secret)
     _, key = bucket_and_key(str(dataset.uri))
-    places = {path: into / _inner(dataset, name) if name else into for path, name in _names(objects, key).items()}
-    for place in places.values():
-        place.parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(f"fetching dataset {dataset.name}", sum(found["size"] for found in objects.values()))
+    targets = {path: into / _inner(dataset, name) if name else into for path, name in _names(objects, key).items()}
+    for target in targets.values():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    progress = Progress(f"fetching dataset {dataset.name}", sum(item["size"] for item in objects.values()))
     with _explained(dataset):
-        store.get(list(places), [str(place) for place in places.values()], callback=_counter(progress))
-    for path, place in places.items():
-        if place.stat().st_size != objects[path]["size"]:
+        store.get(list(targets), [str(target) for target in targets.values()], callback=_counter(progress))
+    for path, target in targets.items():
+        if target.stat().st_size != objects[path]["size"]:
             raise DataError(
                 f"dataset {dataset.name}: {path} changed while it was read. Submit when nothing writes to it."
             )
-        place.chmod(0o444)
+        target.chmod(0o444)
 
 
-def _look_at_page(dataset: Dataset, reach: Reach | None) -> Found:
+def _look_at_page(dataset: Dataset, reach: Reach | None) -> RemoteObject:
     import httpx  # slow to import, as s3fs is
 
-    asked = {"Accept-Encoding": "identity"}  # the size of the file, not of how it travels
-    options: dict[str, Any] = {"headers": asked, "follow_redirects": True, "timeout": _ANSWER_S}
+    request_headers = {"Accept-Encoding": "identity"}  # the size of the file, not of how it travels
+    options: dict[str, Any] = {"headers": request_headers, "follow_redirects": True, "timeout": _ANSWER_S}
     try:
         # Some servers answer HEAD with an error, all of them GET; the body is not read.
         with (
@@ -90,7 +90,7 @@ def _look_at_page(dataset: Dataset, reach: Reach | None) -> Found:
     if status >= 400:
         raise SpecError(f"{dataset.uri}: the server said {status} {httpx.codes.get_reason_phrase(status)}. Correct it.")
     length = headers.get("Content-Length")
-    return Found(headers.get("ETag") or headers.get("Last-Modified"), None if length is None else int(length))
+    return RemoteObject(headers.get("ETag") or headers.get("Last-Modified"), None if length is None else int(length))
 
 
 def _objects(dataset: Dataset, secret: str | None) -> tuple[Any, dict[str, Any]]:
@@ -98,8 +98,8 @@ def _objects(dataset: Dataset, secret: str | None) -> tuple[Any, dict[str, Any]]
     bucket, key = bucket_and_key(str(dataset.uri))
     store = _file_system(dataset, secret)
     with _explained(dataset):
-        found = store.find(f"{bucket}/{key}" if key else bucket, detail=True)
-    objects = {path: found for path, found in found.items() if found["type"] == "file" and not path.endswith("/")}
+        listing = store.find(f"{bucket}/{key}" if key else bucket, detail=True)
+    objects = {path: item for path, item in listing.items() if item["type"] == "file" and not path.endswith("/")}
     if not objects:
         raise SpecError(f"{dataset.uri} holds nothing. Check bucket and path, which are case-sensitive.")
     return store, objects

@@ -50,7 +50,7 @@ class Database:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home = home
         self._clock = clock
-        self._url = _checked(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'jobs.db'}")
+        self._url = _parse_url(url or os.environ.get("PHALANX_STORE") or f"sqlite:///{home.absolute() / 'jobs.db'}")
         _keep_private(self._url)
         self._engine = _engine(self._url)
         self._writing = self._engine.execution_options(writes=True)
@@ -84,17 +84,17 @@ class Database:
 
     @contextmanager
     def _reads(self) -> Iterator[Connection]:
-        with self._reached(), self._engine.begin() as connection:
+        with self._translate_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def _writes(self) -> Iterator[Connection]:
         """A transaction that alone writes (SQLite), or that locks the rows it asks for (PostgreSQL)."""
-        with self._reached(), self._writing.begin() as connection:
+        with self._translate_errors(), self._writing.begin() as connection:
             yield connection
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except DataError as error:
@@ -106,7 +106,7 @@ class Database:
             ) from error
 
 
-def _checked(url: str) -> URL:
+def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError:

@@ -17,9 +17,9 @@ from sqlalchemy.exc import IntegrityError
 from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError
 from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job
-from phalanx.jobs.redact import struck
+from phalanx.jobs.redact import redact
 from phalanx.jobs.spec import TrainingJob
-from phalanx.jobs.states import Cause, State, may_follow
+from phalanx.jobs.states import Cause, JobState, may_follow
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.secrets import SecretRows
 
@@ -46,14 +46,14 @@ class JobRows(SecretRows):
         Raises:
             NotFoundError: If there is no such workspace.
         """
-        if request is not None and (made := self.requested(spec.workspace, owner, request)):
-            return made
+        if request is not None and (existing := self.requested(spec.workspace, owner, request)):
+            return existing
         row: dict[str, Any] = {
             "id": f"{spec.name}-{''.join(secrets.choice(_LETTERS) for _ in range(6))}",
             "workspace": spec.workspace,
             "name": spec.name,
             "owner": owner,
-            "state": State.QUEUED,
+            "state": JobState.QUEUED,
             "reason": "",
             "backend": spec.backend,
             "priority": spec.priority,
@@ -67,21 +67,21 @@ class JobRows(SecretRows):
             with self._writes() as connection:
                 self._need_workspace(connection, spec.workspace, lock=True)
                 connection.execute(insert(tables.jobs).values(row))
-                data = {"to": State.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
+                data = {"to": JobState.QUEUED} | ({"retry_of": retry_of} if retry_of else {})
                 self._append(connection, row["id"], "state", f"submitted by {owner}", data)
                 _count(connection)
         except IntegrityError:
-            if request is not None and (made := self.requested(spec.workspace, owner, request)):
-                return made  # the same request came twice at once
+            if request is not None and (existing := self.requested(spec.workspace, owner, request)):
+                return existing  # the same request came twice at once
             raise
         return self.job(row["id"])
 
     def requested(self, workspace: str, owner: str, request: str) -> Job | None:
         """Return the job that `owner` submitted with this request, if there is one."""
         c = tables.jobs.c
-        wanted = and_(c.workspace == workspace, c.owner == owner, c.request == request)
+        same_request = and_(c.workspace == workspace, c.owner == owner, c.request == request)
         with self._reads() as connection:
-            row = connection.execute(select(*_JOB_COLUMNS).where(wanted)).mappings().one_or_none()
+            row = connection.execute(select(*_JOB_COLUMNS).where(same_request)).mappings().one_or_none()
         return None if row is None else _job(row)
 
     def job(self, job: str) -> Job:
@@ -97,7 +97,7 @@ class JobRows(SecretRows):
         self,
         *,
         workspaces: Collection[str] | None = None,
-        states: Collection[State] = (),
+        states: Collection[JobState] = (),
         owner: str | None = None,
         ended_after: datetime | None = None,
         limit: int | None = None,
@@ -112,17 +112,17 @@ class JobRows(SecretRows):
             limit: At most so many.
         """
         c = tables.jobs.c
-        asked = select(*_JOB_COLUMNS).order_by(c.created.desc(), c.id.desc()).limit(limit)
+        query = select(*_JOB_COLUMNS).order_by(c.created.desc(), c.id.desc()).limit(limit)
         if workspaces is not None:
-            asked = asked.where(c.workspace.in_(workspaces))
+            query = query.where(c.workspace.in_(workspaces))
         if states:
-            asked = asked.where(c.state.in_(states))
+            query = query.where(c.state.in_(states))
         if owner is not None:
-            asked = asked.where(c.owner == owner)
+            query = query.where(c.owner == owner)
         if ended_after is not None:
-            asked = asked.where(c.ended > ended_after)
+            query = query.where(c.ended > ended_after)
         with self._reads() as connection:
-            return [_job(row) for row in connection.execute(asked).mappings()]
+            return [_job(row) for row in connection.execute(query).mappings()]
 
     def counts(self, workspaces: Collection[str] | None = None) -> Counts:
         """Return how many jobs and attempts there are, in some workspaces or in all."""
@@ -131,7 +131,7 @@ class JobRows(SecretRows):
         jobs = select(c.state, func.count()).where(*mine).group_by(c.state)
         attempts = select(a.state, func.count()).join(tables.jobs, a.job == c.id).where(*mine).group_by(a.state)
         queue = c.spec["queue"].as_string()
-        waits = c.state.in_((State.QUEUED, State.RESTARTING))
+        waits = c.state.in_((JobState.QUEUED, JobState.RESTARTING))
         waiting = select(c.backend, queue, func.count()).where(waits, *mine).group_by(c.backend, queue)
         with self._reads() as connection:
             return Counts(
@@ -148,7 +148,7 @@ class JobRows(SecretRows):
     def change(
         self,
         job: str,
-        state: State,
+        state: JobState,
         reason: str = "",
         *,
         failure: Failure | None = None,
@@ -174,11 +174,11 @@ class JobRows(SecretRows):
     def stop(self, job: str, reason: str) -> Job:
         """Bring a job that has not ended into STOPPING, or STOPPED if nothing of it was started; else leave it."""
         with self._writes() as connection:
-            found = self._one(connection, job, lock=True)
-            if found.state.terminal or found.state is State.STOPPING:
-                return found
-            idle = found.state is State.QUEUED and not self._lives(connection, found)
-            self._change(connection, found, State.STOPPED if idle else State.STOPPING, reason, None)
+            record = self._one(connection, job, lock=True)
+            if record.state.is_terminal or record.state is JobState.STOPPING:
+                return record
+            idle = record.state is JobState.QUEUED and not self._lives(connection, record)
+            self._change(connection, record, JobState.STOPPED if idle else JobState.STOPPING, reason, None)
             return self._one(connection, job)
 
     def explain(self, reasons: Mapping[str, str]) -> None:
@@ -186,11 +186,15 @@ class JobRows(SecretRows):
         if not reasons:
             return
         c = tables.jobs.c
-        said = bindparam("said", type_=c.reason.type)
-        told = update(tables.jobs).where(c.id == bindparam("job"), c.reason != said).values(reason=said)
+        new_reason = bindparam("said", type_=c.reason.type)
+        statement = (
+            update(tables.jobs).where(c.id == bindparam("job"), c.reason != new_reason).values(reason=new_reason)
+        )
         with self._writes() as connection:
             # In order of ids, so that two who explain never wait for each other's rows.
-            connection.execute(told, [{"job": job, "said": _storable(text)} for job, text in sorted(reasons.items())])
+            connection.execute(
+                statement, [{"job": job, "said": _storable(text)} for job, text in sorted(reasons.items())]
+            )
 
     def begin_attempt(self, job: str) -> Attempt:
         """Begin the next attempt at a job that is queued or restarting, before it is handed to the backend.
@@ -199,19 +203,19 @@ class JobRows(SecretRows):
             StateError: If the job is in another state, or its last attempt has not ended.
         """
         with self._writes() as connection:
-            found = self._one(connection, job, lock=True)
-            if found.state not in (State.QUEUED, State.RESTARTING) or self._lives(connection, found):
+            record = self._one(connection, job, lock=True)
+            if record.state not in (JobState.QUEUED, JobState.RESTARTING) or self._lives(connection, record):
                 raise StateError(
-                    f"Job {job} is {found.state} at attempt {found.attempt}: it can have no new attempt now."
+                    f"Job {job} is {record.state} at attempt {record.attempt}: it can have no new attempt now."
                 )
-            number = found.attempt + 1
+            number = record.attempt + 1
             c = tables.attempts.c
-            row = {"job": job, "number": number, "state": State.QUEUED, "handle": "", "reason": ""}
+            row = {"job": job, "number": number, "state": JobState.QUEUED, "handle": "", "reason": ""}
             connection.execute(insert(tables.attempts).values(created=self._clock(), **row))
             connection.execute(update(tables.jobs).where(tables.jobs.c.id == job).values(attempt=number))
             self._append(connection, job, "attempt", f"attempt {number}", {"attempt": number})
-            made = connection.execute(select(tables.attempts).where(c.job == job, c.number == number))
-            return _attempt(made.mappings().one())
+            inserted = connection.execute(select(tables.attempts).where(c.job == job, c.number == number))
+            return _attempt(inserted.mappings().one())
 
     def submitted(self, job: str, number: int, handle: str) -> None:
         """Note the backend's name for an attempt."""
@@ -229,9 +233,9 @@ class JobRows(SecretRows):
     def append(self, job: str, kind: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Append an event to a job's history."""
         with self._writes() as connection:
-            found = self._one(connection, job, lock=True)
-            used = self._secrets_used(connection, found.workspace, found.spec)
-            self._append(connection, job, kind, struck(message, used), struck(dict(data or {}), used))
+            record = self._one(connection, job, lock=True)
+            used = self._secrets_used(connection, record.workspace, record.spec)
+            self._append(connection, job, kind, redact(message, used), redact(dict(data or {}), used))
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
         """Return the events of a job since number `after`, in order."""
@@ -241,8 +245,8 @@ class JobRows(SecretRows):
             return [Event(**row) for row in rows.mappings()]
 
     def _one(self, connection: Connection, job: str, *, lock: bool = False) -> Job:
-        asked = select(*_JOB_COLUMNS).where(tables.jobs.c.id == job)
-        row = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
+        query = select(*_JOB_COLUMNS).where(tables.jobs.c.id == job)
+        row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
         if row is None:
             raise no_job(job)
         return _job(row)
@@ -256,7 +260,7 @@ class JobRows(SecretRows):
         self,
         connection: Connection,
         job: Job,
-        state: State,
+        state: JobState,
         reason: str,
         failure: Failure | None,
         started: datetime | None = None,
@@ -265,17 +269,17 @@ class JobRows(SecretRows):
             raise StateError(f"Job {job.id} is {job.state}; it cannot become {state}. It may have moved on meanwhile.")
         moment = self._clock()
         used = self._secrets_used(connection, job.workspace, job.spec)
-        kept = None if failure is None else struck(asdict(failure), used)
-        reason = _storable(struck(reason, used))
+        redacted = None if failure is None else redact(asdict(failure), used)
+        reason = _storable(redact(reason, used))
         values: dict[str, Any] = {"state": state, "reason": reason}
-        began = started or (moment if state is State.RUNNING else None)
+        began = started or (moment if state is JobState.RUNNING else None)
         if job.started is None:
             values["started"] = began
-        if state.terminal:
-            values |= {"ended": moment, "failure": kept}
+        if state.is_terminal:
+            values |= {"ended": moment, "failure": redacted}
         connection.execute(update(tables.jobs).where(tables.jobs.c.id == job.id).values(values))
-        self._follow(connection, job, state, reason, kept, moment, began)
-        data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": kept} if kept else {})
+        self._follow(connection, job, state, reason, redacted, moment, began)
+        data = {"from": job.state, "to": state, "attempt": job.attempt} | ({"failure": redacted} if redacted else {})
         self._append(connection, job.id, "state", reason, data)
         _count(connection)
 
@@ -283,7 +287,7 @@ class JobRows(SecretRows):
         self,
         connection: Connection,
         job: Job,
-        state: State,
+        state: JobState,
         reason: str,
         failure: dict[str, Any] | None,
         moment: datetime,
@@ -292,10 +296,10 @@ class JobRows(SecretRows):
         """Let the attempt that has not ended go along with its job."""
         c = tables.attempts.c
         values: dict[str, Any] = {"state": state, "reason": reason, "started": func.coalesce(c.started, began)}
-        if state is State.RESTARTING or state.terminal:
+        if state is JobState.RESTARTING or state.is_terminal:
             values |= {"ended": moment, "failure": failure}
-        if state is State.RESTARTING:
-            values["state"] = State.FAILED
+        if state is JobState.RESTARTING:
+            values["state"] = JobState.FAILED
         live = and_(c.job == job.id, c.number == job.attempt, c.ended.is_(None))
         connection.execute(update(tables.attempts).where(live).values(values))
 
@@ -321,12 +325,12 @@ def _count(connection: Connection) -> None:
 
 
 def _job(row: RowMapping) -> Job:
-    return Job(**(dict(row) | {"state": State(row["state"]), "failure": _failure(row["failure"])}))
+    return Job(**(dict(row) | {"state": JobState(row["state"]), "failure": _failure(row["failure"])}))
 
 
 def _attempt(row: RowMapping) -> Attempt:
-    return Attempt(**(dict(row) | {"state": State(row["state"]), "failure": _failure(row["failure"])}))
+    return Attempt(**(dict(row) | {"state": JobState(row["state"]), "failure": _failure(row["failure"])}))
 
 
-def _failure(kept: dict[str, Any] | None) -> Failure | None:
-    return None if kept is None else Failure(**(kept | {"cause": Cause(kept["cause"])}))
+def _failure(fields: dict[str, Any] | None) -> Failure | None:
+    return None if fields is None else Failure(**(fields | {"cause": Cause(fields["cause"])}))

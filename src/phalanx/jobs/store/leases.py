@@ -35,8 +35,8 @@ class LeaseRows(Database):
         """Return who has a lease now."""
         c = tables.leases.c
         with self._reads() as connection:
-            held = connection.execute(select(c.holder).where(c.name == name, c.expires >= self._clock()))
-            return held.scalar_one_or_none()
+            holders = connection.execute(select(c.holder).where(c.name == name, c.expires >= self._clock()))
+            return holders.scalar_one_or_none()
 
     def release(self, name: str, holder: str) -> None:
         """Give a lease back, if `holder` has it."""

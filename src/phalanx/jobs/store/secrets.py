@@ -40,9 +40,9 @@ class SecretRows(WorkspaceRows):
     def secrets(self, workspace: str) -> list[SecretName]:
         """Return the names of a workspace's secrets."""
         c = tables.secrets.c
-        asked = select(c.workspace, c.name, c.created).where(c.workspace == workspace).order_by(c.name)
+        query = select(c.workspace, c.name, c.created).where(c.workspace == workspace).order_by(c.name)
         with self._reads() as connection:
-            return [SecretName(**row) for row in connection.execute(asked).mappings()]
+            return [SecretName(**row) for row in connection.execute(query).mappings()]
 
     def secret(self, workspace: str, name: str) -> str:
         """Return the value of a secret.
@@ -52,8 +52,8 @@ class SecretRows(WorkspaceRows):
             ConfigError: If it was encrypted with another key.
         """
         with self._reads() as connection:
-            asked = select(tables.secrets.c.encrypted).where(_same(workspace, name))
-            encrypted = connection.execute(asked).scalar_one_or_none()
+            query = select(tables.secrets.c.encrypted).where(_same(workspace, name))
+            encrypted = connection.execute(query).scalar_one_or_none()
         if encrypted is None:
             raise _no_secret(workspace, name)
         if (value := self._decrypted(encrypted)) is None:
@@ -73,8 +73,8 @@ class SecretRows(WorkspaceRows):
         names = secrets_of(spec)
         if not names:
             return []
-        asked = select(c.encrypted).where(c.workspace == workspace, c.name.in_(names))
-        values = [self._decrypted(encrypted) for encrypted in connection.execute(asked).scalars()]
+        query = select(c.encrypted).where(c.workspace == workspace, c.name.in_(names))
+        values = [self._decrypted(encrypted) for encrypted in connection.execute(query).scalars()]
         return [value for value in values if value is not None]  # what another key encrypted, no rank was given
 
     def secrets_used(self, job: Job) -> list[str]:

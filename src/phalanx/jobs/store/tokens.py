@@ -34,11 +34,11 @@ class TokenRows(Database):
         created = self._clock()
         expires = None if lasts_s is None else created + timedelta(seconds=lasts_s)
         row: dict[str, Any] = {"name": name, "owner": actor.name, "created": created, "expires": expires}
-        kept = {"id": identity, "digest": _digest(text), "owns_store": int(actor.owner)}
+        secret_columns = {"id": identity, "digest": _digest(text), "owns_store": int(actor.owner)}
         try:
             with self._writes() as connection:
                 connection.execute(delete(tables.tokens).where(tables.tokens.c.expires <= created))
-                connection.execute(insert(tables.tokens).values(row | kept))
+                connection.execute(insert(tables.tokens).values(row | secret_columns))
         except IntegrityError:
             raise StateError(
                 f"{actor.name} has a token {name!r} already. Choose another name, or remove that one first."
@@ -48,11 +48,11 @@ class TokenRows(Database):
     def tokens(self, owner: str | None = None) -> list[Token]:
         """Return tokens by owner and name; of one owner, or all."""
         c = tables.tokens.c
-        asked = select(c.name, c.owner, c.created, c.expires).order_by(c.owner, c.name)
+        query = select(c.name, c.owner, c.created, c.expires).order_by(c.owner, c.name)
         if owner is not None:
-            asked = asked.where(c.owner == owner)
+            query = query.where(c.owner == owner)
         with self._reads() as connection:
-            return [Token(**row) for row in connection.execute(asked).mappings()]
+            return [Token(**row) for row in connection.execute(query).mappings()]
 
     def remove_token(self, name: str, owner: str) -> None:
         """End a token.
@@ -76,8 +76,8 @@ class TokenRows(Database):
         c = tables.tokens.c
         with self._reads() as connection:
             row = connection.execute(select(tables.tokens).where(c.id == identity)).mappings().one_or_none()
-        known = "" if row is None else row["digest"]
-        right = hmac.compare_digest(known, _digest(text))
+        digest = "" if row is None else row["digest"]
+        right = hmac.compare_digest(digest, _digest(text))
         if row is None or not right or (row["expires"] is not None and row["expires"] <= self._clock()):
             raise AccessError(
                 "The token is unknown or has expired. Make one where the store is: phalanx token add NAME."

@@ -30,9 +30,9 @@ def upgrade(connection: Connection, shown_url: str) -> None:
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    found = _revision(connection)
-    if found != REVISION:
-        _migrate(connection, found, shown_url)
+    revision = _revision(connection)
+    if revision != REVISION:
+        _migrate(connection, revision, shown_url)
 
 
 def _revision(connection: Connection) -> str | None:
@@ -48,21 +48,21 @@ def scripts() -> ScriptDirectory:
     return ScriptDirectory(str(Path(__file__).parent / "migrations"))
 
 
-def _migrate(connection: Connection, found: str | None, shown_url: str) -> None:
+def _migrate(connection: Connection, current: str | None, shown_url: str) -> None:
     from alembic.config import Config
     from alembic.runtime.environment import EnvironmentContext
 
-    known = scripts()
-    revisions = {script.revision for script in known.walk_revisions()}
-    if found is not None and found not in revisions:
+    versions = scripts()
+    revisions = {script.revision for script in versions.walk_revisions()}
+    if current is not None and current not in revisions:
         raise ConfigError(
-            f"The store at {shown_url} was written by a newer version of Phalanx: it is at revision {found}, this one "
-            f"knows revisions up to {REVISION}. Upgrade Phalanx here, or choose another PHALANX_HOME."
+            f"The store at {shown_url} was written by a newer version of Phalanx: it is at revision {current}, this "
+            f"one knows revisions up to {REVISION}. Upgrade Phalanx here, or choose another PHALANX_HOME."
         )
 
     def steps(revision: tuple[str, ...], _: MigrationContext) -> list[RevisionStep]:
-        return known._upgrade_revs("head", revision)  # type: ignore[arg-type]
+        return versions._upgrade_revs("head", revision)  # type: ignore[arg-type]
 
-    with EnvironmentContext(Config(), known, fn=steps) as environment:
+    with EnvironmentContext(Config(), versions, fn=steps) as environment:
         environment.configure(connection=connection)
         environment.run_migrations()

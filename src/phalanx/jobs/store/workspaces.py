@@ -9,8 +9,8 @@ from sqlalchemy.exc import IntegrityError
 
 from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError, did_you_mean
-from phalanx.jobs.models import Named, Role, Workspace
-from phalanx.jobs.states import State
+from phalanx.jobs.models import MemberRole, NamedConfig, Workspace
+from phalanx.jobs.states import JobState
 from phalanx.jobs.store import tables
 from phalanx.jobs.store.database import Database
 
@@ -34,16 +34,16 @@ class WorkspaceRows(Database):
     def workspaces(self, member: str | None = None) -> list[Workspace]:
         """Return workspaces with their members, by name; those that `member` is in, or all."""
         c = tables.workspaces.c
-        asked = select(tables.workspaces).order_by(c.name)
+        query = select(tables.workspaces).order_by(c.name)
         if member is not None:
             of_member = select(tables.members.c.workspace).where(tables.members.c.name == member)
-            asked = asked.where(c.name.in_(of_member))
+            query = query.where(c.name.in_(of_member))
         with self._reads() as connection:
-            found = {row["name"]: Workspace(**row) for row in connection.execute(asked).mappings()}
+            spaces = {row["name"]: Workspace(**row) for row in connection.execute(query).mappings()}
             for row in connection.execute(select(tables.members)).mappings():
-                if row["workspace"] in found:
-                    found[row["workspace"]].members[row["name"]] = Role(row["role"])
-        return list(found.values())
+                if row["workspace"] in spaces:
+                    spaces[row["workspace"]].members[row["name"]] = MemberRole(row["role"])
+        return list(spaces.values())
 
     def workspace(self, workspace: str) -> Workspace:
         """Return one workspace with its members.
@@ -52,10 +52,10 @@ class WorkspaceRows(Database):
             NotFoundError: If there is none.
         """
         with self._reads() as connection:
-            made = self._need_workspace(connection, workspace)
-            asked = select(tables.members).where(tables.members.c.workspace == workspace)
-            members = {row["name"]: Role(row["role"]) for row in connection.execute(asked).mappings()}
-        return Workspace(made["name"], made["created"], members)
+            record = self._need_workspace(connection, workspace)
+            query = select(tables.members).where(tables.members.c.workspace == workspace)
+            members = {row["name"]: MemberRole(row["role"]) for row in connection.execute(query).mappings()}
+        return Workspace(record["name"], record["created"], members)
 
     def remove_workspace(self, workspace: str) -> list[str]:
         """Remove a workspace and everything in it; return the ids of the jobs that were.
@@ -67,7 +67,7 @@ class WorkspaceRows(Database):
         with self._writes() as connection:
             self._need_workspace(connection, workspace, lock=True)
             jobs = connection.execute(select(c.id, c.state).where(c.workspace == workspace)).all()
-            if live := [job.id for job in jobs if not State(job.state).terminal]:
+            if live := [job.id for job in jobs if not JobState(job.state).is_terminal]:
                 raise StateError(
                     f"Workspace {workspace!r} has {len(live)} jobs that have not ended, such as {live[0]}. "
                     "Stop them first: phalanx job stop."
@@ -75,7 +75,7 @@ class WorkspaceRows(Database):
             connection.execute(delete(tables.workspaces).where(tables.workspaces.c.name == workspace))
         return [job.id for job in jobs]
 
-    def put_member(self, workspace: str, name: str, role: Role) -> None:
+    def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         """Make someone a member, or give a member another role."""
         c = tables.members.c
         with self._writes() as connection:
@@ -95,7 +95,7 @@ class WorkspaceRows(Database):
         if not gone.rowcount:
             raise NotFoundError(f"{name!r} is no member of workspace {workspace!r}.")
 
-    def put_config(self, workspace: str, kind: str, name: str, config: dict[str, Any]) -> Named:
+    def put_config(self, workspace: str, kind: str, name: str, config: dict[str, Any]) -> NamedConfig:
         """Keep a configuration under a name, in place of one that was there. `kind` is code or dataset."""
         c = tables.configs.c
         row: dict[str, Any] = {"workspace": workspace, "name": name, "config": config, "created": self._clock()}
@@ -104,25 +104,25 @@ class WorkspaceRows(Database):
             same = and_(c.workspace == workspace, c.kind == kind, c.name == name)
             connection.execute(delete(tables.configs).where(same))
             connection.execute(insert(tables.configs).values(kind=kind, **row))
-        return Named(**row)
+        return NamedConfig(**row)
 
-    def configs(self, workspace: str, kind: str) -> list[Named]:
+    def configs(self, workspace: str, kind: str) -> list[NamedConfig]:
         """Return the configurations of a kind, by name."""
         c = tables.configs.c
-        asked = select(c.workspace, c.name, c.config, c.created).where(c.workspace == workspace, c.kind == kind)
+        query = select(c.workspace, c.name, c.config, c.created).where(c.workspace == workspace, c.kind == kind)
         with self._reads() as connection:
-            return [Named(**row) for row in connection.execute(asked.order_by(c.name)).mappings()]
+            return [NamedConfig(**row) for row in connection.execute(query.order_by(c.name)).mappings()]
 
-    def config(self, workspace: str, kind: str, name: str) -> Named:
+    def config(self, workspace: str, kind: str, name: str) -> NamedConfig:
         """Return one configuration.
 
         Raises:
             NotFoundError: If there is none.
         """
-        found = {one.name: one for one in self.configs(workspace, kind)}
-        if name not in found:
-            raise NotFoundError(_none(workspace, kind, name) + did_you_mean(name, found))
-        return found[name]
+        configs = {config.name: config for config in self.configs(workspace, kind)}
+        if name not in configs:
+            raise NotFoundError(_none(workspace, kind, name) + did_you_mean(name, configs))
+        return configs[name]
 
     def remove_config(self, workspace: str, kind: str, name: str) -> None:
         """Remove a configuration.
@@ -138,11 +138,11 @@ class WorkspaceRows(Database):
             raise NotFoundError(_none(workspace, kind, name))
 
     def _need_workspace(self, connection: Connection, workspace: str, *, lock: bool = False) -> RowMapping:
-        asked = select(tables.workspaces).where(tables.workspaces.c.name == workspace)
-        found = connection.execute(asked.with_for_update() if lock else asked).mappings().one_or_none()
-        if found is None:
+        query = select(tables.workspaces).where(tables.workspaces.c.name == workspace)
+        row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
+        if row is None:
             raise no_workspace(workspace)
-        return found
+        return row
 
 
 def no_workspace(workspace: str) -> NotFoundError:

@@ -20,7 +20,7 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.backends.kubernetes import manifests
-from phalanx.jobs.backends.kubernetes.logs import Seen
+from phalanx.jobs.backends.kubernetes.logs import LogCursor
 from phalanx.jobs.backends.kubernetes.manifests import DIALECTS, Dialect
 from phalanx.jobs.backends.kubernetes.options import Manifest, queue_of
 from phalanx.jobs.backends.kubernetes.pods import Pod, failure_of, pods_of, why_waiting
@@ -30,7 +30,7 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 
 if TYPE_CHECKING:
-    from phalanx.jobs.backends.kubernetes.watch import Watched
+    from phalanx.jobs.backends.kubernetes.watch import Informer
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -53,7 +53,7 @@ class Kubernetes:
             client: The client library's ApiClient; None reads the configuration when the cluster is first asked.
         """
         self._client = client
-        self._watched: dict[tuple[str, ...], Watched] = {}
+        self._informers: dict[tuple[str, ...], Informer] = {}
 
     def check(self, spec: TrainingJob) -> None:
         """Raise SpecError if pods cannot run `spec`, or the client library is missing. The cluster is not asked."""
@@ -81,14 +81,14 @@ class Kubernetes:
         Raises:
             BackendError: If the cluster refuses, or cannot be reached.
         """
-        attempt_files.write(submission)
+        attempt_files.write_spec(submission)
         config, secret, workload = self._objects(submission)
         space = submission.spec.kubernetes.namespace
         core = self._core()
-        self._made(core.create_namespaced_config_map, space, config)
-        self._made(core.create_namespaced_secret, space, secret)
+        self._create(core.create_namespaced_config_map, space, config)
+        self._create(core.create_namespaced_secret, space, secret)
         try:
-            self._made(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
+            self._create(self._custom().create_namespaced_custom_object, *self._where(submission), workload)
         except BackendError as error:
             if "unknown field" in str(error) and submission.spec.kubernetes.dialect == "trainjob":
                 release = submission.spec.kubernetes.trainer
@@ -96,7 +96,7 @@ class Kubernetes:
                     f"{error} Kubeflow Trainer there is older than {release}: say kubernetes.trainer."
                 ) from None
             raise
-        self._own(submission, (core.patch_namespaced_config_map, config), (core.patch_namespaced_secret, secret))
+        self._set_owner(submission, (core.patch_namespaced_config_map, config), (core.patch_namespaced_secret, secret))
         return manifests.name_of(submission)
 
     def status(self, submission: Submission, handle: str) -> Status:
@@ -112,7 +112,7 @@ class Kubernetes:
         failed = conditions.get("Failed")
         broken = failure_of(pods)
         if failed is not None or broken is not None or any(pod.phase == "Failed" for pod in pods):
-            return Status(Phase.FAILED, _worded(failed or {}), hosts, broken or _of_workload(failed))
+            return Status(Phase.FAILED, _describe(failed or {}), hosts, broken or _of_workload(failed))
         if "Suspended" in conditions:
             queue = queue_of(submission.spec)
             return Status(Phase.QUEUED, f"suspended, waits in queue {queue}" if queue else "suspended")
@@ -132,40 +132,40 @@ class Kubernetes:
                 continue
             self._bring_log(submission, pod)
             if pod.phase == "Running":
-                attempt_files.beat(submission.folder, pod.node, "running")
-            if pod.said and attempt_files.read_end(submission.folder, pod.node) is None:
+                attempt_files.write_heartbeat(submission.folder, pod.node, "running")
+            if pod.message and attempt_files.read_exit_record(submission.folder, pod.node) is None:
                 _take_over_end(submission.folder, pod)
 
     def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
         """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
         # It stays until its pods are gone, so that what they say last is still collected.
         delete = self._custom().delete_namespaced_custom_object
-        self._removed(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
+        self._delete(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
 
     def cleanup(self, submission: Submission, handle: str) -> None:
         """Remove everything that was made for the attempt."""
         name, space, core = manifests.name_of(submission), submission.spec.kubernetes.namespace, self._core()
-        self._removed(self._custom().delete_namespaced_custom_object, *self._where(submission), name)
-        self._removed(core.delete_namespaced_secret, f"{name}-secrets", space)
-        self._removed(core.delete_namespaced_config_map, f"{name}-order", space)
+        self._delete(self._custom().delete_namespaced_custom_object, *self._where(submission), name)
+        self._delete(core.delete_namespaced_secret, f"{name}-secrets", space)
+        self._delete(core.delete_namespaced_config_map, f"{name}-order", space)
 
     def close(self) -> None:
         """Watch the cluster no longer."""
-        for watched in self._watched.values():
+        for watched in self._informers.values():
             watched.close()
 
     def _objects(self, submission: Submission) -> list[Manifest]:
-        return manifests.manifests(submission, job_secret=secrets.token_hex(32), code=_packed(submission))
+        return manifests.manifests(submission, job_secret=secrets.token_hex(32), code=_pack_code(submission))
 
     def _pods(self, submission: Submission) -> list[Pod]:
         space = submission.spec.kubernetes.namespace
         # The operator's label: not every release of Trainer lets a job say labels of its own.
         label = DIALECTS[submission.spec.kubernetes.dialect].name_label
-        found = self._watch(
+        objects = self._watch(
             ("pods", space, label), lambda: self._core().list_namespaced_pod, space, label_selector=label
         )
         mine = manifests.name_of(submission)
-        chosen = [raw for raw in found.values() if (raw["metadata"].get("labels") or {}).get(label) == mine]
+        chosen = [raw for raw in objects.values() if (raw["metadata"].get("labels") or {}).get(label) == mine]
         return pods_of(submission.spec, chosen)
 
     def _workload(self, submission: Submission) -> Mapping[str, Any] | None:
@@ -174,15 +174,15 @@ class Kubernetes:
         seen = self._watch(where, lambda: self._custom().list_namespaced_custom_object, *where)
         if name in seen:
             return seen[name]
-        found = _asked(self._custom().get_namespaced_custom_object, *where, name, fine=(404,))
-        return None if found is None else dict(found)
+        answer = _request(self._custom().get_namespaced_custom_object, *where, name, fine=(404,))
+        return None if answer is None else dict(answer)
 
     def _watch(self, key: tuple[str, ...], call: Any, *words: str, **named: str) -> dict[str, Mapping[str, Any]]:
-        from phalanx.jobs.backends.kubernetes.watch import Watched
+        from phalanx.jobs.backends.kubernetes.watch import Informer
 
-        if key not in self._watched:
-            self._watched[key] = Watched(" ".join(key), functools.partial(call(), *words, **named))
-        return self._watched[key].objects()
+        if key not in self._informers:
+            self._informers[key] = Informer(" ".join(key), functools.partial(call(), *words, **named))
+        return self._informers[key].objects()
 
     def _bring_log(self, submission: Submission, pod: Pod) -> None:
         """Append the lines of a pod's log that are newer than those we have.
@@ -190,13 +190,13 @@ class Kubernetes:
         The server gives lines since a time in whole seconds, so some come twice and are told by their own time stamps.
         """
         log = paths.logs(submission.folder) / f"node-{pod.node}.log"
-        seen = Seen.read(log)
-        asked: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
+        seen = LogCursor.read(log)
+        query: dict[str, Any] = {"timestamps": True, "limit_bytes": LOG_BYTES, "_preload_content": False}
         if seen.stamp:
-            asked["since_seconds"] = seen.seconds_ago()
+            query["since_seconds"] = seen.seconds_ago()
         space = submission.spec.kubernetes.namespace
         # 404: the pod is gone; 400: its container has nothing to show yet.
-        got = _asked(self._core().read_namespaced_pod_log, pod.name, space, fine=(400, 404), **asked)
+        got = _request(self._core().read_namespaced_pod_log, pod.name, space, fine=(400, 404), **query)
         if got is not None:
             seen.append(log, got.data)
 
@@ -204,26 +204,26 @@ class Kubernetes:
         dialect: Dialect = DIALECTS[submission.spec.kubernetes.dialect]
         return dialect.group, dialect.version, submission.spec.kubernetes.namespace, dialect.plural
 
-    def _made(self, create: Any, *words: Any) -> None:
+    def _create(self, create: Any, *words: Any) -> None:
         """Make an object; one that is there already was made by us before."""
         # Strict: fields that the cluster does not know are refused, which it would else leave out.
-        _asked(create, *words, fine=(409,), field_validation="Strict")
+        _request(create, *words, fine=(409,), field_validation="Strict")
 
-    def _own(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
+    def _set_owner(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
         """Have the cluster remove objects with their workload, whoever removes that."""
         dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
-        workload = _asked(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
+        workload = _request(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
         if workload is None:
             return
         owner = {"apiVersion": f"{dialect.group}/{dialect.version}", "kind": dialect.kind, "name": name}
         change = {"metadata": {"ownerReferences": [owner | {"uid": workload["metadata"]["uid"]}]}}
         for patch, manifest in objects:
             metadata = manifest["metadata"]
-            if _asked(patch, metadata["name"], metadata["namespace"], change, fine=(403, 404)) is None:
+            if _request(patch, metadata["name"], metadata["namespace"], change, fine=(403, 404)) is None:
                 logger.warning("%s cannot be patched: it stays if nobody removes it with %s", metadata["name"], name)
 
-    def _removed(self, delete: Any, *words: Any, policy: str = "Background") -> None:
-        _asked(delete, *words, fine=(404,), propagation_policy=policy)
+    def _delete(self, delete: Any, *words: Any, policy: str = "Background") -> None:
+        _request(delete, *words, fine=(404,), propagation_policy=policy)
 
     def _core(self) -> Any:
         from kubernetes.client import CoreV1Api
@@ -247,7 +247,7 @@ class Kubernetes:
         return self._client
 
 
-def _asked(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
+def _request(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
     """Return what the cluster answers, None for an HTTP status in `fine`: what was asked for is so, or is not there.
 
     Raises:
@@ -256,19 +256,19 @@ def _asked(call: Any, *words: Any, fine: tuple[int, ...], **named: Any) -> Any:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
-    from phalanx.jobs.backends.kubernetes.watch import checked, said
+    from phalanx.jobs.backends.kubernetes.watch import error_message, raise_for_status
 
     try:
-        return checked(call(*words, _request_timeout=REQUEST_S, **named))
+        return raise_for_status(call(*words, _request_timeout=REQUEST_S, **named))
     except ApiException as error:
         if error.status in fine:
             return None
-        raise BackendError(f"Kubernetes says no: {said(error)}") from None
+        raise BackendError(f"Kubernetes says no: {error_message(error)}") from None
     except HTTPError as error:
         raise BackendError(f"The Kubernetes cluster cannot be reached: {error}") from None
 
 
-def _packed(submission: Submission) -> bytes:
+def _pack_code(submission: Submission) -> bytes:
     """The tree of code given as a path, packed; pods fetch repositories themselves."""
     digest = submission.spec.code.digest
     if submission.spec.code.git is not None or digest is None:
@@ -282,19 +282,19 @@ def _packed(submission: Submission) -> bytes:
 def _take_over_end(folder: Path, pod: Pod) -> None:
     """Keep the exit record that a node left with its container; other text there is not ours."""
     try:
-        end = attempt_files.end_of(pod.said)
+        end = attempt_files.parse_exit_record(pod.message)
     except (ValueError, TypeError, KeyError):
         return
-    attempt_files.write_end(folder, pod.node, end)
+    attempt_files.write_exit_record(folder, pod.node, end)
 
 
 def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:
     """The failure of a workload that ran out of its time; of others the nodes say more."""
     if condition is None or "Deadline" not in (condition.get("reason") or ""):
         return None
-    return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_worded(condition)})")
+    return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_describe(condition)})")
 
 
-def _worded(condition: Mapping[str, Any]) -> str:
+def _describe(condition: Mapping[str, Any]) -> str:
     words = (condition.get("reason"), condition.get("message"))
     return ": ".join(word for word in words if word)

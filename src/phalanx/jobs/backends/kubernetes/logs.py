@@ -12,7 +12,7 @@ _MARGIN_S = 2
 
 
 @dataclass
-class Seen:
+class LogCursor:
     """The end of what was taken of one log; kept in a file beside it."""
 
     stamp: str = ""
@@ -20,7 +20,7 @@ class Seen:
     """How many lines with that stamp were taken."""
 
     @classmethod
-    def read(cls, log: Path) -> Seen:
+    def read(cls, log: Path) -> LogCursor:
         """Return what was taken into `log` so far."""
         path = _note(log)
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
@@ -35,13 +35,13 @@ class Seen:
         """Append to `log` what is new in `text`, whole lines that begin with their time stamps."""
         before, had, again, taken = self.stamp, self.lines, 0, list[bytes]()
         for line in text.split(b"\n")[:-1]:
-            stamp, _, said = line.partition(b" ")
+            stamp, _, content = line.partition(b" ")
             name = stamp.decode(errors="replace")
             again += name == before
             if name < before or (name == before and again <= had):
                 continue
             self.stamp, self.lines = name, (self.lines + 1 if name == self.stamp else 1)
-            taken.append(said + b"\n")
+            taken.append(content + b"\n")
         if not taken:
             return
         with log.open("ab") as file:

@@ -59,16 +59,16 @@ def name_of(submission: Submission) -> str:
 def check(spec: TrainingJob) -> None:
     """Raise SpecError if `spec` lacks what Kubernetes needs, or asks for what a dialect cannot."""
     launch_command.check(spec)
-    asked = spec.kubernetes
-    if not asked.image:
+    settings = spec.kubernetes
+    if not settings.image:
         raise SpecError(
             "backend: kubernetes runs pods, and kubernetes.image is not set. Name an image with Python, torch, git and "
             "phalanx in it."
         )
-    if spec.servers and asked.dialect != "jobset":
+    if spec.servers and settings.dialect != "jobset":
         raise SpecError(
-            f"kubernetes.dialect {asked.dialect} has no role for parameter servers. Set kubernetes.dialect to jobset, "
-            "where servers are a replicated job of their own."
+            f"kubernetes.dialect {settings.dialect} has no role for parameter servers. Set kubernetes.dialect to "
+            "jobset, where servers are a replicated job of their own."
         )
     options.check(spec)
 
@@ -86,21 +86,21 @@ def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> 
     values = {**submission.secrets, "PHALANX_JOB_SECRET": job_secret}
     secret = _object(submission, "v1", "Secret", "-secrets")
     secret |= {"type": "Opaque", "stringData": {"secrets.json": json.dumps(values)}}
-    body = options.merged(workload(submission, bool(code)), spec.kubernetes.workload_patch)
+    body = options.merge(workload(submission, bool(code)), spec.kubernetes.workload_patch)
     return [_config_map(submission, code), secret, body]
 
 
 def hidden(objects: list[Manifest]) -> list[Manifest]:
     """Return manifests that may be shown: values of secrets are struck out, packed code is left out."""
     shown = []
-    for made in objects:
-        if made["kind"] == "Secret":
-            names = json.loads(made["stringData"]["secrets.json"])
-            made = {**made, "stringData": {"secrets.json": json.dumps(dict.fromkeys(names, HIDDEN))}}
-        if "binaryData" in made:
-            sizes = {name: f"({len(text)} characters)" for name, text in made["binaryData"].items()}
-            made = {**made, "binaryData": sizes}
-        shown.append(made)
+    for manifest in objects:
+        if manifest["kind"] == "Secret":
+            names = json.loads(manifest["stringData"]["secrets.json"])
+            manifest = {**manifest, "stringData": {"secrets.json": json.dumps(dict.fromkeys(names, HIDDEN))}}
+        if "binaryData" in manifest:
+            sizes = {name: f"({len(text)} characters)" for name, text in manifest["binaryData"].items()}
+            manifest = {**manifest, "binaryData": sizes}
+        shown.append(manifest)
     return shown
 
 
@@ -110,32 +110,32 @@ def _object(submission: Submission, version: str, kind: str, suffix: str = "") -
         JOB_LABEL: submission.job,
         ATTEMPT_LABEL: str(submission.attempt),
     }
-    asked = submission.spec.kubernetes
-    metadata = {"name": name_of(submission) + suffix, "namespace": asked.namespace, "labels": labels}
+    settings = submission.spec.kubernetes
+    metadata = {"name": name_of(submission) + suffix, "namespace": settings.namespace, "labels": labels}
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
 def _workload(submission: Submission) -> Manifest:
     dialect = DIALECTS[submission.spec.kubernetes.dialect]
-    made = _object(submission, f"{dialect.group}/{dialect.version}", dialect.kind)
-    asked, metadata = submission.spec.kubernetes, made["metadata"]
-    metadata["labels"] |= asked.labels
-    if asked.annotations:
-        metadata["annotations"] = dict(asked.annotations)
+    manifest = _object(submission, f"{dialect.group}/{dialect.version}", dialect.kind)
+    settings, metadata = submission.spec.kubernetes, manifest["metadata"]
+    metadata["labels"] |= settings.labels
+    if settings.annotations:
+        metadata["annotations"] = dict(settings.annotations)
     if queue := options.queue_of(submission.spec):
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
-    return made
+    return manifest
 
 
 def _config_map(submission: Submission, code: bytes) -> Manifest:
-    order = attempt_files.order(submission, f"{FOLDER}/home", FOLDER)
-    made = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(order)}}
+    order = attempt_files.spec_json(submission, f"{FOLDER}/home", FOLDER)
+    manifest = _object(submission, "v1", "ConfigMap", "-order") | {"data": {"attempt.json": json.dumps(order)}}
     if len(code) > CODE_BYTES:
         raise SpecError(
             f"code.path packs to {len(code)} bytes, and {CODE_BYTES} can go with a job on Kubernetes. Give the code "
             "as a git repository, or leave data out of it with .phalanxignore."
         )
-    return made | ({"binaryData": {"code.tar.gz": base64.b64encode(code).decode()}} if code else {})
+    return manifest | ({"binaryData": {"code.tar.gz": base64.b64encode(code).decode()}} if code else {})
 
 
 def _hosts(submission: Submission) -> list[str]:
@@ -199,12 +199,12 @@ def _pod(
     submission: Submission, container: str, command: list[str], has_code: bool, *, server: bool = False
 ) -> Manifest:
     spec = submission.spec
-    wanted = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
+    resources = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
     if server and spec.servers:
-        wanted = _amounts(spec.servers.cpu, spec.servers.memory)
-    made: Manifest = {"name": container, "image": spec.kubernetes.image, "command": command}
-    made |= {"resources": wanted} if wanted else {}
-    made |= {"volumeMounts": _mounts(submission, has_code), **options.container(spec)}
+        resources = _amounts(spec.servers.cpu, spec.servers.memory)
+    container_spec: Manifest = {"name": container, "image": spec.kubernetes.image, "command": command}
+    container_spec |= {"resources": resources} if resources else {}
+    container_spec |= {"volumeMounts": _mounts(submission, has_code), **options.container(spec)}
     metadata: Manifest = {"labels": {JOB_LABEL: submission.job, ATTEMPT_LABEL: str(submission.attempt)}}
     metadata["labels"] |= spec.kubernetes.labels
     if spec.kubernetes.annotations:
@@ -212,14 +212,14 @@ def _pod(
     body = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(spec.grace) + GRACE_S,
-        "containers": [made],
+        "containers": [container_spec],
         "volumes": _volumes(submission),
     }
     return {"metadata": metadata, "spec": body | options.pod_spec(spec)}
 
 
-def _patched(submission: Submission, pod: Manifest) -> Manifest:
-    return dict(options.merged(pod, submission.spec.kubernetes.pod_patch))
+def _patch(submission: Submission, pod: Manifest) -> Manifest:
+    return dict(options.merge(pod, submission.spec.kubernetes.pod_patch))
 
 
 def _deadline(submission: Submission) -> dict[str, int]:
@@ -229,9 +229,9 @@ def _deadline(submission: Submission) -> dict[str, int]:
 
 
 def _indexed_job(submission: Submission, pods: int, pod: Manifest) -> Manifest:
-    pod = _patched(submission, pod)
-    made = {"parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
-    return {"spec": made | _deadline(submission)}
+    pod = _patch(submission, pod)
+    job = {"parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
+    return {"spec": job | _deadline(submission)}
 
 
 def _jobset(submission: Submission, has_code: bool) -> Manifest:
@@ -252,9 +252,9 @@ def _jobset(submission: Submission, has_code: bool) -> Manifest:
 def _trainjob(submission: Submission, has_code: bool) -> Manifest:
     spec = submission.spec
     command = _command(submission, variable="JOB_COMPLETION_INDEX")
-    wanted = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
+    resources = _amounts(spec.resources.cpu, spec.resources.memory, spec.resources.gpu)
     trainer: Manifest = {"image": spec.kubernetes.image, "command": command, "numNodes": spec.resources.nodes}
-    trainer |= {"resourcesPerNode": wanted} if wanted else {}
+    trainer |= {"resourcesPerNode": resources} if resources else {}
     pod = _pod(submission, "node", command, has_code)
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": spec.kubernetes.runtime}
     body = {"runtimeRef": runtime, "trainer": trainer, **options.trainjob_changes(spec, pod, "node")}
@@ -267,7 +267,7 @@ def _pytorchjob(submission: Submission, has_code: bool) -> Manifest:
     # The operator sets RANK to the number of the pod.
     pod = _pod(submission, "pytorch", _command(submission, variable="RANK"), has_code)
     others = submission.spec.resources.nodes - 1
-    pod = _patched(submission, pod)
+    pod = _patch(submission, pod)
     roles = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
     roles |= {"Worker": {"replicas": others, "restartPolicy": "Never", "template": pod}} if others else {}
     policy = {"backoffLimit": 0, "cleanPodPolicy": "None", **_deadline(submission)}

@@ -46,17 +46,17 @@ def queue_of(spec: TrainingJob) -> str | None:
 
 def pod_spec(spec: TrainingJob) -> Manifest:
     """Return what a job says of the spec of its pods, beside containers and volumes."""
-    asked = spec.kubernetes
-    tolerations = [taint.model_dump(exclude_none=True) for taint in asked.tolerations]
-    context: Manifest = {"runAsUser": asked.run_as_user, "fsGroup": asked.fs_group}
-    if asked.restricted:
+    settings = spec.kubernetes
+    tolerations = [taint.model_dump(exclude_none=True) for taint in settings.tolerations]
+    context: Manifest = {"runAsUser": settings.run_as_user, "fsGroup": settings.fs_group}
+    if settings.restricted:
         context |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     return _without_nothing(
         {
-            "serviceAccountName": asked.service_account,
-            "imagePullSecrets": [{"name": name} for name in asked.image_pull_secrets],
-            "priorityClassName": asked.priority_class,
-            "nodeSelector": dict(asked.node_selector),
+            "serviceAccountName": settings.service_account,
+            "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
+            "priorityClassName": settings.priority_class,
+            "nodeSelector": dict(settings.node_selector),
             "tolerations": tolerations,
             "securityContext": _without_nothing(context),
         }
@@ -79,21 +79,21 @@ def _without_nothing(fields: Mapping[str, Any]) -> Manifest:
     return {name: value for name, value in fields.items() if value is not None and value not in ([], {})}
 
 
-def merged(base: Any, patch: Any) -> Any:
+def merge(base: Any, patch: Any) -> Any:
     """Return `base` changed by `patch`.
 
     Objects are merged, null removes a key, lists of things with a `name` or `mountPath` are merged by it, and all else
     takes the place of what was there.
     """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
-        both = {**base, **{name: merged(base.get(name), value) for name, value in patch.items()}}
+        both = {**base, **{name: merge(base.get(name), value) for name, value in patch.items()}}
         return {name: value for name, value in both.items() if value is not None}
     if isinstance(base, list) and isinstance(patch, list):
         for key in ("mountPath", "name"):
             if all(isinstance(item, Mapping) and key in item for item in (*base, *patch)):
-                known = {item[key]: item for item in base}
-                return list((known | {item[key]: merged(known.get(item[key]), item) for item in patch}).values())
-    return merged({}, patch) if isinstance(patch, Mapping) else patch
+                by_key = {item[key]: item for item in base}
+                return list((by_key | {item[key]: merge(by_key.get(item[key]), item) for item in patch}).values())
+    return merge({}, patch) if isinstance(patch, Mapping) else patch
 
 
 # -- what a TrainJob changes in its runtime ---------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def trainjob_changes(spec: TrainingJob, pod: Manifest, replicated: str) -> Manif
     body = {name: value for name, value in pod["spec"].items() if name in _CARRIED[release]}
     own = {name: value for name, value in pod["spec"]["containers"][0].items() if name in _IN_CONTAINER}
     body["containers"] = [{"name": replicated, **own}]
-    template = merged({"metadata": pod["metadata"], "spec": body}, spec.kubernetes.pod_patch)
+    template = merge({"metadata": pod["metadata"], "spec": body}, spec.kubernetes.pod_patch)
     if release == "2.0":
         return {"podSpecOverrides": [{"targetJobs": [{"name": replicated}], **template["spec"]}]}
     if release == "2.1":
@@ -154,11 +154,11 @@ def _wrong_sources(spec: TrainingJob) -> Iterator[str]:
 
 
 def _wrong_queue(spec: TrainingJob) -> Iterator[str]:
-    own, asked = spec.queue, spec.kubernetes
+    own, settings = spec.queue, spec.kubernetes
     default = TrainingJob.model_fields["queue"].default
-    if asked.queue is not None and own not in (default, asked.queue):
-        yield f"queue {own} and kubernetes.queue {asked.queue} name two queues of Kueue; leave one of them out."
-    if spec.priority != TrainingJob.model_fields["priority"].default and asked.priority_class is None:
+    if settings.queue is not None and own not in (default, settings.queue):
+        yield f"queue {own} and kubernetes.queue {settings.queue} name two queues of Kueue; leave one of them out."
+    if spec.priority != TrainingJob.model_fields["priority"].default and settings.priority_class is None:
         yield (
             f"priority {spec.priority} means nothing on Kubernetes, which orders by classes. Name one in "
             "kubernetes.priority_class, or leave priority out."
@@ -188,26 +188,26 @@ def _wrong_retries(spec: TrainingJob) -> Iterator[str]:
 
 
 def _wrong_patches(spec: TrainingJob) -> Iterator[str]:
-    asked = spec.kubernetes
-    if others := sorted(asked.pod_patch.keys() - {"metadata", "spec"}):
+    settings = spec.kubernetes
+    if others := sorted(settings.pod_patch.keys() - {"metadata", "spec"}):
         yield f"kubernetes.pod_patch: a pod's template has metadata and spec, not {', '.join(others)}."
     for field in ("pod_patch", "workload_patch"):
-        for name, value in getattr(asked, field).items():
+        for name, value in getattr(settings, field).items():
             if name in ("metadata", "spec") and not isinstance(value, dict):
                 yield f"kubernetes.{field}: {name} is an object; write it as {name}: {{...}}."
-    metadata = asked.workload_patch.get("metadata")
-    changed = {*asked.workload_patch, *(metadata if isinstance(metadata, dict) else ())}
+    metadata = settings.workload_patch.get("metadata")
+    changed = {*settings.workload_patch, *(metadata if isinstance(metadata, dict) else ())}
     if ours := sorted(changed & {"apiVersion", "kind", "name", "namespace", "status"}):
         yield f"kubernetes.workload_patch: {', '.join(ours)} of the workload cannot be changed; leave it out."
 
 
 def _wrong_for_trainjob(spec: TrainingJob) -> Iterator[str]:
     release = spec.kubernetes.trainer
-    asked = {*pod_spec(spec), *container(spec)}
-    asked |= {"metadata"} if spec.kubernetes.labels or spec.kubernetes.annotations else set()
+    fields = {*pod_spec(spec), *container(spec)}
+    fields |= {"metadata"} if spec.kubernetes.labels or spec.kubernetes.annotations else set()
     patched = spec.kubernetes.pod_patch.get("spec")
-    asked |= {*(patched if isinstance(patched, dict) else ())}
-    for name in sorted(asked - _CARRIED[release]):
+    fields |= {*(patched if isinstance(patched, dict) else ())}
+    for name in sorted(fields - _CARRIED[release]):
         field = _FIELD.get(name, name)
         later = next((number for number, carried in _CARRIED.items() if name in carried), None)
         instead = f"It can from Trainer {later} on (kubernetes.trainer), or" if later else "Say it in the runtime, or"

@@ -33,16 +33,16 @@ class Pod:
 
     has_started: bool = False
     exit_code: int | None = None
-    said: str = ""
+    message: str = ""
     """What its container left when it ended."""
 
     why: str = ""
     """Why it ended, in Kubernetes' words: Error, OOMKilled, Evicted, ..."""
 
 
-def pods_of(spec: TrainingJob, found: Iterable[Mapping[str, Any]]) -> list[Pod]:
+def pods_of(spec: TrainingJob, objects: Iterable[Mapping[str, Any]]) -> list[Pod]:
     """Return the pods among raw objects, by node."""
-    return sorted((_pod(spec, raw) for raw in found), key=lambda pod: (pod.node, pod.name))
+    return sorted((_pod(spec, raw) for raw in objects), key=lambda pod: (pod.node, pod.name))
 
 
 def _pod(spec: TrainingJob, raw: Mapping[str, Any]) -> Pod:
@@ -58,7 +58,7 @@ def _pod(spec: TrainingJob, raw: Mapping[str, Any]) -> Pod:
         waits=_waits(status, state.get("waiting") or {}),
         has_started="running" in state or bool(ended),
         exit_code=ended.get("exitCode"),
-        said=ended.get("message") or "",
+        message=ended.get("message") or "",
         why=status.get("reason") or _disruption(status) or ended.get("reason") or "",
     )
 

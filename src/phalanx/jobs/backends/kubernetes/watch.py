@@ -27,7 +27,7 @@ _TROUBLE = (ApiException, HTTPError, OSError, ValueError, KeyError)
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 
 
-class Watched:
+class Informer:
     """The objects that one list call of the client gives, by name. Any thread may ask.
 
     Args:
@@ -82,9 +82,9 @@ class Watched:
     def _list(self) -> None:
         """Read everything; what cannot be read is told to whoever asks."""
         try:
-            found = json.loads(checked(self._call(_preload_content=False, _request_timeout=REQUEST_S)).data)
-            self._objects = {item["metadata"]["name"]: item for item in found["items"]}
-            self._version = found["metadata"]["resourceVersion"]
+            listing = json.loads(raise_for_status(self._call(_preload_content=False, _request_timeout=REQUEST_S)).data)
+            self._objects = {item["metadata"]["name"]: item for item in listing["items"]}
+            self._version = listing["metadata"]["resourceVersion"]
         except _TROUBLE as error:
             self._error = _first_line(error)
             return
@@ -100,7 +100,7 @@ class Watched:
             _preload_content=False,
             _request_timeout=(REQUEST_S, WATCH_S + REQUEST_S),
         )
-        for line in _lines(checked(stream)):
+        for line in _lines(raise_for_status(stream)):
             event = json.loads(line)
             raw = event["object"]
             if event["type"] == "ERROR":
@@ -115,7 +115,7 @@ class Watched:
                 return
 
 
-def said(error: ApiException) -> str:
+def error_message(error: ApiException) -> str:
     """Return what the cluster says that it refuses for."""
     try:
         message = json.loads(error.body or "")["message"]
@@ -124,7 +124,7 @@ def said(error: ApiException) -> str:
     return f"{message} ({error.status})"
 
 
-def checked(answer: Any) -> Any:
+def raise_for_status(answer: Any) -> Any:
     """Return what the client gave, or raise ApiException for a response of an error, which it lets pass unread."""
     status = getattr(answer, "status", None)
     if isinstance(status, int) and status >= 400:
@@ -148,5 +148,5 @@ def _lines(stream: Any) -> Iterator[bytes]:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, ApiException):
-        return said(error)
+        return error_message(error)
     return str(error).strip().split("\n")[0] or type(error).__name__

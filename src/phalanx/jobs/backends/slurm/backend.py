@@ -30,7 +30,7 @@ from phalanx.jobs.states import Cause
 from phalanx.launch.job.logs import last_lines
 
 SNAPSHOT_S = 2.0
-"""How long what squeue said is good: one call serves all jobs of a turn of the keeper."""
+"""How long what squeue said is good: one call serves all jobs of a turn of the controller."""
 
 COMMAND_S = 60.0
 """How long a command of Slurm may take; a controller that is down answers after its own limit."""
@@ -43,7 +43,7 @@ _PORT_BLOCKS = 250
 
 
 @dataclass(frozen=True)
-class Row:
+class SqueueRow:
     """A job as squeue shows it."""
 
     id: str
@@ -59,7 +59,7 @@ class Slurm:
 
     def __init__(self) -> None:
         """Make the backend; Slurm is asked nothing yet."""
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[SqueueRow]] = {}
         self._seen = float("-inf")
 
     def check(self, spec: TrainingJob) -> None:
@@ -67,10 +67,10 @@ class Slurm:
         launch_command.check(spec)
         slurm_states.check_said(spec)
         try:
-            said = _call("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l")
+            output = _call("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l")
         except BackendError as error:
             raise SpecError(f"backend: slurm cannot be used here. {error}") from None
-        slurm_states.check_fits(spec, slurm_states.read_nodes(said))
+        slurm_states.check_fits(spec, slurm_states.read_nodes(output))
 
     def render(self, submission: Submission, *, full: bool = False) -> str:
         """Return the batch script."""
@@ -104,14 +104,14 @@ class Slurm:
             return noted
         if (row := self._row(submission)) is not None:
             return row.id
-        path = attempt_files.write(submission).with_name("job.sbatch")
+        path = attempt_files.write_spec(submission).with_name("job.sbatch")
         path.write_text(self.render(submission), encoding="utf-8")
         _write_secrets(submission)
         # What opens our store stays here; all else of this environment goes with the job, as with any sbatch.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
-        said = _call("sbatch", "--parsable", str(path), environment=own)
+        output = _call("sbatch", "--parsable", str(path), environment=own)
         self._seen = float("-inf")
-        return said.strip().partition(";")[0]
+        return output.strip().partition(";")[0]
 
     def status(self, submission: Submission, handle: str) -> Status:
         """Return where the job is."""
@@ -123,10 +123,10 @@ class Slurm:
         if row.state in slurm_states.WAITING:
             return Status(Phase.QUEUED, slurm_states.why_waiting(row.reason))
         if row.state in slurm_states.ALIVE:
-            doing = attempt_files.doing(folder, 0)
+            doing = attempt_files.read_activity(folder, 0)
             phase = Phase.RUNNING if doing == "running" else Phase.PREPARING
             return Status(phase, doing or row.state.lower(), hosts)
-        if row.state == "COMPLETED" and attempt_files.doing(folder, 0):
+        if row.state == "COMPLETED" and attempt_files.read_activity(folder, 0):
             return Status(Phase.SUCCEEDED, "", hosts)
         return Status(Phase.FAILED, row.state, hosts, _failure(folder, row))
 
@@ -138,13 +138,13 @@ class Slurm:
 
         A signal of Slurm's would reach every process of the job at once, and the nodes' own would be a second one.
         """
-        asked = paths.stop(submission.folder)
-        if not asked.exists():
-            asked.touch()
+        request = paths.stop(submission.folder)
+        if not request.exists():
+            request.touch()
         row = self._row(submission)
         if row is None:
             return
-        is_late = time.time() > asked.stat().st_mtime + grace_s + LATE_S
+        is_late = time.time() > request.stat().st_mtime + grace_s + LATE_S
         if row.state in slurm_states.WAITING or (is_late and row.state in slurm_states.ALIVE):
             self._cancel(submission, row.id)
 
@@ -165,26 +165,26 @@ class Slurm:
             if row is not None and row.state in (*slurm_states.WAITING, *slurm_states.ALIVE):
                 raise
 
-    def _row(self, submission: Submission) -> Row | None:
+    def _row(self, submission: Submission) -> SqueueRow | None:
         """The job as it is now."""
         self._seen = float("-inf")
         return self._seen_row(submission)
 
-    def _seen_row(self, submission: Submission) -> Row | None:
+    def _seen_row(self, submission: Submission) -> SqueueRow | None:
         """The job as it was a moment ago: of several that were handed over, the one that started."""
         rows = self._snapshot().get(_name(submission), [])
         noted = _noted(submission.folder)
         return next((row for row in rows if row.id == noted), rows[0] if rows else None)
 
-    def _snapshot(self) -> dict[str, list[Row]]:
+    def _snapshot(self) -> dict[str, list[SqueueRow]]:
         """This user's jobs by name, as squeue shows them now or showed them a moment ago."""
         if time.monotonic() > self._seen + SNAPSHOT_S:
             user = pwd.getpwuid(os.getuid()).pw_name
-            said = _call("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%j|%i|%T|%r|%N")
+            output = _call("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%j|%i|%T|%r|%N")
             self._rows = {}
-            for name, *rest in (line.split("|") for line in said.splitlines()):
+            for name, *rest in (line.split("|") for line in output.splitlines()):
                 if len(rest) == 4:
-                    self._rows.setdefault(name, []).append(Row(*rest))
+                    self._rows.setdefault(name, []).append(SqueueRow(*rest))
             self._seen = time.monotonic()
         return self._rows
 
@@ -214,19 +214,19 @@ def _name(submission: Submission) -> str:
 
 
 def _resources(spec: TrainingJob) -> list[str]:
-    wanted, said = spec.resources, []
+    resources, options = spec.resources, []
     cpu, memory = slurm_states.needs(spec)
     if cpu is not None:
-        said.append(f"--cpus-per-task={math.ceil(cpu)}")
+        options.append(f"--cpus-per-task={math.ceil(cpu)}")
     if memory is not None:
-        said.append(f"--mem={math.ceil(memory / 2**20)}M")
-    if wanted.gpu:
-        said.append(f"--gpus-per-node={wanted.gpu}")
+        options.append(f"--mem={math.ceil(memory / 2**20)}M")
+    if resources.gpu:
+        options.append(f"--gpus-per-node={resources.gpu}")
     if spec.max_runtime is not None:
         # Slurm counts minutes; the nodes end in time themselves.
-        said.append(f"--time={int((spec.max_runtime + spec.grace) // 60) + 2}")
+        options.append(f"--time={int((spec.max_runtime + spec.grace) // 60) + 2}")
     chosen = {"partition": spec.slurm.partition, "account": spec.slurm.account, "qos": spec.slurm.qos}
-    return said + [f"--{option}={value}" for option, value in chosen.items() if value]
+    return options + [f"--{option}={value}" for option, value in chosen.items() if value]
 
 
 def _quoted(option: str) -> str:
@@ -253,22 +253,22 @@ def _noted(folder: Path) -> str:
 
 def _vanished(submission: Submission) -> Status:
     """A job that Slurm forgot, as it does minutes after the end: what its nodes wrote says how it ended."""
-    ends = [attempt_files.read_end(submission.folder, node) for node in range(submission.spec.resources.nodes)]
+    ends = [attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)]
     if not all(ends):
         return Status(Phase.GONE, "Slurm does not know the job any more")
     succeeded = all(end is not None and end.outcome == "succeeded" for end in ends)
     return Status(Phase.SUCCEEDED if succeeded else Phase.FAILED)
 
 
-def _failure(folder: Path, row: Row) -> Failure | None:
-    said = "\n".join(last_lines(str(paths.logs(folder) / "slurm.log"), 20))
-    found = slurm_states.FAILURES.get(row.state)
-    if found is not None:
-        cause, message = found
-        return Failure(cause, f"{message} (Slurm: {row.state}, nodes {row.nodes})", detail=said)
-    if attempt_files.doing(folder, 0):
+def _failure(folder: Path, row: SqueueRow) -> Failure | None:
+    log_tail = "\n".join(last_lines(str(paths.logs(folder) / "slurm.log"), 20))
+    known_failure = slurm_states.FAILURES.get(row.state)
+    if known_failure is not None:
+        cause, message = known_failure
+        return Failure(cause, f"{message} (Slurm: {row.state}, nodes {row.nodes})", detail=log_tail)
+    if attempt_files.read_activity(folder, 0):
         return None
-    return Failure(Cause.SETUP, "no node of the job started; logs/slurm.log says more", detail=said)
+    return Failure(Cause.SETUP, "no node of the job started; logs/slurm.log says more", detail=log_tail)
 
 
 def _call(command: str, *arguments: str, environment: dict[str, str] | None = None) -> str:

@@ -55,7 +55,7 @@ _SPACES = re.compile(r"\s+")
 
 
 @dataclass(frozen=True)
-class NodeRow:
+class SinfoRow:
     """A node in a partition, as sinfo shows it."""
 
     partition: str
@@ -69,8 +69,8 @@ class NodeRow:
 def why_waiting(reason: str) -> str:
     """Return why a job waits, in words and in Slurm's own."""
     name = _SPACES.split(reason.strip("() ").replace(", ", " "))[0].rstrip(",")
-    if said := _WAITS.get(name):
-        return f"{said} (Slurm: {reason})"
+    if text := _WAITS.get(name):
+        return f"{text} (Slurm: {reason})"
     if name.startswith(("QOS", "Assoc", "Max")):
         return f"a limit of its user, account or QOS is reached (Slurm: {reason})"
     return f"waits (Slurm: {reason})"
@@ -81,13 +81,13 @@ def hosts(listed: str) -> list[str]:
     return expand_hosts(listed) if listed and not listed.startswith("(") else []
 
 
-def read_nodes(said: str) -> list[NodeRow]:
+def read_nodes(listing: str) -> list[SinfoRow]:
     """Return what sinfo lists as `partition|node|cpus|MiB|gres|limit`."""
     rows = []
-    for line in said.splitlines():
+    for line in listing.splitlines():
         partition, name, cpus, memory, gres, _ = line.strip().split("|")
         gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
-        rows.append(NodeRow(partition.rstrip("*"), partition.endswith("*"), name, int(cpus), int(memory), gpus))
+        rows.append(SinfoRow(partition.rstrip("*"), partition.endswith("*"), name, int(cpus), int(memory), gpus))
     return rows
 
 
@@ -113,7 +113,7 @@ def check_said(spec: TrainingJob) -> None:
         )
 
 
-def check_fits(spec: TrainingJob, rows: list[NodeRow]) -> None:
+def check_fits(spec: TrainingJob, rows: list[SinfoRow]) -> None:
     """Raise SpecError if the partition of `spec` does not exist, or has too few nodes that are large enough."""
     partition = spec.slurm.partition
     names = sorted({row.partition for row in rows})
@@ -125,24 +125,24 @@ def check_fits(spec: TrainingJob, rows: list[NodeRow]) -> None:
     inside = [row for row in rows if (row.partition == partition if partition else row.is_default)]
     if not inside:
         raise SpecError(f"Slurm has no default partition. Set slurm.partition to one of {', '.join(names)}.")
-    wanted = spec.resources
+    resources = spec.resources
     cpu, memory = needs(spec)
     memory_mib = 0 if memory is None else memory / 2**20
     large = [
-        row for row in inside if row.cpus >= (cpu or 0) and row.memory_mib >= memory_mib and row.gpus >= wanted.gpu
+        row for row in inside if row.cpus >= (cpu or 0) and row.memory_mib >= memory_mib and row.gpus >= resources.gpu
     ]
-    if len(large) >= wanted.nodes:
+    if len(large) >= resources.nodes:
         return
     best, name = max(inside, key=lambda row: (row.gpus, row.cpus, row.memory_mib)), inside[0].partition
     raise SpecError(
-        f"resources ask for {wanted.nodes} nodes with {_amounts(cpu, memory_mib, wanted.gpu)} each, but "
+        f"resources ask for {resources.nodes} nodes with {_amounts(cpu, memory_mib, resources.gpu)} each, but "
         f"partition '{name}' has {len(inside)} nodes, {len(large)} of them large enough; {best.name} has "
         f"{_amounts(best.cpus, best.memory_mib, best.gpus)}. Ask for less, or choose another partition."
     )
 
 
 def _amounts(cpu: float | None, memory_mib: float, gpus: int) -> str:
-    said = [f"{cpu:g} cpu"] if cpu else []
-    said += [f"{memory_mib / 1024:.3g}Gi memory"] if memory_mib else []
-    said += [f"{gpus} gpu"] if gpus else []
-    return ", ".join(said) or "anything"
+    parts = [f"{cpu:g} cpu"] if cpu else []
+    parts += [f"{memory_mib / 1024:.3g}Gi memory"] if memory_mib else []
+    parts += [f"{gpus} gpu"] if gpus else []
+    return ", ".join(parts) or "anything"
