@@ -19,7 +19,7 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Phase, Status, Submission
-from phalanx.jobs.control.attempt_controller import REFUSED_S
+from phalanx.jobs.control.attempt_controller import SUBMIT_S
 from phalanx.jobs.control.controller import LEASE_S, JobController
 from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling.queue import Amount
@@ -253,7 +253,7 @@ def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> 
 def test_an_engine_that_takes_nothing_fails_the_job_in_the_end(world: World) -> None:
     world.ledger.add("a")
     world.engine.error = BackendError("no account")
-    world.step(30, REFUSED_S / 20)
+    world.step(30, SUBMIT_S / 20)
     failure = world.job().failure
     assert failure is not None
     assert failure.cause is Cause.BACKEND
@@ -341,7 +341,7 @@ def test_an_error_nobody_thought_of_does_not_end_the_controller(world: World, ca
             return False
 
     world.controller.run(Turns(), until_idle=True)
-    assert "the controller starts over" in caplog.text
+    assert "the job controller starts over" in caplog.text
     assert world.job().state is JobState.SUCCEEDED
 
 

@@ -15,6 +15,7 @@ import click
 from phalanx.cli.output import workspace_of
 from phalanx.cluster.messages import messages
 from phalanx.errors import SpecError
+from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.spec import Code, TrainingJob
 from phalanx.jobs.spec_file import read, validate
@@ -25,7 +26,7 @@ _FIELDS: dict[str, tuple[str, Any, str]] = {
     # flag: (field, type, help)
     "name": ("name", str, "Name of the job."),
     "workspace": ("workspace", str, "Workspace it belongs to. Default: default, or your only one."),
-    "backend": ("backend", click.Choice(["local", "slurm", "kubernetes"]), "What runs it. Default: local."),
+    "backend": ("backend", click.Choice(list(BACKENDS)), "What runs it. Default: local."),
     "launch": (
         "launch",
         click.Choice(["phalanx", "torchrun", "env"]),

@@ -30,6 +30,7 @@ from phalanx.jobs.addresses import (
     mount_path,
     web_address,
 )
+from phalanx.jobs.backend_registry import BackendName
 from phalanx.jobs.command import parse_command
 from phalanx.jobs.quantities import to_bytes, to_seconds
 from phalanx.jobs.states import Cause
@@ -304,7 +305,7 @@ class TrainingJob(_Model):
     launch: Literal["phalanx", "torchrun", "env"] = "phalanx"
     """phalanx, torchrun: a launcher on every node starts the ranks, WORLD_SIZE counts processes.
     env: one process a node, started as it is, WORLD_SIZE and RANK count nodes."""
-    backend: Literal["local", "slurm", "kubernetes"] = "local"
+    backend: BackendName = "local"
     """What runs the job: this machine, Slurm or Kubernetes."""
     kubernetes: Kubernetes = Kubernetes()
     slurm: Slurm = Slurm()

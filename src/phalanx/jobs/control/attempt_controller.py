@@ -15,6 +15,7 @@ from phalanx.jobs.attempt import logs
 from phalanx.jobs.attempt.failures import failure_of, hang_failure, should_retry, submit_failure, timeout_failure
 from phalanx.jobs.attempt.files import ExitRecord
 from phalanx.jobs.backend import Backend, Phase, Status, Submission
+from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.paths import attempt_folder
@@ -23,24 +24,21 @@ from phalanx.jobs.states import Cause, JobState
 
 logger = logging.getLogger("phalanx.jobs")
 
-BLAME = "ending"
-"""Kind of the event that says why a live attempt is being ended; a later controller reads it."""
+ENDING = "ending"
+"""Kind of the event that records why a running attempt is being ended; a later controller reads it."""
 
-LOCAL_EVERY_S = 0.5
-REMOTE_EVERY_S = 5.0
-"""Times between two looks at an attempt: on this machine a few system calls, elsewhere a request to an engine."""
+FIRST_RETRY_S = 0.5
+MAX_RETRY_S = 60.0
+"""Shortest and longest time between two tries at a backend that does not answer; it doubles from one to the next."""
 
 FILES_EVERY_S = 10.0
-"""Time between two looks at how long ago logs grew, and how large they are."""
+"""Time between two checks of how large log files are and when they last grew."""
 
-BACK_OFF_S = 60.0
-"""Longest time between two tries at an engine that does not answer."""
+SUBMIT_S = 600.0
+"""How long the submission of an attempt is retried while its backend refuses it."""
 
-REFUSED_S = 600.0
-"""How long an attempt is offered to an engine that does not take it."""
-
-TOGETHER_S = 10.0
-"""How long the nodes of an attempt get to end by themselves when one has failed, before they are asked to."""
+NODES_END_S = 10.0
+"""How long the nodes of an attempt get to end by themselves after one has failed, before they are stopped."""
 
 OVERDUE_S = 30.0
 """How much later than the nodes themselves the controller ends an attempt that runs too long."""
@@ -51,18 +49,18 @@ class AttemptController:
 
     def __init__(
         self,
-        ledger: JobStateStore,
+        store: JobStateStore,
         backend: Backend,
         home: Path,
         job: Job,
         spec: TrainingJob,
         clock: Callable[[], float],
     ) -> None:
-        """Take an attempt into care; one that an earlier controller began goes on where that one stopped.
+        """Supervise an attempt; one that an earlier controller began is resumed where that one stopped.
 
         Args:
-            ledger: The store.
-            backend: The engine of the job.
+            store: The store.
+            backend: The backend of the job.
             home: The folder of all state.
             job: The job, whose last attempt is meant.
             spec: Its spec.
@@ -72,188 +70,188 @@ class AttemptController:
         self.spec = spec
         self.number = job.attempt
         self.folder = attempt_folder(home, job.id, job.attempt)
-        self.next_look = 0.0
-        self._ledger, self._backend, self._clock = ledger, backend, clock
-        self._attempts = ledger.attempts(job.id)
+        self.next_poll = 0.0
+        self._store, self._backend, self._clock = store, backend, clock
+        self._attempts = store.attempts(job.id)
         self._handle = self._attempts[-1].handle
-        self._blamed = _blamed(ledger.events(job.id), self.number) if self._handle else None
-        self._began = clock()
+        self._ending_failure = _read_ending_failure(store.events(job.id), self.number) if self._handle else None
+        self._submitting_since = clock()
         self._failing_since: float | None = None
-        self._tries = 0
+        self._failed_polls = 0
         self._next_files = 0.0
         self._reason = job.reason
 
     @property
     def attempt(self) -> Attempt:
-        """The attempt as it was when it came into care."""
+        """The attempt as it was when its supervision began."""
         return self._attempts[-1]
 
-    def look(self, job: Job) -> bool:
-        """See to the attempt of `job` as the store has it now; returns whether the attempt has ended.
+    def poll(self, job: Job) -> bool:
+        """Do what is due for the attempt of `job`, which is as in the store now; return whether the attempt has ended.
 
         Raises:
-            StateError: If somebody else moved the job meanwhile; look again with the job as it is then.
+            StateError: If the job changed its state meanwhile; poll again with the job as it is then.
         """
         self.job = job
         try:
-            ended = self._look()
+            ended = self._poll()
         except StateError:
             raise
         except (PhalanxError, OSError, ValueError) as error:
-            # An engine that does not answer now may later, and one job must not keep the others waiting.
-            self._tries += 1
-            wait = min(BACK_OFF_S, LOCAL_EVERY_S * 2**self._tries)
-            self.next_look = self._clock() + wait
-            self._explain(f"{job.backend} cannot be asked: {error} Tried again in {wait:.0f} s.")
+            # A backend that does not answer now may later, and one job must not block the others.
+            self._failed_polls += 1
+            wait = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._failed_polls)
+            self.next_poll = self._clock() + wait
+            self._set_reason(f"{job.backend} cannot be asked: {error} Tried again in {wait:.0f} s.")
             return False
-        self._tries = 0
-        self.next_look = self._clock() + (LOCAL_EVERY_S if job.backend == "local" else REMOTE_EVERY_S)
+        self._failed_polls = 0
+        self.next_poll = self._clock() + BACKENDS[job.backend].poll_s
         return ended
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         stopping = self.job.state is JobState.STOPPING
         if not self._handle and not stopping:
             failure = self._submit()
             if failure is not None:
-                return self._failed(failure)
+                return self._fail(failure)
         submission = self._submission({})
         status = self._backend.status(submission, self._handle)
         self._backend.collect(submission, self._handle)
-        ends = self._ends()
+        records = self._exit_records()
         if status.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE):
-            return self._ended(submission, status, ends)
+            return self._finish(submission, status, records)
         if stopping:
             self._backend.stop(submission, self._handle, self.spec.grace)
             return False
-        self._follow(status)
-        self._judge(status, ends)
-        if self._blamed is not None:
+        self._update_state(status)
+        self._check_limits(status, records)
+        if self._ending_failure is not None:
             self._backend.stop(submission, self._handle, self.spec.grace)
         return False
 
-    def _ends(self) -> dict[int, ExitRecord | None]:
+    def _exit_records(self) -> dict[int, ExitRecord | None]:
         """How nodes ended. Those that hold servers only count if they failed: others are ended with the training."""
         nodes, servers = self.spec.resources.nodes, self.spec.servers
-        ends = {node: attempt_files.read_exit_record(self.folder, node) for node in range(nodes)}
-        if all(end is not None and end.outcome == "succeeded" for end in ends.values()):
-            return ends
+        records = {node: attempt_files.read_exit_record(self.folder, node) for node in range(nodes)}
+        if all(end is not None and end.outcome == "succeeded" for end in records.values()):
+            return records
         for node in range(nodes, nodes + (servers.count if servers else 0)):
             end = attempt_files.read_exit_record(self.folder, node)
             if end is not None and end.outcome == "failed":
-                ends[node] = end
-        return ends
+                records[node] = end
+        return records
 
     def _submission(self, secrets: dict[str, str]) -> Submission:
         return Submission(self.job.id, self.number, self.spec, self.folder, secrets)
 
     def _submit(self) -> Failure | None:
-        """Hand the attempt over; returns why it can never be, BackendError is for another try."""
+        """Submit the attempt; return why it can never run. BackendError means that it is tried again."""
         try:
-            secrets = self._ledger.secret_values(self.job.workspace, secrets_of(self.job.spec))
+            secrets = self._store.secret_values(self.job.workspace, secrets_of(self.job.spec))
             self._handle = self._backend.submit(self._submission(secrets))
         except BackendError as error:
-            tried = self._clock() - self._began
-            if tried < REFUSED_S:
+            tried = self._clock() - self._submitting_since
+            if tried < SUBMIT_S:
                 raise
             return submit_failure(error, tried)
         except PhalanxError as error:
             return submit_failure(error)
-        self._ledger.submitted(self.job.id, self.number, self._handle)
+        self._store.submitted(self.job.id, self.number, self._handle)
         return None
 
-    def _follow(self, status: Status) -> None:
-        """Let the job's state say what its backend says."""
+    def _update_state(self, status: Status) -> None:
+        """Set the state of the job to what its backend reports."""
         state = {Phase.PREPARING: JobState.PREPARING, Phase.RUNNING: JobState.RUNNING}.get(status.phase, self.job.state)
-        prefix = "" if self.job.backend == "local" else f"{self.job.backend}: "
+        prefix = "" if BACKENDS[self.job.backend].uses_this_machine else f"{self.job.backend}: "
         reason = f"{prefix}{status.reason}" if status.reason and status.phase is not Phase.RUNNING else ""
         later = state is not self.job.state and self.job.state is not JobState.RUNNING
         if later:
-            self.job = self._ledger.change(self.job.id, state, reason)
+            self.job = self._store.change(self.job.id, state, reason)
             self._reason = reason
             if state is JobState.RUNNING:
-                self._attempts[-1] = self._ledger.attempts(self.job.id)[-1]
-        elif self._blamed is None:
-            self._explain(reason)
+                self._attempts[-1] = self._store.attempts(self.job.id)[-1]
+        elif self._ending_failure is None:
+            self._set_reason(reason)
 
-    def _judge(self, status: Status, ends: dict[int, ExitRecord | None]) -> None:
+    def _check_limits(self, status: Status, records: dict[int, ExitRecord | None]) -> None:
         """Find reasons to end an attempt whose backend would let it run on."""
         now = self._clock()
         if status.failure is not None:
-            self._blame(status.failure)
-        if any(end is not None and end.outcome == "failed" for end in ends.values()):
+            self._end_with(status.failure)
+        if any(end is not None and end.outcome == "failed" for end in records.values()):
             self._failing_since = self._failing_since or now
-            if now > self._failing_since + TOGETHER_S and (failure := failure_of(ends, status)):
-                self._blame(failure)
+            if now > self._failing_since + NODES_END_S and (failure := failure_of(records, status)):
+                self._end_with(failure)
         limit, started = self.spec.max_runtime, self.attempt.started
         if limit and started and now > started.timestamp() + limit + self.spec.grace + OVERDUE_S:
-            self._blame(timeout_failure(limit))
+            self._end_with(timeout_failure(limit))
         if now >= self._next_files:
             self._next_files = now + FILES_EVERY_S
             logs.cap(self.folder)
-            self._hang(now)
+            self._check_hang(now)
 
-    def _hang(self, now: float) -> None:
+    def _check_hang(self, now: float) -> None:
         patience, started = self.spec.retries.hang_after, self.attempt.started
         if patience is None or started is None or self.job.state is not JobState.RUNNING:
             return
         silent = now - max(started.timestamp(), logs.last_sign(self.folder))
         if silent > patience:
-            self._blame(hang_failure(silent, logs.signs(self.folder)))
+            self._end_with(hang_failure(silent, logs.signs(self.folder)))
 
-    def _blame(self, failure: Failure) -> None:
-        if self._blamed is None:
-            self._ledger.append(self.job.id, BLAME, failure.message, {"attempt": self.number, **asdict(failure)})
-            self._blamed = failure
-            self._explain(f"ending attempt {self.number}: {failure.message}")
+    def _end_with(self, failure: Failure) -> None:
+        if self._ending_failure is None:
+            self._store.append(self.job.id, ENDING, failure.message, {"attempt": self.number, **asdict(failure)})
+            self._ending_failure = failure
+            self._set_reason(f"ending attempt {self.number}: {failure.message}")
 
-    def _ended(self, submission: Submission, status: Status, ends: dict[int, ExitRecord | None]) -> bool:
+    def _finish(self, submission: Submission, status: Status, records: dict[int, ExitRecord | None]) -> bool:
         self._backend.cleanup(submission, self._handle)
         logs.cap(self.folder)
-        failure = failure_of(ends, status)
-        started = _began(ends)
+        failure = failure_of(records, status)
+        started = _first_start(records)
         if failure is None:
-            self._through_running(started)
-            self._ledger.change(self.job.id, JobState.SUCCEEDED, started=started)
+            self._pass_through_running(started)
+            self._store.change(self.job.id, JobState.SUCCEEDED, started=started)
             return True
-        own = any(end is not None and end.outcome == "failed" for end in ends.values())
+        own = any(end is not None and end.outcome == "failed" for end in records.values())
         if self.job.state is JobState.STOPPING and (not own or failure.cause in (Cause.NODE_FAILURE, Cause.PREEMPTED)):
-            self._ledger.change(self.job.id, JobState.STOPPED, self.job.reason)
+            self._store.change(self.job.id, JobState.STOPPED, self.job.reason)
             return True
-        return self._failed(self._blamed or failure, started)
+        return self._fail(self._ending_failure or failure, started)
 
-    def _failed(self, failure: Failure, started: datetime | None = None) -> bool:
+    def _fail(self, failure: Failure, started: datetime | None = None) -> bool:
         again = should_retry(self.spec, self._attempts, failure) and self.job.state is not JobState.STOPPING
         if not again:
-            self._ledger.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
+            self._store.change(self.job.id, JobState.FAILED, failure.message, failure=failure, started=started)
             return True
-        self._through_running(started)
+        self._pass_through_running(started)
         reason = (
             f"attempt {self.number} failed ({failure.cause}: {failure.message}); "
             f"restart {self.number} of {self.spec.retries.max}"
         )
-        self._ledger.change(self.job.id, JobState.RESTARTING, reason, failure=failure, started=started)
+        self._store.change(self.job.id, JobState.RESTARTING, reason, failure=failure, started=started)
         return True
 
-    def _through_running(self, started: datetime | None) -> None:
-        """Pass the state between waiting and an end, for attempts that end between two looks."""
+    def _pass_through_running(self, started: datetime | None) -> None:
+        """Enter RUNNING, which an attempt that began and ended between two polls would skip."""
         if self.job.state in (JobState.QUEUED, JobState.RESTARTING):
-            self.job = self._ledger.change(self.job.id, JobState.RUNNING, started=started)
+            self.job = self._store.change(self.job.id, JobState.RUNNING, started=started)
 
-    def _explain(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         if reason != self._reason:
             self._reason = reason
-            self._ledger.explain({self.job.id: reason})
+            self._store.explain({self.job.id: reason})
 
 
-def _began(ends: Mapping[int, ExitRecord | None]) -> datetime | None:
+def _first_start(records: Mapping[int, ExitRecord | None]) -> datetime | None:
     """Return when the first node began its part, as far as nodes say."""
-    times = [end.started for end in ends.values() if end is not None and end.started]
+    times = [end.started for end in records.values() if end is not None and end.started]
     return datetime.fromtimestamp(min(times), UTC) if times else None
 
 
-def _blamed(events: list[Event], number: int) -> Failure | None:
+def _read_ending_failure(events: list[Event], number: int) -> Failure | None:
     """Return why an earlier controller was ending attempt `number`."""
-    data = next((e.data for e in events if e.kind == BLAME and e.data["attempt"] == number), None)
+    data = next((e.data for e in events if e.kind == ENDING and e.data["attempt"] == number), None)
     if data is None:
         return None
     values: dict[str, Any] = {name: value for name, value in data.items() if name != "attempt"}

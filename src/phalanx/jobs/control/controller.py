@@ -26,7 +26,8 @@ from typing import Any
 from phalanx.errors import PhalanxError, StateError
 from phalanx.jobs.attempt.failures import submit_failure
 from phalanx.jobs.backend import Backend
-from phalanx.jobs.control.attempt_controller import LOCAL_EVERY_S, AttemptController
+from phalanx.jobs.backend_registry import BACKENDS
+from phalanx.jobs.control.attempt_controller import AttemptController
 from phalanx.jobs.control.job_state_store import JobStateStore
 from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling import queue
@@ -40,28 +41,34 @@ logger = logging.getLogger("phalanx.jobs")
 
 LEASE = "keeper"
 LEASE_S = 15.0
-"""After which the controller of another home takes over from one that says nothing."""
+"""How long a lease lasts that is not renewed; the controller of another home then takes over."""
 
-QUEUE_EVERY_S = 10.0
-"""How often the line is looked at when nothing changed: jobs grow older in it."""
+STEP_S = min(entry.poll_s for entry in BACKENDS.values())
+"""Pause between two steps while there are jobs."""
 
-SHARE_S = 86400.0
-"""Whose jobs ran longer during this time stands further back."""
+SCHEDULE_EVERY_S = 10.0
+"""Time between two passes over the queue when nothing changed: priorities grow with waiting."""
 
-SHARE_EVERY_S = 60.0
+USAGE_S = 86400.0
+"""Period over which usage counts for fair share."""
+
+USAGE_EVERY_S = 60.0
 IDLE_S = 5.0
-"""How long a background controller stays when nothing is left."""
+"""How long a background controller stays when no job is left."""
 
-_LIVE = tuple(state for state in JobState if not state.is_terminal)
+_NOT_ENDED = tuple(state for state in JobState if not state.is_terminal)
+_QUEUED_HERE = frozenset(name for name, entry in BACKENDS.items() if entry.uses_this_machine)
+"""Backends whose jobs this controller queues; others have queues of their own."""
+
 _WAITING = (JobState.QUEUED, JobState.RESTARTING)
 
 
 class JobController:
-    """Looks after every job that has not ended. All it must remember is in the store; the rest is to be quick."""
+    """Supervises every job that has not ended. All state that must survive is in the store; the rest is a cache."""
 
     def __init__(
         self,
-        ledger: JobStateStore,
+        store: JobStateStore,
         backends: Mapping[str, Backend],
         home: Path,
         *,
@@ -71,23 +78,23 @@ class JobController:
         """Make a controller; nothing happens before its first `step`.
 
         Args:
-            ledger: The store.
-            backends: Engines by name. Who starts on `local` is decided here, the others have queues of their own.
+            store: The store.
+            backends: Backends by name. When a job starts on this machine is decided here.
             home: The folder of all state.
-            machine: What `local` has to give.
+            machine: Resources of this machine.
             clock: Seconds since the epoch.
         """
-        self._ledger, self._backends, self._home = ledger, backends, home
+        self._store, self._backends, self._home = store, backends, home
         self._machine, self._clock = machine, clock
         self._quotas = Quotas(home / "queues.yaml")
         self._holder = f"{os.uname().nodename}:{home}"
-        self._leased = self._looked_at_line = self._shared = 0.0
+        self._leased_at = self._scheduled_at = self._usage_read_at = 0.0
         self._version: Any = None
         self._jobs: dict[str, Job] = {}
-        self._live: dict[str, AttemptController] = {}
+        self._attempts: dict[str, AttemptController] = {}
         self._specs: dict[str, TrainingJob | None] = {}
-        self._over: set[tuple[str, int]] = set()
-        self._used: dict[str, float] = {}
+        self._ended_attempts: set[tuple[str, int]] = set()
+        self._usage: dict[str, float] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -95,173 +102,173 @@ class JobController:
         return not self._jobs
 
     def step(self) -> float:
-        """Do everything that is due; return for how many seconds nothing will be.
+        """Do everything that is due; return how many seconds to wait before the next step.
 
-        Returns at once, with nothing done, while the controller of another home has the lease.
+        Does nothing while the controller of another home has the lease.
         """
         if not self._is_leader():
             return LEASE_S / 3
         changed = self._refresh()
         for job in list(self._jobs.values()):
-            if job.id in self._live or job.state is JobState.STOPPING:
-                changed |= self._attend(job)
-            elif job.backend != "local" and job.state in _WAITING:
-                changed |= self._begin(job)
-        if changed or self._clock() >= self._looked_at_line + QUEUE_EVERY_S:
-            self._serve_line()
-        return LOCAL_EVERY_S if self._jobs else 2 * LOCAL_EVERY_S
+            if job.id in self._attempts or job.state is JobState.STOPPING:
+                changed |= self._check_attempt(job)
+            elif job.backend not in _QUEUED_HERE and job.state in _WAITING:
+                changed |= self._start_attempt(job)
+        if changed or self._clock() >= self._scheduled_at + SCHEDULE_EVERY_S:
+            self._schedule()
+        return STEP_S if self._jobs else 2 * STEP_S
 
-    def anything_left(self) -> bool:
+    def has_jobs(self) -> bool:
         """Return whether the store has a job that has not ended, without touching it."""
-        return bool(self._ledger.jobs(states=_LIVE))
+        return bool(self._store.jobs(states=_NOT_ENDED))
 
     def release(self) -> None:
-        """Let another controller go on."""
-        self._ledger.release(LEASE, self._holder)
-        self._leased = 0.0
+        """Release the lease, so that another controller can take over."""
+        self._store.release(LEASE, self._holder)
+        self._leased_at = 0.0
 
     def _is_leader(self) -> bool:
         now = self._clock()
-        if now >= self._leased + LEASE_S / 3:
-            if not self._ledger.lease(LEASE, self._holder, LEASE_S):
-                self._forget()  # What another controller does meanwhile is not known here.
+        if now >= self._leased_at + LEASE_S / 3:
+            if not self._store.lease(LEASE, self._holder, LEASE_S):
+                self._forget()  # What another controller does meanwhile is unknown here.
                 return False
-            self._leased = now
+            self._leased_at = now
         return True
 
     def _forget(self) -> None:
         self._version = None
-        self._live.clear()
+        self._attempts.clear()
 
     def _refresh(self) -> bool:
         """Read the jobs again if any changed; returns whether any did."""
-        version = self._ledger.last_change()
+        version = self._store.last_change()
         if version == self._version:
             return False
-        jobs = self._ledger.jobs(states=_LIVE)
+        jobs = self._store.jobs(states=_NOT_ENDED)
         # The number was taken first: what changed since makes it another one, and is read next time.
         self._version, self._jobs = version, {job.id: job for job in reversed(jobs)}
-        self._live = {id: live for id, live in self._live.items() if id in self._jobs}
-        self._over = {(id, number) for id, number in self._over if id in self._jobs}
+        self._attempts = {id: attempt for id, attempt in self._attempts.items() if id in self._jobs}
+        self._ended_attempts = {(id, number) for id, number in self._ended_attempts if id in self._jobs}
         specs = self._specs
         self._specs = {id: specs[id] if id in specs else self._spec(job) for id, job in self._jobs.items()}
         for job in self._jobs.values():
-            if job.attempt and job.id not in self._live and (job.id, job.attempt) not in self._over:
-                self._care(job)
+            if job.attempt and job.id not in self._attempts and (job.id, job.attempt) not in self._ended_attempts:
+                self._adopt_attempt(job)
         return True
 
     def _spec(self, job: Job) -> TrainingJob | None:
         try:
             return TrainingJob.model_validate(job.spec)
         except ValueError as error:
-            self._give_up_on(job, error)
+            self._skip_job(job, error)
             return None
 
-    def _care(self, job: Job) -> AttemptController | None:
-        """Take the last attempt of a job into care, if it has not ended."""
+    def _adopt_attempt(self, job: Job) -> AttemptController | None:
+        """Start to supervise the last attempt of a job, if it has not ended."""
         spec = self._specs[job.id]
         if spec is None:
             return None
         try:
             backend = self._backends[job.backend]
         except (PhalanxError, ImportError) as error:
-            self._give_up_on(job, error)
+            self._skip_job(job, error)
             return None
-        live = AttemptController(self._ledger, backend, self._home, job, spec, self._clock)
-        if live.attempt.ended is not None:
-            self._over.add((job.id, job.attempt))
+        attempt = AttemptController(self._store, backend, self._home, job, spec, self._clock)
+        if attempt.attempt.ended is not None:
+            self._ended_attempts.add((job.id, job.attempt))
             return None
-        self._live[job.id] = live
-        return live
+        self._attempts[job.id] = attempt
+        return attempt
 
-    def _give_up_on(self, job: Job, error: Exception) -> None:
-        """Leave a job as it is: one that cannot be looked after must not keep the others waiting."""
-        logger.error("job %s cannot be looked after: %s", job.id, error)
-        self._ledger.explain({job.id: f"cannot be looked after: {error}"})
+    def _skip_job(self, job: Job, error: Exception) -> None:
+        """Leave a job as it is: one that cannot be supervised must not block the others."""
+        logger.error("job %s cannot be supervised: %s", job.id, error)
+        self._store.explain({job.id: f"cannot be supervised: {error}"})
 
-    def _attend(self, job: Job) -> bool:
-        """Look after the live attempt of a job, or stop one that has none; returns whether it ended."""
-        live = self._live.get(job.id)
+    def _check_attempt(self, job: Job) -> bool:
+        """Check the running attempt of a job, or stop a job that has none; returns whether it ended."""
+        attempt = self._attempts.get(job.id)
         try:
-            if live is None:
-                self._ledger.change(job.id, JobState.STOPPED, job.reason)
+            if attempt is None:
+                self._store.change(job.id, JobState.STOPPED, job.reason)
                 return True
-            if self._clock() < live.next_look and not (
-                job.state is JobState.STOPPING and live.job.state is not job.state
+            if self._clock() < attempt.next_poll and not (
+                job.state is JobState.STOPPING and attempt.job.state is not job.state
             ):
                 return False
-            if live.look(job):
-                del self._live[job.id]
+            if attempt.poll(job):
+                del self._attempts[job.id]
                 return True
         except StateError as error:
-            logger.info("%s", error)  # Somebody stopped it meanwhile: it is read again.
+            logger.info("%s", error)  # It was stopped meanwhile: it is read again.
             self._version = None
         return False
 
-    def _begin(self, job: Job) -> bool:
-        """Begin the next attempt at a job, and hand it over."""
+    def _start_attempt(self, job: Job) -> bool:
+        """Begin the next attempt at a job, and submit it to its backend."""
         if self._specs[job.id] is None or not self._is_leader():
             return False
         try:
-            if (failure := self._missing(job)) is not None:
-                self._ledger.change(job.id, JobState.FAILED, failure.message, failure=failure)
+            if (failure := self._backend_failure(job)) is not None:
+                self._store.change(job.id, JobState.FAILED, failure.message, failure=failure)
                 return True
-            self._ledger.begin_attempt(job.id)
+            self._store.begin_attempt(job.id)
         except StateError as error:
             logger.info("%s", error)
             self._version = None
             return False
         job = replace(job, attempt=job.attempt + 1)
         self._jobs[job.id] = job
-        return self._care(job) is not None and self._attend(job)
+        return self._adopt_attempt(job) is not None and self._check_attempt(job)
 
-    def _missing(self, job: Job) -> Failure | None:
-        """Return why the engine of a job cannot be used here at all."""
+    def _backend_failure(self, job: Job) -> Failure | None:
+        """Return why the backend of a job cannot be used here at all."""
         try:
             self._backends[job.backend]
         except (PhalanxError, ImportError) as error:
             return submit_failure(error)
         return None
 
-    def _serve_line(self) -> None:
-        """Start the jobs whose turn it is on this machine, and tell the others why they wait."""
-        now = self._looked_at_line = self._clock()
-        local = [job for job in self._jobs.values() if job.backend == "local"]
+    def _schedule(self) -> None:
+        """Start the jobs whose turn it is on this machine, and record why the others wait."""
+        now = self._scheduled_at = self._clock()
+        local = [job for job in self._jobs.values() if job.backend in _QUEUED_HERE]
         waiting, running = [], []
         for job in local:
             if (spec := self._specs[job.id]) is None:
                 continue
             need = queue.need_of(spec, self._machine)
-            if job.id in self._live:
+            if job.id in self._attempts:
                 running.append(Running(job.id, _owner(job), need, spec.queue))
             elif job.state in _WAITING:
                 age = now - job.created.timestamp()
                 waiting.append(Waiting(job.id, _owner(job), job.priority, age, need, spec.queue))
         if not waiting:
             return
-        chosen = queue.choose(waiting, running, self._machine, self._used_lately(now), self._quotas.now())
+        chosen = queue.choose(waiting, running, self._machine, self._recent_usage(now), self._quotas.now())
         for id in chosen.start:
-            self._begin(self._jobs[id])
+            self._start_attempt(self._jobs[id])
         new = {id: reason for id, reason in chosen.reasons.items() if self._jobs[id].reason != reason}
         if new:
-            self._ledger.explain(new)
+            self._store.explain(new)
             self._jobs |= {id: replace(self._jobs[id], reason=reason) for id, reason in new.items()}
 
-    def _used_lately(self, now: float) -> dict[str, float]:
-        if now >= self._shared + SHARE_EVERY_S:
-            self._shared, since = now, datetime.fromtimestamp(now - SHARE_S, UTC)
-            self._used = {}
-            for job in (*self._ledger.jobs(ended_after=since), *self._jobs.values()):
+    def _recent_usage(self, now: float) -> dict[str, float]:
+        if now >= self._usage_read_at + USAGE_EVERY_S:
+            self._usage_read_at, since = now, datetime.fromtimestamp(now - USAGE_S, UTC)
+            self._usage = {}
+            for job in (*self._store.jobs(ended_after=since), *self._jobs.values()):
                 if job.started is not None:
                     ended = job.ended.timestamp() if job.ended else now
-                    ran = ended - max(job.started.timestamp(), now - SHARE_S)
-                    self._used[_owner(job)] = self._used.get(_owner(job), 0.0) + ran
-        return self._used
+                    ran = ended - max(job.started.timestamp(), now - USAGE_S)
+                    self._usage[_owner(job)] = self._usage.get(_owner(job), 0.0) + ran
+        return self._usage
 
     def run(self, stopped: threading.Event, *, until_idle: bool = False, lock: int | None = None) -> None:
-        """Keep until `stopped` is set, no job was left for IDLE_S seconds, or the file of `lock` was removed.
+        """Run until `stopped` is set, no job was left for IDLE_S seconds, or the file of `lock` was removed.
 
-        An error of the store, such as a database that is being restarted, is logged and waited out, and so is a bug.
+        Errors of the store, such as a database that restarts, are logged and retried, and so are bugs.
         """
         idle_since = self._clock()
         while not stopped.is_set():
@@ -275,8 +282,8 @@ class JobController:
                 logger.warning("%s", error)
                 pause = LEASE_S / 3
             except Exception:
-                # Everybody's jobs hang on this loop: it starts over from the store, as after a kill.
-                logger.exception("the controller starts over")
+                # All jobs depend on this loop: it starts over from the store, as after a kill.
+                logger.exception("the job controller starts over")
                 self._forget()
                 pause = LEASE_S / 3
             if not self.is_idle:
@@ -295,29 +302,29 @@ def _owner(job: Job) -> str:
 def run_controller(
     home: Path, controller: JobController, stopped: threading.Event, *, until_idle: bool, lock: int | None = None
 ) -> None:
-    """Keep the jobs of `home` in this process, when no other does.
+    """Run the controller of `home` in this process, when no other process does.
 
     Args:
         home: The folder of all state.
-        controller: What keeps.
+        controller: The controller to run.
         stopped: Ends it.
         until_idle: Whether to return when no job is left, or no longer.
         lock: Descriptor of HOME/keeper.lock, if this process was given it locked.
     """
     while not stopped.is_set():
-        with _ours(home, lock) as taken:
+        with _controller_lock(home, lock) as taken:
             if taken is not None:
                 controller.run(stopped, until_idle=until_idle, lock=taken)
         lock = None
-        # Asked after the lock was let go: who submitted a job just before found a controller here, and started none.
-        if until_idle and (taken is None or not controller.anything_left()):
+        # Checked after the lock was released: a process that submitted a job just before started no controller.
+        if until_idle and (taken is None or not controller.has_jobs()):
             return
         stopped.wait(1.0)
 
 
 @contextlib.contextmanager
-def _ours(home: Path, lock: int | None) -> Iterator[int | None]:
-    """The lock of the controller of `home`: the one that was handed over, or as `try_lock` has it."""
+def _controller_lock(home: Path, lock: int | None) -> Iterator[int | None]:
+    """The lock of the controller of `home`: the one that was inherited, or a new one from `try_lock`."""
     if lock is None:
         with try_lock(home / "keeper.lock") as taken:
             yield taken
@@ -339,12 +346,12 @@ def ensure_controller(home: Path) -> None:
                 start_new_session=True,
                 pass_fds=[lock],
             )
-            # In a process that stays, somebody must take note of its end.
+            # A process that lives on must reap it.
             threading.Thread(target=started.wait, daemon=True).start()
 
 
 def main(home: Path, lock: int | None = None) -> None:
-    """Keep the jobs of `home` until none is left."""
+    """Run the controller of `home` until every job has ended."""
     from phalanx.jobs.backends import Backends
     from phalanx.jobs.backends.local import this_machine
     from phalanx.jobs.store import JobStore

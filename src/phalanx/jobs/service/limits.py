@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from phalanx.errors import ConfigError, SpecError
 from phalanx.jobs.addresses import is_local
 from phalanx.jobs.reach import Reach, host_rule
+from phalanx.jobs.backend_registry import BackendName
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 
 logger = logging.getLogger("phalanx.jobs")
@@ -40,7 +41,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     roots: tuple[Annotated[str, AfterValidator(_root)], ...] = ()
-    backends: tuple[Literal["local", "slurm", "kubernetes"], ...] | None = None
+    backends: tuple[BackendName, ...] | None = None
     namespaces: tuple[str, ...] | None = None
     kubernetes_patch: bool = False
     hosts: tuple[Annotated[str, AfterValidator(host_rule)], ...] = ()

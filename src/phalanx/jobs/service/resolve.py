@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from phalanx.cluster.messages import messages
 from phalanx.errors import PhalanxError, SpecError, did_you_mean
+from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.command import PythonCommand, python_command
 from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.sources import code as codes
@@ -76,11 +77,10 @@ def resolve(
             whole = whole if limits is None else limits.dataset(whole, spec.backend)
             secret = _value(configs, whole.secret)
             reach = None if limits is None else limits.reach
-            on_this_machine = spec.backend != "kubernetes"
-            pinned.append(datasets.pin(whole, base, secret, on_this_machine=on_this_machine, reach=reach))
+            pinned.append(datasets.pin(whole, base, secret, on_this_machine=_sees_local_paths(spec), reach=reach))
     with problems.of("command"):
         problems.extend(_of_the_tree(spec, pinned, home, outside=limits is None))
-    if spec.backend != "kubernetes":
+    if _sees_local_paths(spec):
         problems.extend(_of_this_machine(spec, pinned, home))
     problems.raise_for(spec)
     _warn_of_unused(spec)
@@ -88,10 +88,14 @@ def resolve(
 
 
 def _warn_of_unused(spec: TrainingJob) -> None:
-    """Warn of what is said for another engine than the one that runs the job."""
-    for engine in {"kubernetes", "slurm"} - {spec.backend}:
-        for field in getattr(spec, engine).model_dump(exclude_defaults=True):
-            logger.warning("%s.%s does nothing: the job runs on %s", engine, field, spec.backend)
+    """Warn of options for another backend than the one that runs the job."""
+    for backend in (BACKENDS.keys() & TrainingJob.model_fields) - {spec.backend}:
+        for field in getattr(spec, backend).model_dump(exclude_defaults=True):
+            logger.warning("%s.%s does nothing: the job runs on %s", backend, field, spec.backend)
+
+
+def _sees_local_paths(spec: TrainingJob) -> bool:
+    return BACKENDS[spec.backend].sees_local_paths
 
 
 class _Problems(list[str]):
@@ -158,7 +162,7 @@ def _of_the_tree(spec: TrainingJob, pinned: list[Dataset], home: Path, *, outsid
 
 
 def _wrong_command(spec: TrainingJob, folder: Path, *, outside: bool) -> list[str]:
-    on_this_machine = spec.backend != "kubernetes"
+    on_this_machine = _sees_local_paths(spec)
     python = python_command(spec.command)
     if python is not None and python.module:
         return _wrong_module(python, folder, on_this_machine)
@@ -210,7 +214,7 @@ def _of_this_machine(spec: TrainingJob, pinned: list[Dataset], home: Path) -> li
     home.mkdir(parents=True, exist_ok=True)
     if to_fetch > (free := shutil.disk_usage(home).free):
         problems.append(f"datasets: {to_fetch} bytes are to be fetched, and {home} has space for {free}. Make space.")
-    if spec.backend == "local":
+    if BACKENDS[spec.backend].uses_this_machine:
         with problems.of("datasets"):
             mounts.check(mounts.binds(pinned, home))
     if spec.checkpoint.dir is not None and spec.checkpoint.dir.startswith("/"):

@@ -15,6 +15,7 @@ from phalanx.jobs import paths
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
+from phalanx.jobs.backend_registry import BACKENDS
 from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
 from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
 from phalanx.jobs.service.limits import Limits
@@ -225,7 +226,11 @@ class JobService:
             for job in self._store.jobs(states=[state for state in JobState if not state.is_terminal])
             if job.attempt
         ]
-        used = [need_of(TrainingJob.model_validate(job.spec), has) for job in live if job.backend == "local"]
+        used = [
+            need_of(TrainingJob.model_validate(job.spec), has)
+            for job in live
+            if BACKENDS[job.backend].uses_this_machine
+        ]
         unit = {"cpu": 1e-3, "memory": float(2**20), "gpu": 1.0}
         return {
             name: (sum(getattr(need, name) for need in used) * factor, getattr(has, name) * factor)

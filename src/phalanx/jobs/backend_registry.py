@@ -1,0 +1,47 @@
+"""The backends by name, and what others ask of one before it is made: the one list that jobs, commands and forms read.
+
+A new backend is a class that satisfies `backend.Backend`, a row here, and a section of `spec.TrainingJob` if it has
+options of its own. Pure: no backend is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend of the registry."""
+
+    implementation: str
+    """`module:Class`, imported when the backend is first used: what it needs may be missing here."""
+
+    uses_this_machine: bool = False
+    """Whether jobs run on this machine, so that the job controller decides when each starts; else the engine does."""
+
+    sees_local_paths: bool = True
+    """Whether nodes see the files of this machine, so that paths in a job are checked here."""
+
+    poll_s: float = 5.0
+    """Seconds between two looks at an attempt."""
+
+
+BACKENDS = {
+    # A few system calls a look; elsewhere it is a request to an engine.
+    "local": BackendEntry("phalanx.jobs.backends.local:Local", uses_this_machine=True, poll_s=0.5),
+    "slurm": BackendEntry("phalanx.jobs.backends.slurm.backend:Slurm"),
+    "kubernetes": BackendEntry("phalanx.jobs.backends.kubernetes.backend:Kubernetes", sees_local_paths=False),
+}
+
+
+def _check_name(name: str) -> str:
+    if name not in BACKENDS:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, BACKENDS))})
+    return name
+
+
+BackendName = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "enum": list(BACKENDS)})]
