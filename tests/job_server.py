@@ -82,6 +82,7 @@ def job_server(home: Path, *, per_second: float = 10_000, burst: int = 10_000) -
         def enter(token: str) -> Jobs:
             return JobService(store, Backends(), store.actor_of(token), wake=lambda _: None)
 
+        bound.listen()  # a client that is faster than the server waits instead of being refused
         app = make_app(enter, per_second=per_second, burst=burst)
         add_console(app)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))

@@ -14,6 +14,7 @@ from phalanx.errors import AccessError, NotFoundError, SpecError, StateError
 from phalanx.jobs import paths
 from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.protocol import Jobs
+from phalanx.jobs.routes import routes_of
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import Cause, JobState
@@ -320,3 +321,10 @@ def test_only_the_owner_at_the_command_line_gets_values_of_secrets_for_a_job_mad
         with pytest.raises(AccessError, match="No server gives values of secrets away"):
             who.render(spec(secrets=["TOKEN"], code={"path": str(tree)}), full=True)
         assert who.render(spec(code={"path": str(tree)}), full=True).startswith("python train.py")
+
+
+def test_the_service_and_the_routes_have_every_verb():
+    verbs = {name for name in vars(Jobs) if not name.startswith("_")}
+    assert verbs <= vars(JobService).keys()
+    assert verbs - {entry.verb.__name__ for entry in routes_of(Jobs)} == {"put_tree"}
+    assert len({entry.operation for entry in routes_of(Jobs)}) == len(routes_of(Jobs))

@@ -36,18 +36,35 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class QueueLength:
+    """How many jobs wait in one queue of a backend."""
+
+    backend: str
+    queue: str
+    jobs: int
+
+
+@dataclass(frozen=True)
+class ResourceUse:
+    """How much of a resource jobs use, and how much there is: cores, bytes of memory or GPUs."""
+
+    used: float
+    total: float
+
+
+@dataclass(frozen=True)
 class Counts:
     """How many jobs and attempts there are.
 
     Attributes:
         jobs: By state.
         attempts: By state.
-        waiting: Jobs that wait to start, by backend and queue.
+        waiting: Queues in which jobs wait to start.
     """
 
     jobs: dict[str, int]
     attempts: dict[str, int]
-    waiting: dict[tuple[str, str], int]
+    waiting: list[QueueLength]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,31 @@
-"""The verbs of people, as one interface: the service on the store and the HTTP client both have it.
+# mypy: disable-error-code="empty-body"
+"""What users can do with jobs, as one interface: the service on the store and the HTTP client both implement it.
 
-The command line is written against `Jobs` alone, so it does the same with and without a server. Pure.
+The command line is written against `Jobs` alone, so it does the same with and without a server. Each verb is described
+and given its HTTP route here, once: the server's routes and the client's requests are made of this class. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
+from phalanx.jobs.routes import Route, route
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import JobState
+
+AttemptNumber = Annotated[int | None, Field(ge=1, le=2**31)]
+Offset = Annotated[int, Field(ge=-(2**53), le=2**53)]
+Label = Annotated[str, Field(min_length=1, max_length=100)]
+"""Types of parameters; their limits are checked where a request comes in."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class LogPart:
     ended: bool
 
 
-class Jobs(Protocol):
+class Jobs:
     """What one actor may ask. Every verb raises NotFoundError for what the actor may not see, as if it were not there.
 
     AccessError is raised for what the actor sees and has no role for: a viewer reads; a developer submits, stops
@@ -68,12 +78,24 @@ class Jobs(Protocol):
     owner of the store may do everything, and is alone in making workspaces.
     """
 
+    def _send(self, route: Route, arguments: dict[str, Any]) -> Any:
+        """Carry out a verb that is not overridden, by its route; only clients of a server need this."""
+        raise NotImplementedError(route.operation)
+
+    @route("GET", "/whoami", "get_caller", tag="members")
     def whoami(self) -> Actor:
         """Return who asks."""
 
     # Jobs.
 
-    def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
+    @route("POST", "/jobs", "submit_job", status=201, caller_only=("base",))
+    def submit(
+        self,
+        spec: TrainingJob,
+        *,
+        base: Path | None = None,
+        request: Annotated[str | None, Field(max_length=200)] = None,
+    ) -> Job:
         """Check and resolve `spec` and queue it.
 
         Args:
@@ -85,6 +107,7 @@ class Jobs(Protocol):
             SpecError: If the job could never run as it is written; names everything that was found.
         """
 
+    @route("POST", "/jobs/render", "render_job", caller_only=("base",), unused=("request",), result_key="text")
     def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
         """Return what a backend would be handed for `spec`, after the checks of `submit`; nothing is kept.
 
@@ -98,28 +121,34 @@ class Jobs(Protocol):
             AccessError: If `full` would give values of secrets away.
         """
 
+    @route("GET", "/jobs", "list_jobs", names={"states": "state"}, defaults={"limit": 1000})
     def jobs(
         self,
         workspace: str | None = None,
         *,
-        states: Collection[JobState] = (),
+        states: Sequence[JobState] = (),
         owner: str | None = None,
-        limit: int | None = None,
+        limit: Annotated[int | None, Field(ge=1, le=10_000)] = None,
     ) -> list[Job]:
         """Return jobs, newest first; of one workspace or of all the actor is in."""
 
+    @route("GET", "/jobs/{job}", "get_job")
     def job(self, job: str) -> Job:
         """Return one job by its id."""
 
+    @route("GET", "/jobs/{job}/attempts", "list_attempts")
     def attempts(self, job: str) -> list[Attempt]:
         """Return the attempts of a job, first to last."""
 
-    def events(self, job: str, *, after: int = 0) -> list[Event]:
+    @route("GET", "/jobs/{job}/events", "list_events")
+    def events(self, job: str, *, after: Annotated[int, Field(ge=0, le=2**31)] = 0) -> list[Event]:
         """Return what happened to a job since event number `after`, in order."""
 
+    @route("POST", "/jobs/{job}/stop", "stop_job")
     def stop(self, job: str) -> Job:
         """Ask a job to end; one that has ended is returned as it is."""
 
+    @route("POST", "/jobs/{job}/retry", "retry_job", status=201)
     def retry(self, job: str) -> Job:
         """Submit the resolved spec of a job that has ended again: same commit, same data, a new job that names it.
 
@@ -127,21 +156,39 @@ class Jobs(Protocol):
             StateError: If the job has not ended.
         """
 
-    def logs_of(self, job: str, *, attempt: int | None = None) -> list[str]:
+    @route("GET", "/jobs/{job}/logs", "list_logs")
+    def logs_of(self, job: str, *, attempt: AttemptNumber = None) -> list[str]:
         """Return the names of the logs of an attempt, by default the last: "0", "1", ... of ranks first."""
 
+    @route("GET", "/jobs/{job}/logs/{rank}", "read_log")
     def log(
-        self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
+        self,
+        job: str,
+        *,
+        rank: str = "0",
+        attempt: AttemptNumber = None,
+        offset: Offset = 0,
+        limit: Annotated[int, Field(ge=1, le=2**20)] = 65536,
     ) -> LogPart:
         """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
 
-    def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
+    @route("GET", "/jobs/{job}/reports", "list_reporting_ranks")
+    def reporting(self, job: str, *, attempt: AttemptNumber = None) -> list[str]:
         """Return the ranks of an attempt, by default the last, that report their steps: "worker.0", ..."""
 
-    def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
+    @route("GET", "/jobs/{job}/reports/{rank}", "read_reports")
+    def reports(self, job: str, *, rank: str, attempt: AttemptNumber = None, offset: Offset = 0) -> Reports:
         """Return what one rank reported after byte `offset` of its run events: steps, losses, samples a second."""
 
-    def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
+    @route("GET", "/jobs/{job}/usage", "read_usage")
+    def usage(
+        self,
+        job: str,
+        *,
+        node: Annotated[int | None, Field(ge=0, le=2**31)] = None,
+        attempt: AttemptNumber = None,
+        offset: Offset = 0,
+    ) -> list[Usage]:
         """Return what the processes of an attempt, by default the last, used: cores, memory, cards.
 
         Args:
@@ -151,23 +198,29 @@ class Jobs(Protocol):
             offset: Number of the first sample that is wanted; a negative one counts from the end: -1 is the last.
         """
 
+    @route("GET", "/jobs/{job}/plan", "draw_plan", is_text=True)
     def plan(self, job: str) -> str:
         """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
 
-    def machine(self) -> dict[str, tuple[float, float]]:
+    @route("GET", "/machine", "get_machine")
+    def machine(self) -> dict[str, ResourceUse]:
         """Return what of this machine is given to jobs and what it has: cpu cores, bytes of memory, gpus."""
 
+    @route("GET", "/counts", "count_jobs")
     def counts(self) -> Counts:
         """Return how many jobs and attempts there are of those that the actor sees."""
 
     # Workspaces.
 
+    @route("GET", "/workspaces", "list_workspaces", tag="members")
     def workspaces(self) -> list[Workspace]:
         """Return the workspaces the actor is in."""
 
+    @route("PUT", "/workspaces/{workspace}", "add_workspace", tag="members")
     def add_workspace(self, workspace: str) -> Workspace:
         """Make a workspace."""
 
+    @route("DELETE", "/workspaces/{workspace}", "remove_workspace", tag="members", status=204)
     def remove_workspace(self, workspace: str) -> None:
         """Remove a workspace with its configurations, secrets, and records of jobs.
 
@@ -175,9 +228,11 @@ class Jobs(Protocol):
             StateError: If a job in it has not ended.
         """
 
+    @route("PUT", "/workspaces/{workspace}/members/{name}", "put_member", tag="members", status=204)
     def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
         """Make someone a member of a workspace, or give a member another role."""
 
+    @route("DELETE", "/workspaces/{workspace}/members/{name}", "remove_member", tag="members", status=204)
     def remove_member(self, workspace: str, name: str) -> None:
         """End a membership."""
 
@@ -190,39 +245,57 @@ class Jobs(Protocol):
 
     # Configurations of a workspace. Putting one that exists replaces it; jobs keep what they were submitted with.
 
+    @route("GET", "/workspaces/{workspace}/codes", "list_codes", tag="configurations")
     def codes(self, workspace: str) -> list[NamedConfig]:
         """Return the code configurations of a workspace by name."""
 
+    @route("PUT", "/workspaces/{workspace}/codes/{name}", "put_code", tag="configurations", body="code")
     def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
         """Keep where code comes from under a name."""
 
+    @route("DELETE", "/workspaces/{workspace}/codes/{name}", "remove_code", tag="configurations", status=204)
     def remove_code(self, workspace: str, name: str) -> None:
         """Remove a code configuration."""
 
+    @route("GET", "/workspaces/{workspace}/datasets", "list_datasets", tag="configurations")
     def datasets(self, workspace: str) -> list[NamedConfig]:
         """Return the dataset configurations of a workspace by name."""
 
+    @route("PUT", "/workspaces/{workspace}/datasets", "put_dataset", tag="configurations", body="dataset")
     def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         """Keep where a dataset lies under its name."""
 
+    @route("DELETE", "/workspaces/{workspace}/datasets/{name}", "remove_dataset", tag="configurations", status=204)
     def remove_dataset(self, workspace: str, name: str) -> None:
         """Remove a dataset configuration."""
 
+    @route("GET", "/workspaces/{workspace}/secrets", "list_secrets", tag="configurations")
     def secrets(self, workspace: str) -> list[SecretName]:
         """Return the names of the secrets of a workspace."""
 
-    def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
+    @route("PUT", "/workspaces/{workspace}/secrets/{name}", "put_secret", tag="configurations")
+    def put_secret(
+        self,
+        workspace: str,
+        name: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")],
+        value: Annotated[str, Field(min_length=1, max_length=65536)],
+    ) -> SecretName:
         """Keep a value under a name; it is encrypted, and reaches ranks as an environment variable."""
 
+    @route("DELETE", "/workspaces/{workspace}/secrets/{name}", "remove_secret", tag="configurations", status=204)
     def remove_secret(self, workspace: str, name: str) -> None:
         """Remove a secret."""
 
     # Keys to the HTTP interface.
 
+    @route("GET", "/tokens", "list_tokens", tag="members")
     def tokens(self) -> list[Token]:
         """Return the actor's tokens; all of them for the owner of the store."""
 
-    def add_token(self, name: str, *, owner: str | None = None, lasts_s: float | None = None) -> NewToken:
+    @route("POST", "/tokens", "add_token", tag="members", status=201)
+    def add_token(
+        self, name: Label, *, owner: Label | None = None, lasts_s: Annotated[float | None, Field(gt=0, le=3.2e9)] = None
+    ) -> NewToken:
         """Make a token of the actor's, or of `owner`, which only the owner of the store may.
 
         Args:
@@ -231,5 +304,6 @@ class Jobs(Protocol):
             lasts_s: Seconds until it expires; None for never.
         """
 
+    @route("DELETE", "/tokens/{name}", "remove_token", tag="members", status=204)
     def remove_token(self, name: str, *, owner: str | None = None) -> None:
         """End a token."""

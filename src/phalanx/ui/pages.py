@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from phalanx.errors import NotFoundError
-from phalanx.jobs.api.jobs import LOG_START, streamed
+from phalanx.jobs.api.streams import LOG_START, stream_log
 from phalanx.jobs.models import Attempt, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
@@ -156,7 +156,7 @@ async def log_stream(
 ) -> StreamingResponse:
     """Send one log while it is written."""
     part = await run_in_threadpool(session.jobs.log, job, rank=rank, attempt=attempt, offset=-LOG_START)
-    return streamed(request, session.jobs, job, rank, attempt, part)
+    return stream_log(request, session.jobs, job, rank, attempt, part)
 
 
 @routes.get("/jobs/{job}/reports")
@@ -226,9 +226,9 @@ def _queue(session: Session) -> dict[str, Any]:
     waiting.sort(key=lambda job: -job.priority)
     running = [job for job in live if job.state is not JobState.QUEUED]
     meters = [
-        {"name": name, "used": used, "total": total, "text": _amounts(name, used, total)}
-        for name, (used, total) in session.jobs.machine().items()
-        if total
+        {"name": name, "used": use.used, "total": use.total, "text": _amounts(name, use.used, use.total)}
+        for name, use in session.jobs.machine().items()
+        if use.total
     ]
     return {"waiting": waiting, "running": running, "meters": meters}
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from phalanx.jobs.api import configurations, health, jobs, members
+from phalanx.jobs.api import health, streams, verbs
 from phalanx.jobs.api.auth import Authenticate
 from phalanx.jobs.api.error_handlers import add_errors
 from phalanx.jobs.api.heads import HeadRequests
@@ -58,8 +58,8 @@ def make_app(authenticate: Authenticate, *, per_second: float = 50, burst: int =
         return answer
 
     app.add_middleware(HeadRequests)
-    for part in (jobs, configurations, members):
-        app.include_router(part.routes, prefix="/api/v1")
+    for router in (verbs.build_router(), streams.routes):
+        app.include_router(router, prefix="/api/v1")
     app.include_router(health.routes)
     app.add_api_route("/api/v1", _about, tags=["health"])
     add_errors(app)

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
-from phalanx.jobs.models import Counts
+from phalanx.jobs.models import Counts, ResourceUse
 from phalanx.jobs.states import JobState
 
 routes = APIRouter(tags=["health"])
@@ -52,18 +52,18 @@ def metrics(request: Request, caller: Caller) -> PlainTextResponse:
 
 
 def _lines(
-    counts: Counts, machine: Mapping[str, tuple[float, float]], requests: Mapping[tuple[str, int], int]
+    counts: Counts, machine: Mapping[str, ResourceUse], requests: Mapping[tuple[str, int], int]
 ) -> Iterator[str]:
     yield from _family("phalanx_jobs", "gauge", "Jobs by state.")
     yield from (f'phalanx_jobs{{state="{state}"}} {counts.jobs.get(state, 0)}' for state in JobState)
     yield from _family("phalanx_queue_length", "gauge", "Jobs that wait, by backend and queue.")
-    for (backend, queue), count in sorted(counts.waiting.items()):
-        yield f'phalanx_queue_length{{backend="{backend}",queue="{queue}"}} {count}'
+    for line in sorted(counts.waiting, key=lambda line: (line.backend, line.queue)):
+        yield f'phalanx_queue_length{{backend="{line.backend}",queue="{line.queue}"}} {line.jobs}'
     yield from _family("phalanx_attempts", "gauge", "Attempts that are kept, by state.")
     yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in JobState)
-    for name, column in (("phalanx_machine_given", 0), ("phalanx_machine_total", 1)):
+    for name, field in (("phalanx_machine_given", "used"), ("phalanx_machine_total", "total")):
         yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, cards.")
-        yield from (f'{name}{{resource="{kind}"}} {amounts[column]:g}' for kind, amounts in machine.items())
+        yield from (f'{name}{{resource="{kind}"}} {getattr(use, field):g}' for kind, use in machine.items())
     yield from _family("phalanx_http_requests_total", "counter", "Answers of this server since it started.")
     for (method, status), count in sorted(requests.items()):
         yield f'phalanx_http_requests_total{{method="{method}",status="{status}"}} {count}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,8 +16,8 @@ from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.backend import Backend, Submission
 from phalanx.jobs.backend_registry import BACKENDS
-from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, Workspace
-from phalanx.jobs.protocol import LogPart, NewToken, SecretName, Token
+from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
+from phalanx.jobs.protocol import Jobs, LogPart, NewToken, SecretName, Token
 from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import JobState
@@ -35,8 +35,8 @@ WakeController = Callable[[Path], None]
 """Makes sure that some controller looks after the jobs under a home."""
 
 
-class JobService:
-    """What `actor` may ask of the jobs in a store; the verbs are described in `service_protocol.Jobs`.
+class JobService(Jobs):
+    """What `actor` may ask of the jobs in a store; the verbs are described in `protocol.Jobs`.
 
     Cheap to make, so that a server makes one a request. Safe in several threads.
 
@@ -65,13 +65,11 @@ class JobService:
         self._wake = wake
 
     def whoami(self) -> Actor:
-        """Return who asks."""
         return self._actor
 
     # Jobs.
 
     def submit(self, spec: TrainingJob, *, base: Path | None = None, request: str | None = None) -> Job:
-        """Check and resolve `spec` and queue it."""
         self._need(spec.workspace, MemberRole.DEVELOPER)
         existing = None if request is None else self._store.requested(spec.workspace, self._actor.name, request)
         if existing is None:
@@ -81,7 +79,6 @@ class JobService:
         return existing
 
     def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
-        """Return what a backend would be handed for `spec`; values of secrets are in it for their owner alone."""
         self._need(spec.workspace, MemberRole.DEVELOPER)
         resolved = self._resolve(spec, base)
         folder = paths.attempt_folder(self._store.home, resolved.name, 1)
@@ -99,11 +96,10 @@ class JobService:
         self,
         workspace: str | None = None,
         *,
-        states: Collection[JobState] = (),
+        states: Sequence[JobState] = (),
         owner: str | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """Return jobs, newest first; of one workspace or of all the actor is in."""
         if workspace is not None:
             self._need(workspace, MemberRole.VIEWER)
         mine = None if self._actor.owner else [space.name for space in self.workspaces()]
@@ -111,22 +107,18 @@ class JobService:
         return self._store.jobs(workspaces=workspaces, states=states, owner=owner, limit=limit)
 
     def job(self, job: str) -> Job:
-        """Return one job by its id."""
         record = self._store.job(job)
         if self._role(record.workspace) is None:
             raise no_job(job)  # as if it were not there
         return record
 
     def attempts(self, job: str) -> list[Attempt]:
-        """Return the attempts of a job, first to last."""
         return self._store.attempts(self.job(job).id)
 
     def events(self, job: str, *, after: int = 0) -> list[Event]:
-        """Return what happened to a job since event number `after`, in order."""
         return self._store.events(self.job(job).id, after=after)
 
     def stop(self, job: str) -> Job:
-        """Ask a job to end; one that has ended is returned as it is."""
         record = self.job(job)
         mine = record.owner == self._actor.name
         self._need(
@@ -138,7 +130,6 @@ class JobService:
         return stopped
 
     def retry(self, job: str) -> Job:
-        """Submit the resolved spec of a job that has ended again, as a new job that names it."""
         record = self.job(job)
         self._need(record.workspace, MemberRole.DEVELOPER)
         if not record.state.is_terminal:
@@ -154,7 +145,6 @@ class JobService:
     # What attempts leave behind.
 
     def logs_of(self, job: str, *, attempt: int | None = None) -> list[str]:
-        """Return the names of the logs of an attempt, by default the last."""
         from phalanx.jobs.attempt import logs
 
         record = self.job(job)
@@ -163,7 +153,6 @@ class JobService:
     def log(
         self, job: str, *, rank: str = "0", attempt: int | None = None, offset: int = 0, limit: int = 65536
     ) -> LogPart:
-        """Return at most `limit` bytes of one log from byte `offset`; a negative offset counts from the end."""
         from phalanx.jobs.attempt import logs
 
         record = self.job(job)
@@ -176,21 +165,18 @@ class JobService:
         return LogPart(piece.text, piece.next, ended and not piece.rest)
 
     def reporting(self, job: str, *, attempt: int | None = None) -> list[str]:
-        """Return the ranks of an attempt, by default the last, that report their steps."""
         from phalanx.jobs.attempt import metrics
 
         record = self.job(job)
         return metrics.ranks(self._folder(record, attempt)) if record.attempt else []
 
     def reports(self, job: str, *, rank: str, attempt: int | None = None, offset: int = 0) -> Reports:
-        """Return what one rank reported after byte `offset` of its run events."""
         from phalanx.jobs.attempt import metrics
 
         record = self.job(job)
         return metrics.read(self._folder(record, attempt), rank, offset) if record.attempt else Reports(rank, [], 0)
 
     def usage(self, job: str, *, node: int | None = None, attempt: int | None = None, offset: int = 0) -> list[Usage]:
-        """Return what the processes of an attempt used, node by node."""
         from phalanx.jobs.attempt import usage
 
         record = self.job(job)
@@ -201,7 +187,6 @@ class JobService:
         return [usage.read(folder, number, offset) for number in nodes]
 
     def plan(self, job: str) -> str:
-        """Return the picture of the Plan that the last attempt trains by, as SVG; empty if it left none."""
         from phalanx.plan.files import left
         from phalanx.plan.report.explain import explain
         from phalanx.plan.report.picture import picture
@@ -215,8 +200,7 @@ class JobService:
             logger.warning("job %s left a Plan that cannot be drawn: %s", job, error)
             return ""
 
-    def machine(self) -> dict[str, tuple[float, float]]:
-        """Return what of this machine is given to jobs and what it has."""
+    def machine(self) -> dict[str, ResourceUse]:
         from phalanx.jobs.backends.local import this_machine
         from phalanx.jobs.scheduling.queue import need_of
 
@@ -233,28 +217,24 @@ class JobService:
         ]
         unit = {"cpu": 1e-3, "memory": float(2**20), "gpu": 1.0}
         return {
-            name: (sum(getattr(need, name) for need in used) * factor, getattr(has, name) * factor)
+            name: ResourceUse(sum(getattr(need, name) for need in used) * factor, getattr(has, name) * factor)
             for name, factor in unit.items()
         }
 
     def counts(self) -> Counts:
-        """Return how many jobs and attempts there are of those that the actor sees."""
         return self._store.counts(None if self._actor.owner else [space.name for space in self.workspaces()])
 
     # Workspaces.
 
     def workspaces(self) -> list[Workspace]:
-        """Return the workspaces the actor is in."""
         return self._store.workspaces(None if self._actor.owner else self._actor.name)
 
     def add_workspace(self, workspace: str) -> Workspace:
-        """Make a workspace."""
         self._need_owner("make workspaces")
         _check_name("a workspace", workspace)
         return self._store.create_workspace(workspace)
 
     def remove_workspace(self, workspace: str) -> None:
-        """Remove a workspace with its configurations, secrets, jobs and their folders."""
         self._need_owner("remove workspaces")
         if workspace == TrainingJob.model_fields["workspace"].default:
             raise StateError(f"Workspace {workspace!r} stays: jobs that name no workspace belong to it.")
@@ -262,17 +242,14 @@ class JobService:
             shutil.rmtree(paths.attempt_folder(self._store.home, job, 1).parent, ignore_errors=True)
 
     def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
-        """Make someone a member of a workspace, or give a member another role."""
         self._need(workspace, MemberRole.ADMIN)
         self._store.put_member(workspace, name, role)
 
     def remove_member(self, workspace: str, name: str) -> None:
-        """End a membership."""
         self._need(workspace, MemberRole.ADMIN)
         self._store.remove_member(workspace, name)
 
     def put_tree(self, workspace: str, archive: Path) -> str:
-        """Keep the code in a tar archive; return its digest."""
         from phalanx.jobs.sources import archive as trees
         from phalanx.jobs.sources import code
 
@@ -284,12 +261,10 @@ class JobService:
     # Configurations of a workspace.
 
     def codes(self, workspace: str) -> list[NamedConfig]:
-        """Return the code configurations of a workspace by name."""
         self._need(workspace, MemberRole.VIEWER)
         return self._store.configs(workspace, "code")
 
     def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
-        """Keep where code comes from under a name."""
         self._need(workspace, MemberRole.DEVELOPER)
         _check_name("a code configuration", name)
         if code.name is not None or code.commit or code.digest:
@@ -299,17 +274,14 @@ class JobService:
         return self._store.put_config(workspace, "code", name, code.model_dump(mode="json"))
 
     def remove_code(self, workspace: str, name: str) -> None:
-        """Remove a code configuration."""
         self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_config(workspace, "code", name)
 
     def datasets(self, workspace: str) -> list[NamedConfig]:
-        """Return the dataset configurations of a workspace by name."""
         self._need(workspace, MemberRole.VIEWER)
         return self._store.configs(workspace, "dataset")
 
     def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
-        """Keep where a dataset lies under its name."""
         self._need(workspace, MemberRole.DEVELOPER)
         if dataset.kind is None or dataset.uri is None:
             raise SpecError(f"Dataset {dataset.name!r} says not where it lies. Give its kind and its uri.")
@@ -319,17 +291,14 @@ class JobService:
         return self._store.put_config(workspace, "dataset", dataset.name, dataset.model_dump(mode="json"))
 
     def remove_dataset(self, workspace: str, name: str) -> None:
-        """Remove a dataset configuration."""
         self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_config(workspace, "dataset", name)
 
     def secrets(self, workspace: str) -> list[SecretName]:
-        """Return the names of the secrets of a workspace."""
         self._need(workspace, MemberRole.VIEWER)
         return self._store.secrets(workspace)
 
     def put_secret(self, workspace: str, name: str, value: str) -> SecretName:
-        """Keep a value under a name."""
         self._need(workspace, MemberRole.DEVELOPER)
         if not name.isidentifier() or not name.isascii() or not value or "\0" in value:
             raise SpecError(
@@ -339,25 +308,21 @@ class JobService:
         return self._store.put_secret(workspace, name, value)
 
     def remove_secret(self, workspace: str, name: str) -> None:
-        """Remove a secret."""
         self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_secret(workspace, name)
 
     # Keys to the HTTP interface.
 
     def tokens(self) -> list[Token]:
-        """Return the actor's tokens; all of them for the owner of the store."""
         return self._store.tokens(None if self._actor.owner else self._actor.name)
 
     def add_token(self, name: str, *, owner: str | None = None, lasts_s: float | None = None) -> NewToken:
-        """Make a token of the actor's, or of `owner`."""
         if owner is None or owner == self._actor.name:
             return self._store.create_token(name, self._actor, lasts_s=lasts_s)
         self._need_owner("make tokens for others")
         return self._store.create_token(name, Actor(owner), lasts_s=lasts_s)
 
     def remove_token(self, name: str, *, owner: str | None = None) -> None:
-        """End a token."""
         if owner is not None and owner != self._actor.name:
             self._need_owner("end tokens of others")
         self._store.remove_token(name, owner or self._actor.name)

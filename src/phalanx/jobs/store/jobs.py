@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from phalanx.cluster.messages import messages
 from phalanx.errors import NotFoundError, StateError
-from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job
+from phalanx.jobs.models import Attempt, Counts, Event, Failure, Job, QueueLength
 from phalanx.jobs.redact import redact
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState, may_follow
@@ -137,7 +137,7 @@ class JobRows(SecretRows):
             return Counts(
                 {state: count for state, count in connection.execute(jobs)},
                 {state: count for state, count in connection.execute(attempts)},
-                {(backend, name): count for backend, name, count in connection.execute(waiting)},
+                [QueueLength(backend, name, count) for backend, name, count in connection.execute(waiting)],
             )
 
     def last_change(self) -> int:
