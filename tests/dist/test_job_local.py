@@ -28,7 +28,7 @@ MACHINE = Amount(4000, 8192, 0)
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Local:
-    return Local(MACHINE, cards=(), node=job_stand_in.node(tmp_path))
+    return Local(MACHINE, gpus=(), node=job_stand_in.node(tmp_path))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_attempt_runs_to_its_end_once(backend: Local, submit: Callable[..., S
     done = submit("true")
     until(lambda: backend.status(done, "").phase is Phase.SUCCEEDED)
     backend.submit(done)
-    Local(MACHINE, cards=(), node=backend._node).submit(done)
+    Local(MACHINE, gpus=(), node=backend._node).submit(done)
     assert ran(done) == 1
     assert (done.folder / "logs" / "node-0.log").read_text() == "text of node 0\n"
 
@@ -74,7 +74,7 @@ def test_another_controller_finds_what_runs_and_starts_nothing_twice(
     runs = submit("nap 60", resources={"nodes": 2})
     until(lambda: ran(runs, 0) + ran(runs, 1) == 2)
     (runs.folder / "node-1.pid").unlink()  # As if the controller had died before it noted the pid.
-    other = Local(MACHINE, cards=(), node=backend._node)
+    other = Local(MACHINE, gpus=(), node=backend._node)
     assert other.submit(runs) == backend.submit(runs)
     assert (ran(runs, 0), ran(runs, 1)) == (1, 1)
     until(lambda: other.status(runs, "").phase is Phase.RUNNING)
@@ -143,7 +143,7 @@ def test_what_was_never_started_is_gone(backend: Local, tmp_path: Path) -> None:
 
 
 def test_cards_belong_to_one_node_at_a_time(tmp_path: Path) -> None:
-    backend = Local(Amount(4000, 8192, 2), cards=("0", "1"), node=job_stand_in.node(tmp_path))
+    backend = Local(Amount(4000, 8192, 2), gpus=("0", "1"), node=job_stand_in.node(tmp_path))
     one, two, three = (job_stand_in.submission(tmp_path, "cards", attempt=i, resources={"gpu": 1}) for i in (1, 2, 3))
     try:
         backend.submit(one)

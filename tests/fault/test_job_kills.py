@@ -41,7 +41,7 @@ home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def controller():
     machine = Amount(cpu, 0, 0)
-    local = Local(machine, cards=(), node=("/bin/sh", script))
+    local = Local(machine, gpus=(), node=("/bin/sh", script))
     with JobStore(None, home) as store:
         keep(home, JobController(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
 
@@ -63,7 +63,7 @@ os.environ["PHALANX_HOME"] = str(home)
 def controller():
     machine = Amount(cpu, 0, 0)
     local.this_machine = lambda: machine
-    backends.Backends = lambda: {"local": local.Local(machine, cards=(), node=("/bin/sh", script))}
+    backends.Backends = lambda: {"local": local.Local(machine, gpus=(), node=("/bin/sh", script))}
     _serve({"host": "127.0.0.1", "port": 0, "certificate": None, "key": None}, open_browser=None)
 
 """
@@ -156,7 +156,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
         return TrainingJob.model_validate({"name": "j", "command": command})
 
     def controller(store: JobStore) -> JobController:
-        return JobController(store, {"local": Local(machine, cards=(), node=node)}, store.home, machine=machine)
+        return JobController(store, {"local": Local(machine, gpus=(), node=node)}, store.home, machine=machine)
 
     def until(check: Callable[[], bool], controller: JobController | None = None) -> None:
         deadline = time.monotonic() + 30
@@ -193,7 +193,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
 
 def _finish(store: JobStore, home: Path, node: tuple[str, ...], machine: Amount) -> None:
     """Let one more controller see all jobs to their end."""
-    controller = JobController(store, {"local": Local(machine, cards=(), node=node)}, home, machine=machine)
+    controller = JobController(store, {"local": Local(machine, gpus=(), node=node)}, home, machine=machine)
     deadline = time.monotonic() + 60
     while pause := controller.step():
         if controller.is_idle:

@@ -120,7 +120,7 @@ def test_workers_beside_servers_compute_on_the_cards_that_the_job_asks_for(
     [
         (
             {"resources": {"procs_per_node": 3, "gpu": 2}},
-            "resources.procs_per_node: 3 processes of a node need a card each, and resources.gpu is 2. Make",
+            "resources.procs_per_node: 3 processes of a node need a GPU each, and resources.gpu is 2. Make",
         ),
         (
             {"command": "torchrun train.py"},

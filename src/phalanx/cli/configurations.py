@@ -1,4 +1,4 @@
-"""The commands `phalanx code`, `phalanx dataset` and `phalanx secret`: what jobs of a workspace take by name."""
+"""The commands `phalanx code`, `phalanx dataset` and `phalanx secret`: what jobs of a workspace use by name."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from phalanx.jobs.spec_file import validate
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def code() -> None:
-    """Keep where code comes from under a name: `code: {name: NAME}` in a job."""
+    """Register code sources under a name: `code: {name: NAME}` in a job."""
 
 
 @code.command("add")
 @click.argument("name")
 @click.argument("source")
 @click.option("--ref", help="Branch, tag or commit of a repository.")
-@click.option("--subdir", help="Folder in it that commands are typed in.")
-@click.option("--secret", help="Secret whose value is the token for the repository.")
+@click.option("--subdir", help="Working directory inside the repository.")
+@click.option("--secret", help="Secret with the token for the repository.")
 @workspace_flag
 def add_code(name: str, source: str, workspace: str | None, **fields: str | None) -> None:
-    """Keep a repository (git+https://...) or a folder under a name; replaces what was there."""
+    """Register a repository (git+https://...) or a folder; replaces an existing entry."""
     options = {field: value for field, value in fields.items() if value is not None}
     with jobs() as service:
         workspace = workspace_of(service, workspace)
@@ -53,7 +53,7 @@ def add_code(name: str, source: str, workspace: str | None, **fields: str | None
 @workspace_flag
 @json_flag
 def list_codes(workspace: str | None, as_json: bool) -> None:
-    """List the code configurations of a workspace."""
+    """List the code sources of a workspace."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         configs = service.codes(workspace)
@@ -68,7 +68,7 @@ def list_codes(workspace: str | None, as_json: bool) -> None:
 @click.argument("name")
 @workspace_flag
 def remove_code(name: str, workspace: str | None) -> None:
-    """Remove a code configuration."""
+    """Remove a code source."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_code(workspace, name)
@@ -77,22 +77,22 @@ def remove_code(name: str, workspace: str | None) -> None:
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def dataset() -> None:
-    """Keep where a dataset lies under a name: `datasets: [NAME]` in a job."""
+    """Register datasets under a name: `datasets: [NAME]` in a job."""
 
 
 @dataset.command("add")
 @click.argument("name")
 @click.argument("uri")
-@click.option("--kind", type=click.Choice(["local", "nas", "s3", "oss", "http"]), help="Default: what the URI says.")
-@click.option("--mount", help="Where scripts find it: a path from where commands start, or an absolute one.")
+@click.option("--kind", type=click.Choice(["local", "nas", "s3", "oss", "http"]), help="Default: from the URI.")
+@click.option("--mount", help="Mount path: relative to the working directory, or absolute.")
 @click.option("--file-system", help="nas: id of the file system.")
 @click.option("--endpoint", help="s3, oss: address of the service.")
-@click.option("--sha256", help="http: what the file must hash to.")
+@click.option("--sha256", help="http: expected SHA-256.")
 @click.option("--secret", help="s3, oss: secret with ACCESS_KEY_ID:ACCESS_KEY_SECRET.")
-@click.option("--writable", is_flag=True, help="Let jobs write to it.")
+@click.option("--writable", is_flag=True, help="Allow jobs to write to it.")
 @workspace_flag
 def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fields: str | None) -> None:
-    """Keep a path, or an s3://, oss:// or https:// address, under a name; replaces what was there."""
+    """Register a path or an s3://, oss:// or https:// address; replaces an existing entry."""
     config = {"name": name, "uri": uri if "://" in uri else str(Path(uri).absolute()), "readonly": not writable}
     overrides = {field: value for field, value in fields.items() if value is not None}
     with jobs() as service:
@@ -105,7 +105,7 @@ def add_dataset(name: str, uri: str, workspace: str | None, writable: bool, **fi
 @workspace_flag
 @json_flag
 def list_datasets(workspace: str | None, as_json: bool) -> None:
-    """List the dataset configurations of a workspace."""
+    """List the datasets of a workspace."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         configs = service.datasets(workspace)
@@ -117,7 +117,7 @@ def list_datasets(workspace: str | None, as_json: bool) -> None:
 @click.argument("name")
 @workspace_flag
 def remove_dataset(name: str, workspace: str | None) -> None:
-    """Remove a dataset configuration."""
+    """Remove a dataset."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_dataset(workspace, name)
@@ -126,17 +126,17 @@ def remove_dataset(name: str, workspace: str | None) -> None:
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def secret() -> None:
-    """Keep values that only ranks of jobs see; nothing shows them again."""
+    """Manage secrets, passed to jobs as environment variables; their values are never shown."""
 
 
 @secret.command("add")
 @click.argument("name")
-@click.option("--from-env", metavar="VARIABLE", help="Take the value of this environment variable.")
+@click.option("--from-env", metavar="VARIABLE", help="Read the value from this environment variable.")
 @workspace_flag
 def add_secret(name: str, from_env: str | None, workspace: str | None) -> None:
-    """Keep a value under a name: asked for on a terminal, read from standard input otherwise.
+    """Store a secret.
 
-    It is never an argument: those are seen by everyone on this machine.
+    The value is read from a prompt or standard input, never from the command line, which other users can see.
     """
     value = _value(name, from_env)
     with jobs() as service:

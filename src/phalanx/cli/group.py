@@ -13,30 +13,34 @@ _COMMANDS = {
     "run": (
         "phalanx.launch.cli.flags",
         "command",
-        "Start a script on every process of this host and watch over it.",
+        "Launch a training script on this node (one process per GPU by default).",
     ),
     "ps": ("phalanx.launch.job.registry", "command", "List the running jobs with their ranks, pids, step and loss."),
     "rank-table": ("phalanx.launch.cli.rank_table_commands", "command", "Make, check or convert a rank table."),
-    "predict": ("phalanx.auto.commands", "command", "Predict step time and memory of described runs, without devices."),
+    "predict": (
+        "phalanx.auto.commands",
+        "command",
+        "Predict step time and memory of a training run from a JSON description.",
+    ),
     "plan": (
         "phalanx.cli.plan",
         "command",
         "Find the fastest way to train a script or a described model on a cluster.",
     ),
-    "calibrate": ("phalanx.diagnose.calibrate", "command", "Measure this machine, for predictions and plans on it."),
-    "job": ("phalanx.cli.jobs", "job", "Submit training, watch it, stop it, try it again."),
-    "workspace": ("phalanx.cli.workspaces", "workspace", "Make workspaces and say who may do what in them."),
-    "code": ("phalanx.cli.configurations", "code", "Keep where code of jobs comes from under a name."),
-    "dataset": ("phalanx.cli.configurations", "dataset", "Keep where a dataset of jobs lies under a name."),
-    "secret": ("phalanx.cli.configurations", "secret", "Keep values that only ranks of jobs see."),
-    "token": ("phalanx.cli.workspaces", "token", "Make what people sign in to a server of jobs with."),
-    "serve": ("phalanx.cli.serve", "serve", "Serve jobs and their console over HTTP."),
-    "ui": ("phalanx.cli.serve", "ui", "Serve the console of jobs and open it in a browser."),
-    "env": ("phalanx.diagnose.commands", "env", "Show every environment variable that is read or written."),
+    "calibrate": ("phalanx.diagnose.calibrate", "command", "Benchmark this machine; predict and plan use the result."),
+    "job": ("phalanx.cli.jobs", "job", "Submit and manage training jobs."),
+    "workspace": ("phalanx.cli.workspaces", "workspace", "Manage workspaces and their members."),
+    "code": ("phalanx.cli.configurations", "code", "Register code sources (git repository or folder) under a name."),
+    "dataset": ("phalanx.cli.configurations", "dataset", "Register datasets under a name."),
+    "secret": ("phalanx.cli.configurations", "secret", "Manage secrets, passed to jobs as environment variables."),
+    "token": ("phalanx.cli.workspaces", "token", "Manage API tokens."),
+    "serve": ("phalanx.cli.serve", "serve", "Run the job server (HTTP API and web console)."),
+    "ui": ("phalanx.cli.serve", "ui", "Open the web console in a browser."),
+    "env": ("phalanx.diagnose.commands", "env", "Show the environment variables that Phalanx reads or writes."),
     "doctor": ("phalanx.diagnose.commands", "doctor", "Check this machine for what training needs."),
 }
 
-_MEANT = {
+_SUGGESTIONS = {
     "launch": "run",
     "train": "run",
     "submit": "job submit",
@@ -73,8 +77,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command named first in `args`, or fail with the nearest name."""
         if args[0] not in _COMMANDS:
-            meant = _MEANT.get(args[0])
-            near = f" Write phalanx {meant}." if meant else did_you_mean(args[0], _COMMANDS)
+            suggestion = _SUGGESTIONS.get(args[0])
+            near = f" Write phalanx {suggestion}." if suggestion else did_you_mean(args[0], _COMMANDS)
             ctx.fail(f"There is no command '{args[0]}'.{near}")
         return super().resolve_command(ctx, args)
 

@@ -1,4 +1,4 @@
-"""A job as the command line says it: a file, settings, flags, the words of a command. Shared by submit, run, render."""
+"""A job from the command line: a file, settings, flags and a command. Shared by submit, run and render."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _FILES = (".yaml", ".yml", ".json")
 _FIELDS: dict[str, tuple[str, Any, str]] = {
     # flag: (field, type, help)
     "name": ("name", str, "Name of the job."),
-    "workspace": ("workspace", str, "Workspace it belongs to. Default: default, or your only one."),
-    "backend": ("backend", click.Choice(list(BACKENDS)), "What runs it. Default: local."),
+    "workspace": ("workspace", str, "Workspace of the job. Default: default, or your only one."),
+    "backend": ("backend", click.Choice(list(BACKENDS)), "Backend that runs the job. Default: local."),
     "launch": (
         "launch",
         click.Choice(["phalanx", "torchrun", "env"]),
-        "What starts the ranks. Default: phalanx.",
+        "Launcher of the ranks. Default: phalanx.",
     ),
-    "nodes": ("resources.nodes", int, "Machines. Default: 1."),
-    "procs-per-node": ("resources.procs_per_node", int, "Ranks on each machine. Default: 1."),
-    "cpu": ("resources.cpu", float, "Cores of each machine."),
-    "memory": ("resources.memory", str, "Memory of each machine, as 8Gi."),
-    "gpu": ("resources.gpu", int, "Cards of each machine."),
-    "queue": ("queue", str, "Queue it waits in."),
-    "priority": ("priority", int, "1 to 9; larger is served earlier. Default: 5."),
-    "max-runtime": ("max_runtime", str, "Time after which it is stopped, as 2h."),
-    "retries": ("retries.max", int, "How often it is tried again. Default: 0."),
-    "image": ("kubernetes.image", str, "Kubernetes: the image."),
-    "partition": ("slurm.partition", str, "Slurm: the partition."),
+    "nodes": ("resources.nodes", int, "Number of nodes. Default: 1."),
+    "procs-per-node": ("resources.procs_per_node", int, "Ranks per node. Default: 1."),
+    "cpu": ("resources.cpu", float, "CPU cores per node."),
+    "memory": ("resources.memory", str, "Memory per node, e.g. 8Gi."),
+    "gpu": ("resources.gpu", int, "GPUs per node."),
+    "queue": ("queue", str, "Queue name."),
+    "priority": ("priority", int, "1 to 9; higher starts earlier. Default: 5."),
+    "max-runtime": ("max_runtime", str, "Time limit, e.g. 2h."),
+    "retries": ("retries.max", int, "Maximum number of retries. Default: 0."),
+    "image": ("kubernetes.image", str, "Kubernetes: container image."),
+    "partition": ("slurm.partition", str, "Slurm: partition."),
 }
 
 _LISTS = {
-    "dataset": "Dataset of the workspace, as NAME or NAME:MOUNT; repeat it.",
-    "env": "Environment variable, as NAME=VALUE; repeat it.",
-    "secret": "Secret that ranks find as an environment variable; repeat it.",
+    "dataset": "Registered dataset, NAME or NAME:MOUNT (repeatable).",
+    "env": "Environment variable NAME=VALUE (repeatable).",
+    "secret": "Secret to pass as an environment variable (repeatable).",
 }
 
 
@@ -59,12 +59,16 @@ def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag, (_, kind, text) in reversed(_FIELDS.items()):
         spellings = ["-w", f"--{flag}"] if flag == "workspace" else [f"--{flag}"]
         command = click.option(*spellings, flag.replace("-", "_"), type=kind, help=text)(command)
-    command = click.option("--code", help="Folder, repository (git+https://...@REF), or name of a configuration.")(
-        command
-    )
-    command = click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field; repeat it.")(
-        command
-    )
+    command = click.option(
+        "--code", help="Folder, repository (git+https://...@REF), or name of a registered code source."
+    )(command)
+    command = click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        help="Override any field, e.g. resources.nodes=2 (repeatable).",
+    )(command)
     return click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [-- COMMAND...]")(command)
 
 

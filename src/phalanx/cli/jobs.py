@@ -1,4 +1,4 @@
-"""The command `phalanx job`: submit training, watch it, stop it, try it again."""
+"""The command `phalanx job`: submit and manage training jobs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _LOOK_S = 0.5
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def job() -> None:
-    """Submit training, watch it, stop it, try it again."""
+    """Submit and manage training jobs."""
 
 
 @job.command()
 @spec_options
-@click.option("--dry-run", is_flag=True, help="Check, print what the backend would be handed, submit nothing.")
-@click.option("--request", help="Any text; submitting again with it gives the job of the first time.")
+@click.option("--dry-run", is_flag=True, help="Validate and print the generated script or manifest; submit nothing.")
+@click.option("--request", help="Idempotency key: resubmitting with the same key returns the existing job.")
 @json_flag
 def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) -> None:
-    """Check a job and queue it; print its id.
+    """Validate a job, queue it and print its id.
 
-    The job is a FILE in YAML or JSON, changed by flags, or flags and a COMMAND after `--` alone.
+    Give a YAML or JSON FILE (flags override it), or only flags and a COMMAND after `--`.
     """
     spec, base = read_spec(options)
     with jobs() as service:
@@ -54,9 +54,9 @@ def submit(dry_run: bool, request: str | None, as_json: bool, **options: Any) ->
 
 @job.command()
 @spec_options
-@click.option("--full", is_flag=True, help="Leave nothing out: packed code and values of secrets, for kubectl apply.")
+@click.option("--full", is_flag=True, help="Include packed code and values of secrets, for kubectl apply.")
 def render(full: bool, **options: Any) -> None:
-    """Print what the backend would be handed for a job: a command, a batch script, a manifest."""
+    """Print what would be submitted to the backend: a command, a batch script or a manifest."""
     spec, base = read_spec(options)
     with jobs() as service:
         click.echo(service.render(in_workspace(service, spec), base=base, full=full))
@@ -65,7 +65,7 @@ def render(full: bool, **options: Any) -> None:
 @job.command()
 @spec_options
 def run(**options: Any) -> None:
-    """Submit a job, show the log of rank 0, and end with the job's exit code. Ctrl-C stops the job."""
+    """Submit a job, stream rank 0's log, and exit with the job's exit code. Ctrl-C stops the job."""
     spec, base = read_spec(options)
     with jobs() as service:
         new_job = service.submit(in_workspace(service, spec), base=base)
@@ -79,20 +79,20 @@ def run(**options: Any) -> None:
 
 
 @job.command("list")
-@click.option("-w", "--workspace", help="Of this workspace only.")
+@click.option("-w", "--workspace", help="Filter by workspace.")
 @click.option(
     "-s",
     "--state",
     "states",
     type=click.Choice([state.value for state in JobState]),
     multiple=True,
-    help="In this state; repeat it.",
+    help="Filter by state (repeatable).",
 )
-@click.option("--owner", help="Of this owner only.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many.")
+@click.option("--owner", help="Filter by owner.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Maximum number of jobs.")
 @json_flag
 def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None, limit: int, as_json: bool) -> None:
-    """List jobs, newest first, with why they are in their state."""
+    """List jobs, newest first, with state and reason."""
     with jobs() as service:
         records = service.jobs(workspace, states=[JobState(name) for name in states], owner=owner, limit=limit + 1)
     if as_json:
@@ -107,7 +107,7 @@ def list_jobs(workspace: str | None, states: tuple[str, ...], owner: str | None,
 @click.argument("job")
 @json_flag
 def show(job: str, as_json: bool) -> None:
-    """Show a job: its phases with their times, its attempts, why it failed, what it runs and uses."""
+    """Show job details: phases, attempts, failure reason, resources."""
     with jobs() as service:
         record, attempts, events = service.job(job), service.attempts(job), service.events(job)
         usage = service.usage(job, offset=-1)
@@ -119,12 +119,12 @@ def show(job: str, as_json: bool) -> None:
 
 @job.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on while the job lives, across its attempts.")
-@click.option("--rank", help="Whose log, as 3, or a name that --list shows. Default: the rank that failed, or 0.")
-@click.option("--attempt", type=click.IntRange(1), help="Of this attempt. Default: the last.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until the job ends (across attempts).")
+@click.option("--rank", help="Rank (e.g. 3) or log name from --list. Default: the rank that failed, or 0.")
+@click.option("--attempt", type=click.IntRange(1), help="Attempt number. Default: the last.")
 @click.option("--list", "names_only", is_flag=True, help="List the names of the logs.")
 def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_only: bool) -> None:
-    """Print the log of a rank: of the one that failed, where one did."""
+    """Print the log of a rank, by default of the one that failed."""
     with jobs() as service:
         if names_only:
             click.echo("\n".join(service.logs_of(job, attempt=attempt)))
@@ -142,7 +142,7 @@ def logs(job: str, follow: bool, rank: str | None, attempt: int | None, names_on
 @click.argument("jobs_", metavar="JOB...", nargs=-1, required=True)
 @json_flag
 def stop(jobs_: tuple[str, ...], as_json: bool) -> None:
-    """Ask jobs to end: SIGTERM, and SIGKILL after their grace."""
+    """Stop jobs (SIGTERM, then SIGKILL after the grace period)."""
     with jobs() as service:
         stopped = [service.stop(job_id) for job_id in jobs_]
     if as_json:
@@ -156,7 +156,7 @@ def stop(jobs_: tuple[str, ...], as_json: bool) -> None:
 @click.argument("job")
 @json_flag
 def retry(job: str, as_json: bool) -> None:
-    """Submit a job that has ended again: the same commit and data, as a new job; print its id."""
+    """Resubmit a finished job with the same commit and data as a new job; print its id."""
     with jobs() as service:
         new_job = service.retry(job)
     if as_json:
@@ -168,9 +168,9 @@ def retry(job: str, as_json: bool) -> None:
 
 @job.command()
 @click.argument("jobs_", metavar="JOB...", nargs=-1, required=True)
-@click.option("--timeout", type=click.FloatRange(0), help="Seconds to wait at most; then the exit code is 124.")
+@click.option("--timeout", type=click.FloatRange(0), help="Maximum seconds to wait; then the exit code is 124.")
 def wait(jobs_: tuple[str, ...], timeout: float | None) -> None:
-    """Wait until jobs have ended; exit with the code of the first of them that failed."""
+    """Wait until jobs have ended; exit with the exit code of the first that failed."""
     with jobs() as service:
         sys.exit(_wait_and_report(service, list(jobs_), timeout))
 
@@ -179,7 +179,7 @@ def wait(jobs_: tuple[str, ...], timeout: float | None) -> None:
 @click.argument("job")
 @json_flag
 def events(job: str, as_json: bool) -> None:
-    """Print what happened to a job."""
+    """Print the events of a job."""
     with jobs() as service:
         history = service.events(job)
     if as_json:
@@ -192,7 +192,7 @@ job.add_command(workspace)  # as others nest it
 
 
 def exit_code(job: Job) -> int:
-    """Return what a command that ran a job ends with: 0, 130 for a stopped job, else the failed rank's own code."""
+    """Return the exit code of a command that ran a job: 0, 130 for a stopped job, else the failed rank's own."""
     if job.state is JobState.SUCCEEDED:
         return 0
     if job.state is JobState.STOPPED:
@@ -202,7 +202,7 @@ def exit_code(job: Job) -> int:
 
 
 def _wait_and_report(service: Jobs, ids: list[str], timeout: float | None) -> int:
-    """Wait, say how each ended, return the first exit code that is not 0."""
+    """Wait, report how each job ended, and return the first exit code that is not 0."""
     until = None if timeout is None else time.monotonic() + timeout
     codes = []
     for job_id in ids:

@@ -30,7 +30,7 @@ ALIASES = {"create": "add", "status": "show", "remove": "rm", "delete": "rm", "l
 
 
 class CommandGroup(click.Group):
-    """The commands of one thing; takes other tools' names for them, and names the nearest for one that is not there."""
+    """A group of commands that accepts other tools' names for them, and suggests the nearest for an unknown one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -52,9 +52,7 @@ EITHER_SPELLING = {
 """Settings of a command: flags may be written with _ or -."""
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
-workspace_flag = click.option(
-    "-w", "--workspace", help="Where it is kept. Default: default, or the only workspace you are in."
-)
+workspace_flag = click.option("-w", "--workspace", help="Workspace. Default: default, or your only one.")
 
 
 @contextmanager
@@ -73,10 +71,10 @@ def jobs() -> Iterator[Jobs]:
 
 
 def workspace_of(service: Jobs, name: str | None) -> str:
-    """Return the workspace that a command is about: the one that was said, `default`, or else one's only one.
+    """Return the workspace of a command: the one that was given, `default`, or the only one there is.
 
     Raises:
-        SpecError: If it is none of these, and one is in several.
+        SpecError: If it is none of these, and the user is a member of several.
     """
     if name is not None:
         return name
@@ -96,7 +94,7 @@ def words() -> Say:
 
 
 def talk(key: str, **values: object) -> None:
-    """Say something to the person, beside what is printed for programs."""
+    """Print a message for the user on standard error; standard output is for data."""
     click.echo(messages.text(key, **values), err=True)
 
 

@@ -26,9 +26,9 @@ _SIGNED_IN_H = 12
 
 def _place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--key", type=_FILE, help="Key of the certificate, if it is in another file."),
-        click.option("--certificate", type=_FILE, help="PEM file; needed to listen on anything but this machine."),
-        click.option("--port", type=click.IntRange(0, 65535), help="0 lets the system choose. Default: 8470."),
+        click.option("--key", type=_FILE, help="Key of the certificate, if it is in a separate file."),
+        click.option("--certificate", type=_FILE, help="TLS certificate (PEM). Required unless --host is loopback."),
+        click.option("--port", type=click.IntRange(0, 65535), help="0: any free port. Default: 8470."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to listen on."),
     ):
         command = option(command)
@@ -38,15 +38,15 @@ def _place_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(context_settings=EITHER_SPELLING)
 @_place_options
 def serve(**options: Any) -> None:
-    """Serve jobs and the console; `phalanx token add` makes what people sign in with."""
+    """Run the job server and web console; sign in with a token from `phalanx token add`."""
     _serve(options, open_browser=None)
 
 
 @click.command(context_settings=EITHER_SPELLING)
 @_place_options
-@click.option("--no-browser", is_flag=True, help="Only say where the console is.")
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
 def ui(no_browser: bool, **options: Any) -> None:
-    """Serve the console and open it in a browser; prints a token to sign in with."""
+    """Run the job server and open the web console in a browser; prints a token to sign in with."""
     _serve(options, open_browser=(lambda _: None) if no_browser else webbrowser.open)
 
 
@@ -89,7 +89,7 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
 
 @contextmanager
 def _keeping(store: JobStore, engines: Backends, home: Path) -> Iterator[None]:
-    """Look after the jobs in a thread of this process; while another controller does, this one waits its turn."""
+    """Run the job controller in a thread of this process; it waits while another one runs."""
     from phalanx.jobs.backends.local import this_machine
     from phalanx.jobs.control.controller import JobController, run_controller
 

@@ -1,4 +1,4 @@
-"""The commands `phalanx workspace` and `phalanx token`: who works where, and how they are known to a server."""
+"""The commands `phalanx workspace` and `phalanx token`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from phalanx.jobs.quantities import to_seconds
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def workspace() -> None:
-    """Make and remove workspaces: spaces of jobs, codes, datasets and secrets that only their members see."""
+    """Manage workspaces: jobs, code sources, datasets and secrets that only their members see."""
 
 
 @workspace.command("add")
 @click.argument("name")
 def add_workspace(name: str) -> None:
-    """Make a workspace."""
+    """Create a workspace."""
     with jobs() as service:
         service.add_workspace(name)
     talk("workspace made", name=name)
@@ -50,7 +50,7 @@ def list_workspaces(as_json: bool) -> None:
 @click.argument("name")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def remove_workspace(name: str, yes: bool) -> None:
-    """Remove a workspace with everything in it; its jobs must have ended."""
+    """Remove a workspace and everything in it; its jobs must have ended."""
     if not yes:
         click.confirm(messages.text("remove workspace", name=name), abort=True, err=True)
     with jobs() as service:
@@ -60,7 +60,7 @@ def remove_workspace(name: str, yes: bool) -> None:
 
 @workspace.group(cls=CommandGroup)
 def member() -> None:
-    """Say who may do what in a workspace: viewers look, developers submit, admins manage."""
+    """Manage members: viewers read, developers submit jobs, admins manage."""
 
 
 @member.command("add")
@@ -68,7 +68,7 @@ def member() -> None:
 @click.argument("role", type=click.Choice([role.value for role in MemberRole]))
 @workspace_flag
 def add_member(name: str, role: str, workspace: str | None) -> None:
-    """Make someone a member, or give a member another role."""
+    """Add a member, or change the role of one."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.put_member(workspace, name, MemberRole(role))
@@ -79,7 +79,7 @@ def add_member(name: str, role: str, workspace: str | None) -> None:
 @click.argument("name")
 @workspace_flag
 def remove_member(name: str, workspace: str | None) -> None:
-    """End a membership."""
+    """Remove a member."""
     with jobs() as service:
         workspace = workspace_of(service, workspace)
         service.remove_member(workspace, name)
@@ -88,16 +88,16 @@ def remove_member(name: str, workspace: str | None) -> None:
 
 @click.group(cls=CommandGroup, context_settings=EITHER_SPELLING)
 def token() -> None:
-    """Make and end the tokens with which people and programs are known to `phalanx serve`."""
+    """Manage API tokens of `phalanx serve`."""
 
 
 @token.command("add")
 @click.argument("name")
-@click.option("--owner", help="Whose it is; only the owner of the store may make tokens for others. Default: yours.")
-@click.option("--lasts", help="Time until it expires, as 12h or 30d. Default: it does not.")
+@click.option("--owner", help="Owner of the token; only the owner of the store may set it. Default: you.")
+@click.option("--lasts", help="Lifetime, e.g. 12h or 30d. Default: no expiry.")
 @json_flag
 def add_token(name: str, owner: str | None, lasts: str | None, as_json: bool) -> None:
-    """Make a token and print it, this once."""
+    """Create a token. It is shown only once."""
     try:
         lasts_s = None if lasts is None else to_seconds(lasts)
     except ValueError as error:
@@ -126,9 +126,9 @@ def list_tokens(as_json: bool) -> None:
 
 @token.command("rm")
 @click.argument("name")
-@click.option("--owner", help="Whose it is. Default: yours.")
+@click.option("--owner", help="Owner of the token. Default: you.")
 def remove_token(name: str, owner: str | None) -> None:
-    """End a token."""
+    """Revoke a token."""
     with jobs() as service:
         service.remove_token(name, owner=owner)
     talk("removed", what=messages.text("token"), name=name)

@@ -189,7 +189,7 @@ class Jobs:
         attempt: AttemptNumber = None,
         offset: Offset = 0,
     ) -> list[Usage]:
-        """Return what the processes of an attempt, by default the last, used: cores, memory, cards.
+        """Return what the processes of an attempt, by default the last, used: cores, memory, GPUs.
 
         Args:
             job: Whose.

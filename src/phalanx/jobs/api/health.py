@@ -62,7 +62,7 @@ def _lines(
     yield from _family("phalanx_attempts", "gauge", "Attempts that are kept, by state.")
     yield from (f'phalanx_attempts{{state="{state}"}} {counts.attempts.get(state, 0)}' for state in JobState)
     for name, field in (("phalanx_machine_given", "used"), ("phalanx_machine_total", "total")):
-        yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, cards.")
+        yield from _family(name, "gauge", "Of this machine, given to jobs or there: cores, bytes of memory, GPUs.")
         yield from (f'{name}{{resource="{kind}"}} {getattr(use, field):g}' for kind, use in machine.items())
     yield from _family("phalanx_http_requests_total", "counter", "Answers of this server since it started.")
     for (method, status), count in sorted(requests.items()):

@@ -114,7 +114,7 @@ def program(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def check(spec: TrainingJob) -> None:
-    """Raise SpecError if no node could start `spec`: its command, too many servers, or too few cards."""
+    """Raise SpecError if no node could start `spec`: its command, too many servers, or too few GPUs."""
     if spec.launch != "env":
         program(spec.command)
     needed = 1 + (spec.servers.count + spec.resources.procs_per_node if spec.servers else 0)
@@ -123,10 +123,10 @@ def check(spec: TrainingJob) -> None:
             f"{needed - 1} servers and workers of a node need a port each, and a job has {PORTS - 1}. "
             "Use fewer servers, or fewer processes on each of more nodes."
         )
-    procs, cards = spec.resources.procs_per_node, spec.resources.gpu
-    if spec.launch == "phalanx" and 0 < cards < procs:
+    procs, gpus = spec.resources.procs_per_node, spec.resources.gpu
+    if spec.launch == "phalanx" and 0 < gpus < procs:
         raise SpecError(
-            f"resources.procs_per_node: {procs} processes of a node need a card each, and resources.gpu is {cards}. "
+            f"resources.procs_per_node: {procs} processes of a node need a GPU each, and resources.gpu is {gpus}. "
             "Make them equal, or leave gpu out to train on the CPU."
         )
 
@@ -221,10 +221,10 @@ def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     """Parameter servers beside the workers, or on the hosts that come after the workers'."""
     assert spec.servers is not None
     nodes, each = spec.resources.nodes, spec.resources.procs_per_node
-    # Beside servers, workers get cards only where that is said; which ones a node has, the backend decides.
-    cards = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
+    # Beside servers, workers get GPUs only where that is said; which ones a node has, the backend decides.
+    gpus = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
     if len(rendezvous.hosts) == 1:
-        return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *cards)
+        return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *gpus)
     homes = rendezvous.hosts[nodes:] or rendezvous.hosts
     port = rendezvous.port + 1
     servers = [f"{homes[number % len(homes)]}:{port + number}" for number in range(spec.servers.count)]
@@ -235,5 +235,5 @@ def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     rank = order.index(rendezvous.hosts[rendezvous.node])
     return (
         *("--servers", ",".join(servers), "--workers", ",".join(workers)),
-        *("--node_rank", str(rank), "--http_port", str(rendezvous.port), *cards),
+        *("--node_rank", str(rank), "--http_port", str(rendezvous.port), *gpus),
     )

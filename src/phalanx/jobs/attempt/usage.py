@@ -27,8 +27,8 @@ class Sample:
         cpu: Cores in use, on average since the sample before.
         memory: Bytes of resident memory; a page that several processes share counts once (PSS).
         peak: The most of `memory` so far.
-        gpu: Cards in use on average: the sum of the utilisation of those they compute on. None where there is none.
-        gpu_memory: Bytes that they hold of these cards.
+        gpu: GPUs in use on average: the sum of the utilisation of those they compute on. None where there is none.
+        gpu_memory: Bytes that they hold of these GPUs.
     """
 
     number: Count

@@ -55,17 +55,17 @@ class Local:
     name = "local"
 
     def __init__(
-        self, machine: Amount | None = None, *, cards: Sequence[str] | None = None, node: Sequence[str] = NODE
+        self, machine: Amount | None = None, *, gpus: Sequence[str] | None = None, node: Sequence[str] = NODE
     ) -> None:
         """Make the backend of this machine.
 
         Args:
             machine: What there is to give; None looks.
-            cards: Names of its cards, as CUDA_VISIBLE_DEVICES spells them; None looks.
+            gpus: Names of its GPUs, as CUDA_VISIBLE_DEVICES spells them; None looks.
             node: What runs a node; its arguments are the attempt's folder, `--node K` and `--secrets-fd N`.
         """
-        self.cards = tuple(Machine.look(os.environ).cards if cards is None else cards)
-        self.machine = machine or this_machine(len(self.cards))
+        self.gpus = tuple(Machine.look(os.environ).cards if gpus is None else gpus)
+        self.machine = machine or this_machine(len(self.gpus))
         self._node = tuple(node)
 
     def check(self, spec: TrainingJob) -> None:
@@ -92,7 +92,7 @@ class Local:
         """Start every node that was not started before; return this host with this home, and their pids.
 
         Raises:
-            BackendError: If no process can be started, or not enough cards are free.
+            BackendError: If no process can be started, or not enough GPUs are free.
         """
         attempt_files.write_spec(submission)
         pids = [self._start(submission, node) for node in _nodes(submission)]
@@ -162,22 +162,22 @@ class Local:
             if _was_started(folder, node):
                 return None
             with contextlib.ExitStack() as locks:
-                cards = self._free_cards(submission, locks)
-                child = self._spawn(submission, node, lock, cards)
+                gpus = self._free_gpus(submission, locks)
+                child = self._spawn(submission, node, lock, gpus)
         _CHILDREN[_lock_file(folder, node)] = child
         note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
         attempt_files.write_atomically(_pid_file(folder, node), json.dumps(note))
         return child.pid
 
-    def _spawn(self, submission: Submission, node: int, lock: int, cards: dict[str, int]) -> subprocess.Popen[bytes]:
+    def _spawn(self, submission: Submission, node: int, lock: int, gpus: dict[str, int]) -> subprocess.Popen[bytes]:
         # A pipe takes 64 KiB before its writer waits, a memory file takes all: the node may read when it likes.
         secrets = os.memfd_create("secrets")
         os.write(secrets, json.dumps(submission.secrets).encode())
         os.lseek(secrets, 0, os.SEEK_SET)
         log = paths.logs(submission.folder) / f"node-{node}.log"
         environment = {**os.environ, MARK: str(submission.folder)}
-        if self.cards:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         try:
             with log.open("ab") as output:
                 return subprocess.Popen(
@@ -188,23 +188,23 @@ class Local:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=[lock, secrets, *cards.values()],
+                    pass_fds=[lock, secrets, *gpus.values()],
                 )
         except OSError as error:
             raise BackendError(f"Node {node} of {submission.job} could not be started: {error}.") from error
         finally:
             os.close(secrets)
 
-    def _free_cards(self, submission: Submission, locks: contextlib.ExitStack) -> dict[str, int]:
-        """Lock as many cards as a node asks for; names and descriptors, which the node inherits."""
+    def _free_gpus(self, submission: Submission, locks: contextlib.ExitStack) -> dict[str, int]:
+        """Lock as many GPUs as a node asks for; names and descriptors, which the node inherits."""
         count, locked = submission.spec.resources.gpu, dict[str, int]()
-        for card in self.cards:
+        for gpu in self.gpus:
             if len(locked) == count:
                 break
-            name = card.replace("/", "_")
+            name = gpu.replace("/", "_")
             lock = locks.enter_context(try_lock(submission.folder.parents[2] / "cards" / f"{name}.lock"))
             if lock is not None:
-                locked[card] = lock
+                locked[gpu] = lock
         if len(locked) < count:
             raise BackendError(f"A node of {submission.job} needs {count} gpu, and {len(locked)} are free.")
         return locked
@@ -222,9 +222,9 @@ class Local:
         return False
 
 
-def this_machine(cards: int | None = None) -> Amount:
-    """Return what this machine has to give, with so many cards, or those that are there."""
-    count = len(Machine.look(os.environ).cards) if cards is None else cards
+def this_machine(gpus: int | None = None) -> Amount:
+    """Return what this machine has to give, with so many GPUs, or those that are there."""
+    count = len(Machine.look(os.environ).cards) if gpus is None else gpus
     return Amount(len(os.sched_getaffinity(0)) * 1000, memory_bytes() // 2**20, count)
 
 

@@ -65,9 +65,9 @@ class Sampler:
         memory = sum(map(linux.memory_bytes, pids))
         self._peak = max(self._peak, memory)
         cpu = self._cores(sum(map(linux.cpu_seconds, pids)))
-        cards = self._cards(pids)
+        gpus = self._gpus(pids)
         number, self._taken = self._taken, self._taken + 1
-        return Sample(number, round(time.time(), 3), round(cpu, 3), memory, self._peak, *cards)
+        return Sample(number, round(time.time(), 3), round(cpu, 3), memory, self._peak, *gpus)
 
     def _cores(self, cpu_s: float) -> float:
         """Cores in use, from the time of all processes. That falls for a moment while one has ended uncollected."""
@@ -76,7 +76,7 @@ class Sampler:
         self._at, self._cpu_s = now, cpu_s
         return cores
 
-    def _cards(self, pids: Collection[int]) -> tuple[float, int] | tuple[None, None]:
+    def _gpus(self, pids: Collection[int]) -> tuple[float, int] | tuple[None, None]:
         if self._driver is None:
             return None, None
         try:
@@ -84,7 +84,7 @@ class Sampler:
                 pids, self._ask("compute-apps=pid,gpu_uuid,used_gpu_memory"), self._ask("gpu=uuid,utilization.gpu")
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            logger.warning("what this node uses of its cards is not known: %s", error)
+            logger.warning("what this node uses of its GPUs is not known: %s", error)
             self._driver = None
             return None, None
 
@@ -94,23 +94,23 @@ class Sampler:
         return subprocess.run(query, capture_output=True, check=True, text=True, timeout=_ANSWER_S).stdout
 
 
-def gpus_in_use(pids: Collection[int], on_cards: str, cards: str) -> tuple[float, int] | tuple[None, None]:
-    """Return how many cards' worth of computing the cards of `pids` do, and the bytes that `pids` hold there. Pure.
+def gpus_in_use(pids: Collection[int], on_gpus: str, gpus: str) -> tuple[float, int] | tuple[None, None]:
+    """Return how many GPUs' worth of computing the GPUs of `pids` do, and the bytes that `pids` hold there. Pure.
 
     Args:
         pids: Processes of ours.
-        on_cards: Lines of `pid, uuid of its card, MiB it holds`, as nvidia-smi writes them.
-        cards: Lines of `uuid, percent of the time in use`.
+        on_gpus: Lines of `pid, uuid of its GPU, MiB it holds`, as nvidia-smi writes them.
+        gpus: Lines of `uuid, percent of the time in use`.
 
     Returns:
-        None twice where no process of ours computes on a card. What the driver does not know, as in a slice of a
-        card, counts 0.
+        None twice where no process of ours computes on a GPU. What the driver does not know, as in a slice of a
+        GPU, counts 0.
     """
-    ours = [row for row in _rows(on_cards) if int(row[0]) in pids]
+    ours = [row for row in _rows(on_gpus) if int(row[0]) in pids]
     if not ours:
         return None, None
     theirs = {row[1] for row in ours}
-    percent = sum(_number(row[1]) for row in _rows(cards) if row[0] in theirs)
+    percent = sum(_number(row[1]) for row in _rows(gpus) if row[0] in theirs)
     return percent / 100, sum(_number(row[2]) for row in ours) << 20
 
 

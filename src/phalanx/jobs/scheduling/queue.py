@@ -27,7 +27,7 @@ _MIB = 2**20
 
 
 class Amount(NamedTuple):
-    """Resources in whole units: thousandths of a core, MiB and cards."""
+    """Resources in whole units: thousandths of a core, MiB and GPUs."""
 
     cpu: int = 0
     memory: int = 0
