@@ -21,7 +21,7 @@ from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 from phalanx.ui.console import add_console
 
 OWNER = Actor("keeper-of-the-house", owner=True)
@@ -32,7 +32,7 @@ class JobServer:
     """A server that runs. No controller does: jobs are what a test makes them."""
 
     url: str
-    store: JobStore
+    store: JobDatabase
     home: Path
 
     def token(self, name: str, role: MemberRole | None = None, workspace: str = "default") -> str:
@@ -77,7 +77,7 @@ def report(folder: Path, rank: int, steps: int, loss: float = 2.0) -> None:
 def job_server(home: Path, *, per_second: float = 10_000, burst: int = 10_000) -> Iterator[JobServer]:
     """Run a server until the block ends."""
     place = ListenOptions(port=0)
-    with JobStore(None, home) as store, bind(place) as bound:
+    with JobDatabase(None, home) as store, bind(place) as bound:
 
         def enter(token: str) -> Jobs:
             return JobService(store, Backends(), store.actor_of(token), wake=lambda _: None)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.dist
 
@@ -70,7 +70,7 @@ def test_a_job_runs_without_a_server_and_its_secret_is_seen_nowhere(env, work, t
     assert "key is *** rank 0" in done.stdout
     assert "seen by ps: False" in done.stdout
     home = tmp_path / "home"
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         (job,) = store.jobs()
     assert (job.failure.exit_code, job.attempt) == (3, 1)
     shown = phalanx(env, work, "job", "show", job.id, "--json").stdout

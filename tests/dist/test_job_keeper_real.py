@@ -17,7 +17,7 @@ from phalanx.jobs.models import Actor, Job
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +57,7 @@ def test_jobs_succeed_fail_hang_and_stop_on_this_machine(tmp_path: Path) -> None
     code.mkdir()
     for name, text in SCRIPTS.items():
         (code / name).write_text(text)
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         service = JobService(store, engines, Actor("ann", owner=True), wake=lambda _: None)
         controller = JobController(store, engines, home, machine=Amount(8000, 2**20, 0))
         service.put_secret("default", "TOKEN", "s3cret-value")

@@ -18,7 +18,7 @@ from phalanx.errors import AccessError, ConfigError, NotFoundError, StateError
 from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore, tables, upgrade
+from phalanx.jobs.store import JobDatabase, tables, upgrade
 
 pytestmark = pytest.mark.dist
 _SCHEMAS = count()
@@ -48,11 +48,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], JobStore]]:
+def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], JobDatabase]]:
     stores = []
 
-    def another() -> JobStore:
-        stores.append(JobStore(url, tmp_path, clock=clock))
+    def another() -> JobDatabase:
+        stores.append(JobDatabase(url, tmp_path, clock=clock))
         return stores[-1]
 
     yield another
@@ -61,7 +61,7 @@ def opened(url: str, tmp_path: Path, clock: Clock) -> Iterator[Callable[[], JobS
 
 
 @pytest.fixture
-def store(opened: Callable[[], JobStore]) -> JobStore:
+def store(opened: Callable[[], JobDatabase]) -> JobDatabase:
     return opened()
 
 
@@ -82,7 +82,7 @@ def test_a_new_store_has_the_tables_that_the_code_describes(store):
 def test_the_file_of_a_store_is_its_owners_alone(tmp_path):
     home = tmp_path / "shared"
     home.mkdir(mode=0o755)
-    with JobStore(f"sqlite:///{home}/jobs.db", home) as store:
+    with JobDatabase(f"sqlite:///{home}/jobs.db", home) as store:
         store.create_job(spec(), owner="ada")
         assert {path.name: path.stat().st_mode & 0o777 for path in home.glob("jobs.db*")} == {
             "jobs.db": 0o600,
@@ -367,4 +367,4 @@ def test_a_token_is_known_until_it_expires_or_is_removed(store, clock):
 @pytest.mark.parametrize("wrong", ["mysql://h/d", "nonsense", "sqlite://"])
 def test_an_address_of_no_known_database_is_refused(wrong, tmp_path):
     with pytest.raises(ConfigError, match=r"neither SQLite's nor PostgreSQL's. Write sqlite:////"):
-        JobStore(wrong, tmp_path)
+        JobDatabase(wrong, tmp_path)

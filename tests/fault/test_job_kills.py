@@ -22,7 +22,7 @@ from phalanx.jobs.paths import attempt_folder
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.database import now
 
 pytestmark = pytest.mark.fault
@@ -35,14 +35,14 @@ from pathlib import Path
 from phalanx.jobs.backends.local import Local
 from phalanx.jobs.control.controller import JobController, keep
 from phalanx.jobs.scheduling.queue import Amount
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 home, cpu, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def controller():
     machine = Amount(cpu, 0, 0)
     local = Local(machine, gpus=(), node=("/bin/sh", script))
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         keep(home, JobController(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
 
 """
@@ -97,7 +97,7 @@ def home() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _ended(store: JobStore) -> dict[str, Job]:
+def _ended(store: JobDatabase) -> dict[str, Job]:
     return {job.id: job for job in store.jobs() if job.state.is_terminal}
 
 
@@ -126,7 +126,7 @@ def test_killed_controllers_lose_no_job_and_run_none_twice(
     node = job_stand_in.node(home)
     machine = Amount(JOB.cpu * running)
     spec = TrainingJob.model_validate({"name": "j", "command": "nap 1", "resources": {"cpu": JOB.cpu / 1000}})
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         assert store.shown_url.startswith(database)
         made = [store.create_job(spec, owner=f"user-{number % 7}").id for number in range(running + queued)]
         command = [sys.executable, "-c", killed + NURSERY, str(home), str(machine.cpu), node[1], str(kills)]
@@ -155,7 +155,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
     def spec(command: str) -> TrainingJob:
         return TrainingJob.model_validate({"name": "j", "command": command})
 
-    def controller(store: JobStore) -> JobController:
+    def controller(store: JobDatabase) -> JobController:
         return JobController(store, {"local": Local(machine, gpus=(), node=node)}, store.home, machine=machine)
 
     def until(check: Callable[[], bool], controller: JobController | None = None) -> None:
@@ -164,7 +164,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
             assert time.monotonic() < deadline
             time.sleep(min(0.05, controller.step() if controller else 1))
 
-    with JobStore(None, home / "a") as first, JobStore(None, home / "b", clock=lambda: now() + ahead) as second:
+    with JobDatabase(None, home / "a") as first, JobDatabase(None, home / "b", clock=lambda: now() + ahead) as second:
         job = first.create_job(spec("nap 60"), owner="ann").id
         one = subprocess.Popen([sys.executable, "-c", f"{CONTROLLER}\ncontroller()", str(first.home), "4000", node[1]])
         other = controller(second)
@@ -191,7 +191,7 @@ def test_of_two_homes_on_one_database_one_keeps_until_it_is_killed(home: Path, s
         assert (attempt_folder(first.home, job, 1) / "ran-0").read_text().count("started") == 1
 
 
-def _finish(store: JobStore, home: Path, node: tuple[str, ...], machine: Amount) -> None:
+def _finish(store: JobDatabase, home: Path, node: tuple[str, ...], machine: Amount) -> None:
     """Let one more controller see all jobs to their end."""
     controller = JobController(store, {"local": Local(machine, gpus=(), node=node)}, home, machine=machine)
     deadline = time.monotonic() + 60

@@ -20,7 +20,7 @@ from phalanx.jobs.service.service import JobService
 from phalanx.jobs.sources.file_lock import try_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.fault
 
@@ -82,7 +82,7 @@ def test_a_job_outlives_its_controller_and_a_killed_rank(tmp_path: Path, monkeyp
             "retries": {"max": 1},
         }
     )
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         jobs = JobService(store, Backends(), Actor("ann", owner=True), wake=lambda _: None)
         job = jobs.submit(spec, base=code).id
         racing = [threading.Thread(target=ensure_controller, args=(home,)) for _ in range(4)]
@@ -121,7 +121,7 @@ def test_a_controller_whose_home_is_removed_ends_and_starts_nothing_more(
 ) -> None:
     monkeypatch.delenv("PHALANX_STORE", raising=False)
     home = tmp_path / "home"
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         # More than this machine could ever give: the job waits, and its controller with it.
         spec = TrainingJob.model_validate({"name": "waits", "command": "true", "resources": {"cpu": 100000}})
         store.create_job(spec, owner="ann")

@@ -18,7 +18,7 @@ from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Dataset, TrainingJob
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 from slurm_cluster import SlurmCluster, require_slurm
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -69,7 +69,7 @@ def test_a_job_that_loses_a_host_is_started_again_and_goes_on_from_its_checkpoin
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.txt").write_text("1 2 3")
     home = tmp_path / "home"
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         engines = {"slurm": Slurm()}
         service = JobService(store, engines, Actor("me", owner=True), wake=lambda home: None)
         service.put_dataset("default", Dataset(name="rows", kind="local", uri=str(tmp_path / "rows")))

@@ -12,7 +12,7 @@ import pytest
 
 import postgres as postgresql
 from phalanx.jobs.states import JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 pytestmark = pytest.mark.fault
 
@@ -21,9 +21,9 @@ import sys
 from pathlib import Path
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
-with JobStore(sys.argv[1], Path(sys.argv[2])) as store:
+with JobDatabase(sys.argv[1], Path(sys.argv[2])) as store:
     while True:
         job = store.create_job(TrainingJob(name="job", command="python train.py"), owner="ann")
         print("queued", job.id, flush=True)
@@ -58,7 +58,7 @@ def test_what_a_killed_writer_acknowledged_is_there(kind, tmp_path, request):
     for _ in range(2):
         told |= acknowledged(url, tmp_path, rounds.randint(5, 40))
     order = [JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED]
-    with JobStore(url, tmp_path) as store:
+    with JobDatabase(url, tmp_path) as store:
         kept = {job.id: job for job in store.jobs()}
         assert told.keys() <= kept.keys()
         for job, state in told.items():

@@ -28,20 +28,20 @@ from phalanx.jobs.models import Actor, Failure, MemberRole
 from phalanx.jobs.protocol import Jobs
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 from phalanx.ui.i18n import TABLE
 
 Phalanx = Callable[..., Result]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    with JobStore(None, tmp_path / "home") as store:
+def store(tmp_path: Path) -> Iterator[JobDatabase]:
+    with JobDatabase(None, tmp_path / "home") as store:
         yield store
 
 
 @pytest.fixture
-def command(store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phalanx:
+def command(store: JobDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phalanx:
     """Run a command of ours in a folder with code, on a store with a backend that starts nothing."""
     work = tmp_path / "work"
     work.mkdir()
@@ -68,7 +68,7 @@ def submitted(command: Phalanx, *flags: str) -> str:
     return command("job", "submit", "--name", "mnist", *flags, "--", "python", "train.py").stdout.strip()
 
 
-def ended(store: JobStore, job: str, state: JobState, failure: Failure | None = None) -> str:
+def ended(store: JobDatabase, job: str, state: JobState, failure: Failure | None = None) -> str:
     store.begin_attempt(job)
     store.change(job, JobState.RUNNING, "on this machine")
     if state is JobState.STOPPED:
@@ -76,7 +76,7 @@ def ended(store: JobStore, job: str, state: JobState, failure: Failure | None = 
     return store.change(job, state, "it is over", failure=failure).id
 
 
-def write_log(store: JobStore, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
+def write_log(store: JobDatabase, job: str, text: str, rank: int = 0, attempt: int = 1) -> None:
     folder = paths.logs(paths.attempt_folder(store.home, job, attempt))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"workerlog.{rank}").write_text(text)

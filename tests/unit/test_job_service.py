@@ -18,12 +18,12 @@ from phalanx.jobs.routes import routes_of
 from phalanx.jobs.service.service import JobService
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import Cause, JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    with JobStore(None, tmp_path / "home") as store:
+def store(tmp_path: Path) -> Iterator[JobDatabase]:
+    with JobDatabase(None, tmp_path / "home") as store:
         yield store
 
 
@@ -33,7 +33,7 @@ def woken() -> list[Path]:
 
 
 @pytest.fixture
-def acting(store: JobStore, woken: list[Path]) -> Callable[[Actor], Jobs]:
+def acting(store: JobDatabase, woken: list[Path]) -> Callable[[Actor], Jobs]:
     return lambda actor: JobService(store, {"local": FakeBackend()}, actor, wake=woken.append, remote=False)
 
 

@@ -37,7 +37,7 @@ def _failed(jobs: Jobs, job: str, attempt: int | None) -> str | None:
 
 
 def follow(jobs: Jobs, job: str, *, rank: str = "0", attempt: int | None = None) -> None:
-    """Print a log until the job has ended, going on with the log of the next attempt; or one attempt until its end."""
+    """Print a log until the job has ended, across attempts; or the log of one attempt until its end."""
     number, offset = attempt or jobs.job(job).attempt, 0
     while True:
         record = jobs.job(job)  # asked before the log, which is then at its end if the job is

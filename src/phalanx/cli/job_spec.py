@@ -73,9 +73,9 @@ def spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_spec(options: dict[str, Any]) -> tuple[TrainingJob, Path]:
-    """Return the job that a command's arguments and flags say, and the folder its relative paths are meant from.
+    """Return the job of a command's arguments and flags, and the folder that its relative paths start from.
 
-    Those of a file are meant from the file's folder, those of flags from the current one.
+    Paths in a file start from the file's folder, paths in flags from the current one.
 
     Raises:
         SpecError: If it is no job.
@@ -97,7 +97,7 @@ def read_spec(options: dict[str, Any]) -> tuple[TrainingJob, Path]:
 
 
 def in_workspace(jobs: Jobs, spec: TrainingJob) -> TrainingJob:
-    """Return `spec` in the workspace it is meant for: where it names none, in the one that `workspace_of` finds."""
+    """Return `spec` with its workspace; if it names none, the one that `workspace_of` returns."""
     if "workspace" in spec.model_fields_set:
         return spec
     return spec.model_copy(update={"workspace": workspace_of(jobs, None)})
@@ -117,7 +117,7 @@ def parse_code(text: str) -> dict[str, Any]:
         SpecError: If it is none of them.
     """
     if "://" not in text and Path(text).is_dir():
-        # A folder is meant from where the command is typed, whatever file the rest comes from.
+        # A folder in a flag starts from the current one, even if the rest comes from a file.
         return {"path": str(Path(text).absolute())}
     if re.fullmatch(r"[a-z0-9-]+", text):
         return {"name": text}

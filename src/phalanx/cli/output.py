@@ -89,7 +89,7 @@ def workspace_of(service: Jobs, name: str | None) -> str:
 
 @cache
 def words() -> Say:
-    """Return the function that says a word of the console in the user's language."""
+    """Return the function that translates a word of the console to the user's language."""
     return speaker(messages.language())
 
 

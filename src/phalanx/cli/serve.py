@@ -18,7 +18,7 @@ from phalanx.jobs import paths
 
 if TYPE_CHECKING:
     from phalanx.jobs.backends import Backends
-    from phalanx.jobs.store import JobStore
+    from phalanx.jobs.store import JobDatabase
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SIGNED_IN_H = 12
@@ -58,14 +58,14 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
     from phalanx.jobs.connect import local_actor
     from phalanx.jobs.protocol import Jobs
     from phalanx.jobs.service.service import JobService
-    from phalanx.jobs.store import JobStore
+    from phalanx.jobs.store import JobDatabase
     from phalanx.ui.console import add_console
 
     options["port"] = PORT if options["port"] is None else options["port"]
     where, home, engines = ListenOptions(**options), paths.home(), Backends()
     with ExitStack() as stack:
         bound = stack.enter_context(bind(where))
-        store = stack.enter_context(JobStore(None, home))
+        store = stack.enter_context(JobDatabase(None, home))
 
         def authenticate(token: str) -> Jobs:
             return JobService(store, engines, store.actor_of(token), wake=lambda _: None)
@@ -82,13 +82,13 @@ def _serve(options: dict[str, Any], *, open_browser: Callable[[str], object] | N
             bound.listen()  # a browser that is faster than the server waits instead of being refused
             open_browser(f"{address}/ui/")
         for number in (signal.SIGINT, signal.SIGTERM):
-            # The server ends when it gets one, and then sends it to whoever was there before: that is nobody.
+            # uvicorn stops on a signal, and then sends it again to the handler before its own, which does nothing.
             signal.signal(number, lambda *_: None)
         answer(app, bound, where)
 
 
 @contextmanager
-def _keeping(store: JobStore, engines: Backends, home: Path) -> Iterator[None]:
+def _keeping(store: JobDatabase, engines: Backends, home: Path) -> Iterator[None]:
     """Run the job controller in a thread of this process; it waits while another one runs."""
     from phalanx.jobs.backends.local import this_machine
     from phalanx.jobs.control.controller import JobController, run_controller

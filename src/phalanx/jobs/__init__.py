@@ -1,4 +1,4 @@
-"""Jobs: what to train, with which code and data, on which machines; queued, watched, started again, their logs kept.
+"""Jobs: what to train, with which code and data, on which machines; queued, supervised, retried, with their logs.
 
     from phalanx.jobs.spec import TrainingJob
 

@@ -34,7 +34,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Submission:
-    """One attempt at a job, as it is handed to a backend.
+    """One attempt at a job, as it is submitted to a backend.
 
     Attributes:
         job: The job's id; a backend marks what it starts with `job` and `attempt`, so that it finds it again.
@@ -55,7 +55,7 @@ class Backend(Protocol):
     """An engine that runs attempts. Every call may be repeated: doing twice what was done once changes nothing.
 
     `handle` is what `submit` returned; empty if the controller died before it noted that and the job was stopped
-    meanwhile. The engine then looks for the attempt by its marks, and says `GONE` if there is none.
+    meanwhile. The backend then looks for the attempt by its marks, and returns `GONE` if there is none.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Backend(Protocol):
         """Raise SpecError if this engine could never run `spec`: too large, an option it lacks, not reachable."""
 
     def render(self, submission: Submission, *, full: bool = False) -> str:
-        """Return what `submit` would hand over, as text: a command, a batch script, a manifest.
+        """Return what `submit` would submit, as text: a command, a batch script or a manifest.
 
         Args:
             submission: The attempt.

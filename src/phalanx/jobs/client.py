@@ -21,7 +21,7 @@ from phalanx import errors
 from phalanx.errors import BackendError, ConfigError, PhalanxError
 from phalanx.jobs.models import Job
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.routes import Route
+from phalanx.jobs.routes import VerbRoute
 from phalanx.jobs.sources.archive import pack
 from phalanx.jobs.spec import Code, TrainingJob
 
@@ -93,7 +93,7 @@ class Client(Jobs):
             path = f"workspaces/{_quote(workspace)}/trees"
             return str(self._answer("POST", path, content=file, headers=headers).json()["digest"])
 
-    def _send(self, route: Route, arguments: dict[str, Any]) -> Any:
+    def _send(self, route: VerbRoute, arguments: dict[str, Any]) -> Any:
         """Send a verb to the server, and return its result."""
         path = route.path.format_map({name: _quote(str(value)) for name, value in arguments.items()}).lstrip("/")
         others = {name: value for name, value in arguments.items() if not route.in_path(name)}
@@ -129,7 +129,7 @@ def _quote(part: str) -> str:
 
 
 def _parse_error(answer: httpx.Response) -> PhalanxError:
-    """The error that the server's answer tells of, as the service would have raised it."""
+    """The error in the server's answer, as the service raised it."""
     try:
         body = answer.json()
         kind, message = str(body["error"]), str(body["message"])

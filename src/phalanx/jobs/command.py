@@ -21,7 +21,7 @@ class PythonCommand:
 
 
 def parse_command(command: str) -> str:
-    """Return `said` if its words can be told apart without a shell.
+    """Return `command` if it can be split into words without a shell.
 
     Raises:
         ValueError: If it is empty, a quote is open, or it has an operator of the shell outside quotes.

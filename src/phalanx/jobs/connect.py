@@ -30,11 +30,11 @@ def open_jobs() -> Iterator[Jobs]:
         return
     from phalanx.jobs.backends import Backends
     from phalanx.jobs.service.service import JobService
-    from phalanx.jobs.store import JobStore
+    from phalanx.jobs.store import JobDatabase
 
     home = paths.home()
-    with JobStore(None, home) as store:
-        # Whoever looked after the jobs may have been killed since: any command that is typed finds someone new.
+    with JobDatabase(None, home) as store:
+        # The controller may have been killed since: any command starts a new one.
         if store.jobs(states=[state for state in JobState if not state.is_terminal], limit=1):
             _wake(home)
         yield JobService(store, Backends(), local_actor(home), wake=_wake, remote=False)

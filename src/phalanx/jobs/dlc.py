@@ -31,7 +31,7 @@ _REASONS = {
 
 
 def is_request(body: Mapping[str, Any]) -> bool:
-    """Return whether `said` looks like the body of a CreateJob request rather than a job of ours."""
+    """Return whether `body` looks like a CreateJob request rather than one of our jobs."""
     return "JobSpecs" in body and "UserCommand" in body
 
 

@@ -1,4 +1,4 @@
-"""What the store holds, as plain values: workspaces, members, codes, datasets, jobs, attempts, events. Pure."""
+"""What the store holds, as plain values: workspaces, members, code sources, datasets, jobs, attempts, events. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A space of jobs, codes, datasets and secrets that only its members see."""
+    """A space of jobs, code sources, datasets and secrets that only its members see."""
 
     name: str
     created: datetime
@@ -124,7 +124,7 @@ class Event:
 class Job:
     """A submitted job. `spec` is the resolved TrainingJob as JSON; submitting it again trains the same thing.
 
-    `reason` says why the job is in its state: why it is still queued, what is being prepared, who stopped it.
+    `reason` is why the job is in its state: why it is still queued, what is being prepared, who stopped it.
     """
 
     id: str

@@ -52,20 +52,20 @@ def stop(folder: Path) -> Path:
 
 
 def launcher_logs(folder: Path, node: int) -> Path:
-    """Return the folder in which the launcher of node `node` keeps its files."""
+    """Return the folder of the files of node `node`'s launcher."""
     return logs(folder) / f"node-{node}"
 
 
 def exit_record(folder: Path, node: int) -> Path:
-    """Return the file in which node `node` says how it ended."""
+    """Return the exit record of node `node`."""
     return folder / f"node-{node}.json"
 
 
 def heartbeat(folder: Path, node: int) -> Path:
-    """Return the file whose time of change says that node `node` lives."""
+    """Return the heartbeat of node `node`: a file whose time of change shows that it lives."""
     return folder / f"node-{node}.beat"
 
 
 def usage(folder: Path, node: int) -> Path:
-    """Return the file in which node `node` tells what its processes use."""
+    """Return the file with what the processes of node `node` use."""
     return folder / f"usage-{node}.jsonl"

@@ -18,7 +18,7 @@ from pydantic import Field
 from phalanx.jobs.attempt.metrics import Reports
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Actor, Attempt, Counts, Event, Job, MemberRole, NamedConfig, ResourceUse, Workspace
-from phalanx.jobs.routes import Route, route
+from phalanx.jobs.routes import VerbRoute, route
 from phalanx.jobs.spec import Code, Dataset, TrainingJob
 from phalanx.jobs.states import JobState
 
@@ -39,7 +39,7 @@ class SecretName:
 
 @dataclass(frozen=True)
 class Token:
-    """A key to the HTTP interface, without its text. `expires` is None for one that stays until it is removed."""
+    """An API token, without its text. `expires` is None for one that stays until it is removed."""
 
     name: str
     owner: str
@@ -49,7 +49,7 @@ class Token:
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token just made. `text` is shown this once; the store keeps only its hash."""
+    """A new token. `text` is shown only once; the store has only its hash."""
 
     token: Token
     text: str
@@ -60,8 +60,8 @@ class LogPart:
     """Some of one log of an attempt.
 
     Attributes:
-        text: What was read, bytes that are no UTF-8 replaced, values of secrets struck out; empty at the present end.
-        next: Byte offset to go on from.
+        text: What was read, bytes that are no UTF-8 replaced, values of secrets removed; empty at the present end.
+        next: Byte offset to continue from.
         ended: Whether the attempt has ended and nothing lies behind `next`.
     """
 
@@ -74,17 +74,17 @@ class Jobs:
     """What one actor may ask. Every verb raises NotFoundError for what the actor may not see, as if it were not there.
 
     AccessError is raised for what the actor sees and has no role for: a viewer reads; a developer submits, stops
-    what is theirs, and edits codes, datasets and secrets; an admin stops anyone's jobs and manages members. The
+    what is theirs, and edits code sources, datasets and secrets; an admin stops anyone's jobs and manages members. The
     owner of the store may do everything, and is alone in making workspaces.
     """
 
-    def _send(self, route: Route, arguments: dict[str, Any]) -> Any:
+    def _send(self, route: VerbRoute, arguments: dict[str, Any]) -> Any:
         """Carry out a verb that is not overridden, by its route; only clients of a server need this."""
         raise NotImplementedError(route.operation)
 
     @route("GET", "/whoami", "get_caller", tag="members")
     def whoami(self) -> Actor:
-        """Return who asks."""
+        """Return the caller."""
 
     # Jobs.
 
@@ -109,7 +109,7 @@ class Jobs:
 
     @route("POST", "/jobs/render", "render_job", caller_only=("base",), unused=("request",), result_key="text")
     def render(self, spec: TrainingJob, *, base: Path | None = None, full: bool = False) -> str:
-        """Return what a backend would be handed for `spec`, after the checks of `submit`; nothing is kept.
+        """Return what would be submitted to a backend for `spec`, after the checks of `submit`; nothing is stored.
 
         Args:
             spec: What to train.
@@ -146,11 +146,11 @@ class Jobs:
 
     @route("POST", "/jobs/{job}/stop", "stop_job")
     def stop(self, job: str) -> Job:
-        """Ask a job to end; one that has ended is returned as it is."""
+        """Stop a job; one that has ended is returned as it is."""
 
     @route("POST", "/jobs/{job}/retry", "retry_job", status=201)
     def retry(self, job: str) -> Job:
-        """Submit the resolved spec of a job that has ended again: same commit, same data, a new job that names it.
+        """Resubmit a finished job with the same commit and data, as a new job that names it.
 
         Raises:
             StateError: If the job has not ended.
@@ -204,7 +204,7 @@ class Jobs:
 
     @route("GET", "/machine", "get_machine")
     def machine(self) -> dict[str, ResourceUse]:
-        """Return what of this machine is given to jobs and what it has: cpu cores, bytes of memory, gpus."""
+        """Return how much of this machine's resources jobs use: cores, bytes of memory, GPUs."""
 
     @route("GET", "/counts", "count_jobs")
     def counts(self) -> Counts:
@@ -218,11 +218,11 @@ class Jobs:
 
     @route("PUT", "/workspaces/{workspace}", "add_workspace", tag="members")
     def add_workspace(self, workspace: str) -> Workspace:
-        """Make a workspace."""
+        """Create a workspace."""
 
     @route("DELETE", "/workspaces/{workspace}", "remove_workspace", tag="members", status=204)
     def remove_workspace(self, workspace: str) -> None:
-        """Remove a workspace with its configurations, secrets, and records of jobs.
+        """Remove a workspace with its code sources, datasets, secrets and records of jobs.
 
         Raises:
             StateError: If a job in it has not ended.
@@ -230,14 +230,14 @@ class Jobs:
 
     @route("PUT", "/workspaces/{workspace}/members/{name}", "put_member", tag="members", status=204)
     def put_member(self, workspace: str, name: str, role: MemberRole) -> None:
-        """Make someone a member of a workspace, or give a member another role."""
+        """Add a member to a workspace, or change the role of one."""
 
     @route("DELETE", "/workspaces/{workspace}/members/{name}", "remove_member", tag="members", status=204)
     def remove_member(self, workspace: str, name: str) -> None:
-        """End a membership."""
+        """Remove a member."""
 
     def put_tree(self, workspace: str, archive: Path) -> str:
-        """Keep the code in a tar archive, regular files only; return the digest that `code.digest` of a spec names.
+        """Store the code in a tar archive of regular files; return its digest, for `code.digest` of a spec.
 
         Raises:
             SpecError: If the archive is broken, or holds links, devices or names that lead out of it.
@@ -247,27 +247,27 @@ class Jobs:
 
     @route("GET", "/workspaces/{workspace}/codes", "list_codes", tag="configurations")
     def codes(self, workspace: str) -> list[NamedConfig]:
-        """Return the code configurations of a workspace by name."""
+        """Return the code sources of a workspace by name."""
 
     @route("PUT", "/workspaces/{workspace}/codes/{name}", "put_code", tag="configurations", body="code")
     def put_code(self, workspace: str, name: str, code: Code) -> NamedConfig:
-        """Keep where code comes from under a name."""
+        """Register a code source under a name."""
 
     @route("DELETE", "/workspaces/{workspace}/codes/{name}", "remove_code", tag="configurations", status=204)
     def remove_code(self, workspace: str, name: str) -> None:
-        """Remove a code configuration."""
+        """Remove a code source."""
 
     @route("GET", "/workspaces/{workspace}/datasets", "list_datasets", tag="configurations")
     def datasets(self, workspace: str) -> list[NamedConfig]:
-        """Return the dataset configurations of a workspace by name."""
+        """Return the datasets of a workspace by name."""
 
     @route("PUT", "/workspaces/{workspace}/datasets", "put_dataset", tag="configurations", body="dataset")
     def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
-        """Keep where a dataset lies under its name."""
+        """Register a dataset under its name."""
 
     @route("DELETE", "/workspaces/{workspace}/datasets/{name}", "remove_dataset", tag="configurations", status=204)
     def remove_dataset(self, workspace: str, name: str) -> None:
-        """Remove a dataset configuration."""
+        """Remove a dataset."""
 
     @route("GET", "/workspaces/{workspace}/secrets", "list_secrets", tag="configurations")
     def secrets(self, workspace: str) -> list[SecretName]:
@@ -280,13 +280,13 @@ class Jobs:
         name: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")],
         value: Annotated[str, Field(min_length=1, max_length=65536)],
     ) -> SecretName:
-        """Keep a value under a name; it is encrypted, and reaches ranks as an environment variable."""
+        """Store a secret; it is encrypted, and passed to ranks as an environment variable."""
 
     @route("DELETE", "/workspaces/{workspace}/secrets/{name}", "remove_secret", tag="configurations", status=204)
     def remove_secret(self, workspace: str, name: str) -> None:
         """Remove a secret."""
 
-    # Keys to the HTTP interface.
+    # API tokens.
 
     @route("GET", "/tokens", "list_tokens", tag="members")
     def tokens(self) -> list[Token]:
@@ -296,7 +296,7 @@ class Jobs:
     def add_token(
         self, name: Label, *, owner: Label | None = None, lasts_s: Annotated[float | None, Field(gt=0, le=3.2e9)] = None
     ) -> NewToken:
-        """Make a token of the actor's, or of `owner`, which only the owner of the store may.
+        """Create a token of the actor, or of `owner`, which only the owner of the store may.
 
         Args:
             name: What the token is for; names of one owner's tokens differ.
@@ -306,4 +306,4 @@ class Jobs:
 
     @route("DELETE", "/tokens/{name}", "remove_token", tag="members", status=204)
     def remove_token(self, name: str, *, owner: str | None = None) -> None:
-        """End a token."""
+        """Revoke a token."""

@@ -23,7 +23,7 @@ def to_bytes(text: str | int) -> int:
 
 
 def as_quantity(count: int) -> str:
-    """Return bytes in the largest unit that says them exactly, as Kubernetes reads them: `8Gi`, `500M`."""
+    """Return bytes in the largest unit that is exact, as Kubernetes reads them: `8Gi`, `500M`."""
     for unit in ("Ti", "Gi", "Mi", "T", "G", "M", "Ki", "k"):
         if count % _BYTES[unit] == 0:
             return f"{count // _BYTES[unit]}{unit}"

@@ -1,4 +1,4 @@
-"""Strike values of secrets out of what is kept or shown. Pure."""
+"""Remove values of secrets from what is stored or shown. Pure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Route:
+class VerbRoute:
     """How a verb travels over HTTP."""
 
     verb: Callable[..., Any]
@@ -73,10 +73,10 @@ class Route:
 
 
 def route(method: str, path: str, operation: str, **options: Any) -> Callable[[F], F]:
-    """Mark a verb with its route; options as the fields of `Route`. A verb that no subclass overrides is sent."""
+    """Mark a verb with its route; options as the fields of `VerbRoute`. A verb that no subclass overrides is sent."""
 
     def mark(verb: F) -> F:
-        entry = Route(verb, method, path, operation, **options)
+        entry = VerbRoute(verb, method, path, operation, **options)
 
         signature = inspect.signature(verb)
 
@@ -92,6 +92,6 @@ def route(method: str, path: str, operation: str, **options: Any) -> Callable[[F
     return mark
 
 
-def routes_of(verbs: type) -> list[Route]:
+def routes_of(verbs: type) -> list[VerbRoute]:
     """Return the routes of the verbs of a class, in its order."""
     return [verb.route for verb in vars(verbs).values() if hasattr(verb, "route")]

@@ -110,7 +110,7 @@ class Code(_Model):
 
 
 class Dataset(_Model):
-    """A dataset in a job: a dataset configuration by name, or said in full, and where the script finds it.
+    """A dataset in a job: a registered dataset by name, or a full description, and where the script finds it.
 
     `kind` and `uri` are filled from the configuration at submission, and what can be known of the content.
     """
@@ -182,7 +182,7 @@ class Resources(_Model):
     procs_per_node: int = Field(default=1, ge=1, le=1000)
     """Ranks on each."""
     cpu: Cores | None = None
-    """Cores; parts of one may be said."""
+    """Cores; fractions are allowed."""
     memory: Bytes | None = None
     """As 8Gi or 500M."""
     gpu: int = Field(default=0, ge=0, le=1000)
@@ -261,13 +261,13 @@ class Kubernetes(_Model):
     restricted: bool = False
     """Fit the Pod Security Standard `restricted`: no root, no more rights than a process begins with."""
     run_as_user: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Id of the user that pods run as. Default: what the image says."""
+    """Id of the user that pods run as. Default: the user of the image."""
     fs_group: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Group that owns the volumes of pods."""
     pod_patch: Annotated[dict[Word, JsonValue], Field(max_length=100)] = {}
-    """What else a pod's template says, as `spec: {hostNetwork: true}`; lists of what has names are merged by them."""
+    """More fields of a pod's template, as `spec: {hostNetwork: true}`; lists of named objects are merged by name."""
     workload_patch: Annotated[dict[Word, JsonValue], Field(max_length=100)] = {}
-    """What else the workload says, merged in the same way."""
+    """More fields of the workload, merged in the same way."""
 
 
 class Slurm(_Model):
@@ -295,7 +295,7 @@ class TrainingJob(_Model):
     """What starts the training, as typed in the code's folder: `python train.py --epochs 10`."""
     code: Code = Code(path=".")
     datasets: Annotated[tuple[Dataset, ...], Field(max_length=100)] = ()
-    """Datasets by name (`mnist`, `mnist:data`), or said in full."""
+    """Datasets by name (`mnist`, `mnist:data`), or in full."""
     env: Annotated[dict[Variable, Text], Field(max_length=1000)] = {}
     """Environment variables of the ranks."""
     secrets: Annotated[tuple[Variable, ...], Field(max_length=100)] = ()

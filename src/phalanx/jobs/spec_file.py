@@ -1,4 +1,4 @@
-"""A job from a file, the command line's settings and flags, with errors that name the field and say what to write."""
+"""A job from a file, the command line's settings and flags, with errors that name the field and what to write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("phalanx.jobs")
 def read(
     source: Path | str | None = None, *, settings: Iterable[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainingJob:
-    """Return a job, from the weakest to the strongest said by `source`, `settings` and `flags`.
+    """Return a job from `source`, `settings` and `flags`, of which later ones override earlier ones.
 
     Args:
         source: A path of a YAML or JSON file, or such text itself. The body of a CreateJob request of PAI-DLC is taken
@@ -50,7 +50,7 @@ ModelT = typing.TypeVar("ModelT", TrainingJob, Code, Dataset)
 
 
 def validate(model: type[ModelT], fields: Mapping[str, Any] | str) -> ModelT:
-    """Return `said` as a job, code or dataset; the last two also from their short forms.
+    """Return `fields` as a job, code or dataset; the last two also from their short forms.
 
     Raises:
         SpecError: If a field is unknown, missing or cannot be as it is; names every one.

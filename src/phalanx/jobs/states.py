@@ -42,7 +42,7 @@ _NEXT: dict[JobState, frozenset[JobState]] = {
     JobState.RESTARTING: frozenset(
         {JobState.QUEUED, JobState.PREPARING, JobState.RUNNING, JobState.FAILED, JobState.STOPPING}
     ),
-    # What had ended before the stop reached it keeps its own end.
+    # A job that ended before the stop reached it keeps its own end.
     JobState.STOPPING: frozenset({JobState.STOPPED, JobState.SUCCEEDED, JobState.FAILED}),
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset(),
@@ -56,7 +56,7 @@ def may_follow(before: JobState, after: JobState) -> bool:
 
 
 class Cause(StrEnum):
-    """Why an attempt failed; what is retried is said by cause (`retries.on` of a job)."""
+    """Why an attempt failed; `retries.on` of a job lists the causes that are retried."""
 
     USER_CODE = "user_code"
     OOM = "oom"

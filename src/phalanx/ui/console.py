@@ -61,7 +61,7 @@ def _page_instead(answer: Callable[[Request, Exception], Response]) -> Callable[
 
 
 def _problem_page(request: Request, status: int, problem: str) -> Response:
-    """Return a page that says what went wrong, with everything around it for who has signed in."""
+    """Return a page with an error, inside the console's frame if the user has signed in."""
     try:
         return current_session(request).page("problem.html", status, problem=problem)
     except PhalanxError:

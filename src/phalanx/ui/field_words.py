@@ -1,4 +1,4 @@
-"""What the fields of a job mean, in Chinese, by their path; in English the job's own schema says it."""
+"""Descriptions of the fields of a job in Chinese, by path; the English ones are in the job's schema."""
 
 from __future__ import annotations
 

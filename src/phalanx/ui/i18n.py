@@ -1,4 +1,4 @@
-"""What the console says, in English and in Chinese: one table."""
+"""The texts of the console in English and Chinese: one table."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ Say = Callable[..., str]
 
 
 def speaker(language: str) -> Say:
-    """Return the function that says a thing in `language`, one of LANGUAGES: `say("default", value=5)`."""
+    """Return the function that translates to `language`, one of LANGUAGES: `say("default", value=5)`."""
     column = list(LANGUAGES).index(language)
 
     def say(key: str, **values: object) -> str:

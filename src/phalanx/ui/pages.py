@@ -1,4 +1,4 @@
-"""Pages that show: jobs, one job, the queue, datasets and codes."""
+"""Pages that show jobs, one job, the queue, datasets and code sources."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from phalanx.jobs.models import Attempt, Job
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
 from phalanx.ui import formatting
-from phalanx.ui.session import ROOT, Session, current_session
+from phalanx.ui.session import ROOT, ConsoleSession, current_session
 
 routes = APIRouter(include_in_schema=False)
 
-CurrentSession = Annotated[Session, Depends(current_session)]
+CurrentSession = Annotated[ConsoleSession, Depends(current_session)]
 PageNumber = Annotated[int, Query(ge=1, le=10_000)]
 AttemptNumber = Annotated[int | None, Query(ge=1, le=2**31)]
 
@@ -53,7 +53,7 @@ def jobs_table(
     return session.page("jobs_table.html", **_jobs(session, workspace, state, search, page))
 
 
-def _jobs(session: Session, workspace: str, state: str, search: str, page: int) -> dict[str, Any]:
+def _jobs(session: ConsoleSession, workspace: str, state: str, search: str, page: int) -> dict[str, Any]:
     _check_workspace(session, workspace)
     states = (JobState(state),) if state in set(JobState) else ()
     last = page * _ROWS
@@ -64,7 +64,7 @@ def _jobs(session: Session, workspace: str, state: str, search: str, page: int) 
     return {"jobs": shown, "more": len(matches) > last, "page": page, "state": state, "search": search}
 
 
-def _check_workspace(session: Session, workspace: str) -> None:
+def _check_workspace(session: ConsoleSession, workspace: str) -> None:
     if workspace not in session.workspaces:
         raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
 
@@ -97,7 +97,7 @@ def _failing(attempts: list[Attempt], number: int) -> str:
     return "" if not ranks or ranks[0] is None else str(ranks[0])
 
 
-def _head(session: Session, job: Job) -> dict[str, Any]:
+def _head(session: ConsoleSession, job: Job) -> dict[str, Any]:
     attempts: list[Attempt] = session.jobs.attempts(job.id)
     events = session.jobs.events(job.id)
     reports = _last_reports(session, job) if job.attempt else []
@@ -115,7 +115,7 @@ def _head(session: Session, job: Job) -> dict[str, Any]:
     }
 
 
-def _last_reports(session: Session, job: Job) -> list[tuple[str, dict[str, Any]]]:
+def _last_reports(session: ConsoleSession, job: Job) -> list[tuple[str, dict[str, Any]]]:
     """The last event of each rank."""
     last = []
     for rank in session.jobs.reporting(job.id):
@@ -220,7 +220,7 @@ def queue_table(session: CurrentSession) -> Response:
     return session.page("queue_table.html", **_queue(session))
 
 
-def _queue(session: Session) -> dict[str, Any]:
+def _queue(session: ConsoleSession) -> dict[str, Any]:
     live = session.jobs.jobs(states=_LIVE)[::-1]
     waiting = [job for job in live if job.state is JobState.QUEUED]
     waiting.sort(key=lambda job: -job.priority)
@@ -256,7 +256,7 @@ def datasets(session: CurrentSession, workspace: str) -> Response:
 
 @routes.get("/w/{workspace}/codes")
 def codes(session: CurrentSession, workspace: str) -> Response:
-    """Show the codes of a workspace."""
+    """Show the code sources of a workspace."""
     _check_workspace(session, workspace)
     configs = [
         {

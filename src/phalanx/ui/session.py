@@ -1,4 +1,4 @@
-"""Who looks at a page: the session cookie, the language, and what goes around every page."""
+"""The session of a signed-in user: cookie, language, and the frame around every page."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def language(request: Request) -> str:
 
 
 def keep_language(answer: Response, chosen: str) -> None:
-    """Remember the language of whoever gets `answer`."""
+    """Store the chosen language in a cookie of `answer`."""
     answer.set_cookie(_LANGUAGE, chosen, max_age=_YEAR_S, samesite="strict", httponly=True)
 
 
 @dataclass
-class Session:
-    """Whoever looks at a page, signed in.
+class ConsoleSession:
+    """A signed-in user of the console.
 
     Attributes:
         jobs: What they may ask.
@@ -97,7 +97,7 @@ class Session:
         return answer
 
 
-def current_session(request: Request) -> Session:
+def current_session(request: Request) -> ConsoleSession:
     """Return who sent `request`.
 
     Raises:
@@ -114,7 +114,7 @@ def current_session(request: Request) -> Session:
         space.name: MemberRole.ADMIN if actor.owner else space.members.get(actor.name, MemberRole.VIEWER)
         for space in jobs.workspaces()
     }
-    return Session(request, jobs, actor, roles, _workspace(request, list(roles)))
+    return ConsoleSession(request, jobs, actor, roles, _workspace(request, list(roles)))
 
 
 def _workspace(request: Request, names: list[str]) -> str:
@@ -139,7 +139,7 @@ def check_origin(request: Request) -> None:
 
 
 def plain_page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """Return a page made in the language of whoever sent `request`; they need not have signed in."""
+    """Return a page in the language of `request`; no sign-in is needed."""
     spoken = language(request)
     say = i18n.speaker(spoken)
     address = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path

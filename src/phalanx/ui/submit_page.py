@@ -16,7 +16,7 @@ from phalanx.jobs.spec_file import describe_mistake
 from phalanx.ui import form
 from phalanx.ui.field_words import CHINESE
 from phalanx.ui.pages import CurrentSession
-from phalanx.ui.session import ROOT, Session, language
+from phalanx.ui.session import ROOT, ConsoleSession, language
 
 routes = APIRouter(include_in_schema=False)
 
@@ -42,13 +42,13 @@ async def submit(request: Request, session: CurrentSession, workspace: str) -> R
     return await run_in_threadpool(_submit, session, workspace, filled, key)
 
 
-def _like(session: Session, job: str) -> dict[str, str]:
-    """Return what the form shows for a job that is there: what it says, and not what it leaves to the defaults."""
+def _like(session: ConsoleSession, job: str) -> dict[str, str]:
+    """Return what the form shows for an existing job: the fields that differ from their defaults."""
     spec = TrainingJob.model_validate(session.jobs.job(job).spec)
     return form.filled_from(_SCHEMA, spec.model_dump(mode="json", exclude_defaults=True))
 
 
-def _check_role(session: Session, workspace: str) -> None:
+def _check_role(session: ConsoleSession, workspace: str) -> None:
     if workspace not in session.workspaces:
         raise NotFoundError(f"There is no workspace {workspace!r} that you may see.")
     if not session.may_submit(workspace):
@@ -59,7 +59,7 @@ def _check_role(session: Session, workspace: str) -> None:
         )
 
 
-def _submit(session: Session, workspace: str, filled: dict[str, str], key: str) -> Response:
+def _submit(session: ConsoleSession, workspace: str, filled: dict[str, str], key: str) -> Response:
     job, errors = form.collect(_SCHEMA, filled)
     try:
         spec = TrainingJob.model_validate(job | {"workspace": workspace})
@@ -74,7 +74,7 @@ def _submit(session: Session, workspace: str, filled: dict[str, str], key: str) 
     return RedirectResponse(f"{ROOT}/jobs/{new_job.id}", 303)
 
 
-def _form(session: Session, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
+def _form(session: ConsoleSession, filled: dict[str, str], errors: dict[str, str], problem: str, key: str) -> Response:
     words = CHINESE if language(session.request) == "zh" else None
     # Code that was sent to the server has no other name than its digest.
     sent = filled.get("code.digest") and not any(filled.get(f"code.{name}") for name in ("path", "git", "name"))

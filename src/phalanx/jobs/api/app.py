@@ -50,7 +50,7 @@ def make_app(authenticate: Authenticate, *, per_second: float = 50, burst: int =
 
     @app.middleware("http")
     async def limit(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Refuse what is too much, and tell browsers what pages may do."""
+        """Refuse requests that are too many or too large, and add security headers."""
         answer = _refusal(request, rates) or await call(request)
         app.state.requests.add(request.method, answer.status_code)
         for name, value in _HEADERS.items():

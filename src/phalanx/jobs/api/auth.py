@@ -1,4 +1,4 @@
-"""Who calls: the jobs of whoever holds the token that came with a request."""
+"""Authentication: from the token of a request to what its holder may do."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadRequests:
-    """Answers HEAD by asking for the page and leaving its body out; a log that goes on is not asked for so."""
+    """Answers HEAD as GET without the body; a log stream, which does not end, is left out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -40,7 +40,7 @@ class Requests:
 
 @routes.get("/healthz", response_class=PlainTextResponse)
 def health() -> str:
-    """Say that the server answers; it looks at nothing, so that a slow disk or database makes nobody end it."""
+    """Return `ok`. Nothing is read, so that a slow disk or database does not get the server killed."""
     return "ok\n"
 
 

@@ -17,7 +17,7 @@ from phalanx.errors import ConfigError
 logger = logging.getLogger("phalanx.jobs")
 
 PORT = 8470
-"""Where the server listens unless told otherwise."""
+"""The server's default port."""
 
 _STOP_S = 5
 """How long a stopping server waits for answers that are under way; streams of logs would never end."""
@@ -41,7 +41,7 @@ class ListenOptions:
 
 
 def bind(options: ListenOptions) -> socket.socket:
-    """Return a socket bound where `options` say.
+    """Return a socket bound to the address in `options`.
 
     Raises:
         ConfigError: If it would serve a network in the clear, or the address cannot be bound.

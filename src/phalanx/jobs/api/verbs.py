@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from phalanx.jobs.api.auth import Caller
 from phalanx.jobs.api.error_handlers import RESPONSES
 from phalanx.jobs.protocol import Jobs
-from phalanx.jobs.routes import Route, routes_of
+from phalanx.jobs.routes import VerbRoute, routes_of
 
 
 def build_router() -> APIRouter:
@@ -39,7 +39,7 @@ def build_router() -> APIRouter:
     return router
 
 
-def _endpoint(route: Route) -> Callable[..., Any]:
+def _endpoint(route: VerbRoute) -> Callable[..., Any]:
     """Return the function that calls a verb with what came in a request, with a signature that FastAPI reads."""
     parameters = {name: p for name, p in route.signature.parameters.items() if name != route.body}
     in_body = [] if route.has_query or route.body else [name for name in parameters if not route.in_path(name)]
@@ -71,7 +71,7 @@ def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empt
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _body_model(route: Route, names: list[str]) -> type[BaseModel]:
+def _body_model(route: VerbRoute, names: list[str]) -> type[BaseModel]:
     """Return the model of a JSON object of some parameters; other fields are refused."""
     parameters = route.signature.parameters
     fields: dict[str, Any] = {
@@ -85,12 +85,12 @@ def _body_model(route: Route, names: list[str]) -> type[BaseModel]:
     return create_model(_model_name(route, "Request"), __config__=ConfigDict(extra="forbid"), **fields)
 
 
-def _result_model(route: Route) -> Any:
+def _result_model(route: VerbRoute) -> Any:
     if route.result_key is None:
         return route.result_type
     fields: dict[str, Any] = {route.result_key: (route.result_type, ...)}
     return create_model(_model_name(route, "Answer"), **fields)
 
 
-def _model_name(route: Route, kind: str) -> str:
+def _model_name(route: VerbRoute, kind: str) -> str:
     return "".join(word.title() for word in route.operation.split("_")) + kind

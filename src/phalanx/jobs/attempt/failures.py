@@ -1,4 +1,4 @@
-"""Why an attempt failed, from what its nodes wrote and what its backend says, and whether it is tried again. Pure."""
+"""Why an attempt failed, from its exit records and its backend's status, and whether it is retried. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUT_OF_MEMORY = re.compile(
     r"\b(MemoryError|OutOfMemoryError|CUDA out of memory|std::bad_alloc|can't allocate memory|Cannot allocate memory)\b"
 )
 _LAST_LINES = 12
-"""Lines from the end of what a rank said in which its own error stands; before them it may quote another's."""
+"""Last lines of a rank's output that are searched for its error; earlier ones may quote another rank's."""
 
 
 def failure_of(ends: Mapping[int, ExitRecord | None], status: Status) -> Failure | None:
@@ -31,7 +31,7 @@ def failure_of(ends: Mapping[int, ExitRecord | None], status: Status) -> Failure
         return None
     failed = [(node, end) for node, end in ends.items() if end is not None and end.outcome == "failed"]
     if failed:
-        # Who lost another node is seldom the one that failed, though it may be the first to say so.
+        # A node that lost another one is seldom the cause, though it may be the first to report.
         node, end = min(failed, key=lambda item: (item[1].cause is Cause.NODE_FAILURE, item[1].ended, item[0]))
         return _rank_failure(node, end, status)
     if status.failure is not None:

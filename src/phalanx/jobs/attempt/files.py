@@ -15,7 +15,7 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause
 
 HEARTBEAT_S = 2.0
-"""How often a node says that it lives."""
+"""Seconds between two heartbeats of a node."""
 
 LOST_AFTER_HEARTBEATS = 15
 """After how many beats that did not come a node counts as lost."""
@@ -34,7 +34,7 @@ class AttemptSpec:
     attempt: int
     spec: TrainingJob
     home: Path
-    """Where trees of code and datasets are kept, as the nodes see it."""
+    """Folder of code and datasets, as the nodes see it."""
 
     checkpoint: Path
     """The folder that survives attempts, made by the nodes."""
@@ -121,7 +121,7 @@ def write_heartbeat(folder: Path, node: int, doing: str) -> None:
 
 
 def read_activity(folder: Path, node: int) -> str:
-    """Return what node `node` last said that it does, empty before its first word."""
+    """Return what node `node` does, from its last heartbeat; empty before the first."""
     return _text(paths.heartbeat(folder, node))
 
 
@@ -174,7 +174,7 @@ def _text(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file by renaming, so that nobody reads half of it; two writers of one file do not meet."""
+    """Write a file by renaming, so that no reader sees half of it; writers in two processes do not collide."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)

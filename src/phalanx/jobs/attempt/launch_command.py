@@ -28,7 +28,7 @@ _FLAGS = {
     "-OO": ("PYTHONOPTIMIZE", "2"),
     "-B": ("PYTHONDONTWRITEBYTECODE", "1"),
 }
-"""Python's flags that a variable says as well, which launchers hand to every process."""
+"""Flags of Python that have an environment variable, which launchers pass to every process."""
 
 _LAUNCHERS = ("torchrun", "fleetrun", "phalanx", "accelerate", "deepspeed", "mpirun", "srun")
 
@@ -221,7 +221,7 @@ def _servers(spec: TrainingJob, rendezvous: Rendezvous) -> tuple[str, ...]:
     """Parameter servers beside the workers, or on the hosts that come after the workers'."""
     assert spec.servers is not None
     nodes, each = spec.resources.nodes, spec.resources.procs_per_node
-    # Beside servers, workers get GPUs only where that is said; which ones a node has, the backend decides.
+    # Beside servers, workers get GPUs only if asked for; the backend decides which ones a node has.
     gpus = ("--gpus", "all") if spec.resources.gpu and rendezvous.node < nodes else ()
     if len(rendezvous.hosts) == 1:
         return ("--server_num", str(spec.servers.count), "--worker_num", str(each), *gpus)

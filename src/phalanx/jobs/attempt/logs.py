@@ -1,4 +1,4 @@
-"""The logs of an attempt: read by byte offset, followed while they grow, kept from filling the disk.
+"""The logs of an attempt: read by byte offset, followed while they grow, and capped in size.
 
 A rank that writes without end keeps its first and its last bytes: the middle of its file is given back to the file
 system as a hole, so offsets stay what they are, and reading goes on behind the hole, saying how much is gone.
@@ -25,7 +25,7 @@ CAP_BYTES = 64 * 2**20
 
 HEAD_BYTES = 8 * 2**20
 TAIL_BYTES = 24 * 2**20
-"""What is kept of a log that takes more."""
+"""What remains of a log that takes more."""
 
 MOST_BYTES = 2**20
 """Most that one call reads."""
@@ -178,7 +178,7 @@ def _path(folder: Path, name: str) -> Path | None:
 
 
 def _behind_hole(descriptor: int, start: int, size: int) -> tuple[int, str]:
-    """Return where the data begins that is there from `start` on, and what to say about the rest."""
+    """Return where data begins from `start` on, and a note about what was dropped before it."""
     try:
         first = os.lseek(descriptor, start, os.SEEK_DATA)
     except OSError as error:

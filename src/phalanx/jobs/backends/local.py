@@ -1,4 +1,4 @@
-"""This machine as a backend: one detached process a node of the attempt, which outlives whoever started it.
+"""This machine as a backend: one detached process per node of an attempt, which outlives the process that started it.
 
 A node's process holds a lock on `node-K.lock` in the attempt's folder from before it exists until it is gone: it
 inherits the lock from the process that starts it. So no controller starts a node twice, wherever another one died, and
@@ -251,7 +251,7 @@ def _was_started(folder: Path, node: int) -> bool:
 
 
 def _pid(folder: Path, node: int) -> int | None:
-    """Return the pid of a node that lives; looked for by its arguments if whoever started it died before noting it."""
+    """Return the pid of a running node, found by its arguments if its starter died before it noted the pid."""
     note = _read_pid_note(folder, node)
     if note and start_ticks(note["pid"]) == note["ticks"]:
         return note["pid"]
@@ -288,7 +288,7 @@ def _lost_failure(folder: Path, node: int) -> Failure:
 
 
 def _oom_failure(folder: Path, node: int) -> Failure | None:
-    """Return the failure that explains a SIGKILL nobody sent, if the kernel ended processes since the node started."""
+    """Return an out-of-memory failure if the kernel killed processes since the node started."""
     kills = _oom_kills()
     kills -= _read_pid_note(folder, node).get("oom_kills", kills)
     return oom_failure(node, kills) if kills > 0 else None

@@ -244,7 +244,7 @@ class AttemptController:
 
 
 def _first_start(records: Mapping[int, ExitRecord | None]) -> datetime | None:
-    """Return when the first node began its part, as far as nodes say."""
+    """Return when the first node began, if a node recorded it."""
     times = [end.started for end in records.values() if end is not None and end.started]
     return datetime.fromtimestamp(min(times), UTC) if times else None
 

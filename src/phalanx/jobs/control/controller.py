@@ -354,12 +354,12 @@ def main(home: Path, lock: int | None = None) -> None:
     """Run the controller of `home` until every job has ended."""
     from phalanx.jobs.backends import Backends
     from phalanx.jobs.backends.local import this_machine
-    from phalanx.jobs.store import JobStore
+    from phalanx.jobs.store import JobDatabase
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with JobStore(None, home) as store:
+    with JobDatabase(None, home) as store:
         run_controller(
             home, JobController(store, Backends(), home, machine=this_machine()), stopped, until_idle=True, lock=lock
         )

@@ -11,9 +11,9 @@ from phalanx.jobs.states import JobState
 
 
 class JobStateStore(Protocol):
-    """The part of the store that moves jobs. A controller may die between any two calls, and another goes on.
+    """The part of the store that changes jobs. A controller may die between any two calls; another one resumes.
 
-    A call that would take a job where `states.may_follow` says it cannot go raises StateError and changes nothing:
+    A transition that `states.may_follow` does not allow raises StateError and changes nothing:
     people stop jobs meanwhile.
     """
 
@@ -39,7 +39,7 @@ class JobStateStore(Protocol):
         """Return what happened to a job, in order."""
 
     def begin_attempt(self, job: str) -> Attempt:
-        """Begin the next attempt at a queued or restarting job, before it is handed to the backend.
+        """Begin the next attempt at a queued or restarting job, before it is submitted to the backend.
 
         Raises:
             StateError: If the job is in another state, or has an attempt that has not ended.

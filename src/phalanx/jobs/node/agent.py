@@ -1,4 +1,4 @@
-"""One node of an attempt: it prepares, starts the launcher, says that it lives, and writes how it ended.
+"""One node of an attempt: it prepares, starts the launcher, writes heartbeats, and leaves an exit record.
 
 SIGTERM goes on to what it started, which has the job's grace before all below this process is killed.
 """
@@ -33,14 +33,14 @@ from phalanx.launch.process import linux
 logger = logging.getLogger("phalanx.jobs")
 
 _KEPT_FROM_RANKS = ("PHALANX_SECRET_KEY", "PHALANX_STORE", "PHALANX_TOKEN")
-"""What may stand in the environment of whoever started this node, and opens the store or its secrets."""
+"""Variables of the parent process that open the store or its secrets, and are not passed on."""
 
 _LINKED = ("workerlog.*", "serverlog.*", "heterlog.*", "events.*.jsonl")
 _FULL_BYTES = 2**20
 """A disk with less space left is full to most who write."""
 
 _SETTLE_S = 3.0
-"""What a launcher gets beyond the grace, to say what it had to kill."""
+"""What a launcher gets beyond the grace period, to report what it killed."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class NodeAgent:
     rendezvous: launch_command.Rendezvous
     secrets: Mapping[str, str]
     in_pod: bool = False
-    """Whether this node sees no other's files, and tells its text and its end to Kubernetes."""
+    """Whether this node sees no other's files, and reports its output and exit record to Kubernetes."""
 
     signals_reach_all: bool = False
     """Whether who sends this process a signal sends it to everything below too, as Slurm does."""
@@ -114,7 +114,7 @@ class NodeAgent:
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[BinaryIO]:
-        """Where what is started prints: a file, and in a pod standard output too, which is what a cluster keeps."""
+        """Where the command prints: a file, and in a pod also standard output, which the cluster stores."""
         if not self.in_pod:
             with self.said.open("ab", buffering=0) as file:
                 yield file
@@ -193,7 +193,7 @@ class NodeAgent:
         return exit_reason.failure(self.spec, self.rendezvous.node, code, output=log, logs=self.own_logs)
 
     def _variables(self, start: launch_command.LaunchCommand, prepared: Prepared) -> dict[str, str]:
-        """What the command finds in its environment; what the job says goes before what we would."""
+        """The environment of the command; the job's own variables override ours."""
         variables = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_RANKS}
         # `python` in a command is the one that the job was submitted with.
         variables["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), variables.get("PATH", os.defpath)])
@@ -225,7 +225,7 @@ class NodeAgent:
         return process.returncode
 
     def _signal(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask what was started to end. Launchers tell their ranks themselves, once each."""
+        """Ask the command to end. Launchers signal their ranks themselves, once each."""
         if self.spec.launch == "env":
             os.killpg(process.pid, signal.SIGTERM)
         else:

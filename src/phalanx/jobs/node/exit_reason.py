@@ -18,7 +18,7 @@ _MISUSED = 2
 """Exit code of `phalanx run` for flags or hosts that cannot work."""
 
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-"""How torchrun says which rank failed first; where a version says it otherwise, the rank stays open."""
+"""How torchrun reports which rank failed first; with another wording the rank stays unknown."""
 
 
 def failure(spec: TrainingJob, node: int, code: int, *, output: Path, logs: Path) -> ExitRecord:
@@ -62,7 +62,7 @@ def _phalanx(code: int, output: Path, logs: Path) -> ExitRecord:
         detail = first["traceback"] or "\n".join(first["last_lines"])
         return _of(f"{first['title']} {ended['said']}", rank=rank, code=first["code"], detail=detail)
     if message := ended.get("message"):
-        # Another host did not come, or is gone: its own record says why, if it could write one.
+        # Another node did not join, or is lost: its own record has the reason, if it could write one.
         cause = Cause.NODE_FAILURE if ended["error"] == "PeerLostError" else Cause.SETUP
         return _of(message, rank=None, code=code, detail="", cause=cause)
     cause = Cause.SETUP if code == _MISUSED else Cause.USER_CODE

@@ -76,11 +76,11 @@ class Setup:
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Prepare; what goes wrong is kept in `error`."""
+        """Prepare; an error is stored in `error`."""
         try:
             self.prepared = self._prepare()
         except Exception as error:
-            # Whatever a library raises here, the node must tell how it ended.
+            # Whatever a library raises here, the node must leave an exit record.
             if not isinstance(error, (PhalanxError, OSError)):
                 logger.warning("%s", self.doing, exc_info=error)
             self.error = error
@@ -108,7 +108,7 @@ class Setup:
         return Prepared(cwd, hosts, variables, before)
 
     def _data(self, cwd: Path) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Make every dataset readable here; return what says where each is, and what mounts them."""
+        """Make every dataset readable here; return variables with their paths, and the command that mounts them."""
         # What reads addresses is slow to import, and not every job has data.
         from phalanx.jobs.sources import mounts
         from phalanx.jobs.sources.datasets import provide

@@ -1,4 +1,4 @@
-"""Watches what the processes below a node use, in a thread, since a kernel or a driver may be slow to tell."""
+"""Samples what the processes below a node use, in a thread, since the kernel or a driver may be slow."""
 
 from __future__ import annotations
 

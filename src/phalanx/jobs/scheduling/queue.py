@@ -21,7 +21,7 @@ AGEING_S = 1800.0
 """Seconds of waiting that count as much as one step of priority."""
 
 NAMED_AHEAD = 20
-"""Places in line that are told exactly. Beyond it a reason stays while the line moves, so nothing is written."""
+"""Positions in the queue that are given exactly. Behind them a reason stays the same while the queue moves."""
 
 _MIB = 2**20
 
@@ -91,7 +91,7 @@ class QueueDecision:
 def need_of(spec: TrainingJob, machine: Amount) -> Amount:
     """Return what a job holds of this machine, all its nodes and servers together.
 
-    Who does not say how many cores gets one for each process, but never more than there are.
+    A job without `cpu` counts as one core per process, but never more than there are.
     """
     resources, servers = spec.resources, spec.servers
     processes = 1 if spec.launch == "env" else resources.procs_per_node

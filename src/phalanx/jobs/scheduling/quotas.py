@@ -28,7 +28,7 @@ _FILE = TypeAdapter(dict[Name, Quota])
 
 
 class Quotas:
-    """The limits that a file says now. One that cannot be read is told in the log, and what was said before holds."""
+    """The limits in a file. If it cannot be read, that is logged and the earlier limits hold."""
 
     def __init__(self, path: Path) -> None:
         """Take the limits from `path`, which need not exist."""

@@ -125,7 +125,7 @@ def _expand(field: ConfigT, model: type[ConfigT], config: Any) -> ConfigT:
     """Return the configuration that `field` names with what `field` changes of it, or `field` if it names none."""
     if field.name is None or (isinstance(field, Dataset) and field.kind is not None):
         return field
-    # What equals a default was not said: a job that came over a wire has every field.
+    # What equals a default was not set: a job that came over the network has every field.
     changed = {name: value for name, value in field if value != model.model_fields[name].default}
     if isinstance(field, Code):
         del changed["name"]

@@ -21,7 +21,7 @@ from phalanx.jobs.protocol import Jobs, LogPart, NewToken, SecretName, Token
 from phalanx.jobs.service.limits import Limits
 from phalanx.jobs.spec import Code, Dataset, Name, TrainingJob, secrets_of
 from phalanx.jobs.states import JobState
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 from phalanx.jobs.store.jobs import no_job
 from phalanx.jobs.store.secrets import WorkspaceConfigs
 from phalanx.jobs.store.workspaces import no_workspace
@@ -32,7 +32,7 @@ _ROLES = list(MemberRole)
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 WakeController = Callable[[Path], None]
-"""Makes sure that some controller looks after the jobs under a home."""
+"""Makes sure that a job controller runs for a home."""
 
 
 class JobService(Jobs):
@@ -51,7 +51,7 @@ class JobService(Jobs):
 
     def __init__(
         self,
-        store: JobStore,
+        store: JobDatabase,
         backends: Mapping[str, Backend],
         actor: Actor,
         *,
@@ -311,7 +311,7 @@ class JobService(Jobs):
         self._need(workspace, MemberRole.DEVELOPER)
         self._store.remove_secret(workspace, name)
 
-    # Keys to the HTTP interface.
+    # API tokens.
 
     def tokens(self) -> list[Token]:
         return self._store.tokens(None if self._actor.owner else self._actor.name)

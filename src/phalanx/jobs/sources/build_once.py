@@ -1,4 +1,4 @@
-"""Files and folders that are made once and kept under PHALANX_HOME, by however many processes at a time."""
+"""Files and folders that are built once under PHALANX_HOME, by any number of processes at a time."""
 
 from __future__ import annotations
 

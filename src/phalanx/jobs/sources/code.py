@@ -1,4 +1,4 @@
-"""The code of a job: fixed at submission to a commit or digest, kept once under PHALANX_HOME, copied for attempts."""
+"""The code of a job: pinned at submission to a commit or digest, stored once under PHALANX_HOME, copied per attempt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pin(code: Code, home: Path, base: Path | None, secret: str | None = None) ->
 
 
 def tree(code: Code, home: Path) -> Path:
-    """Return the folder under `home` in which the tree of fixed code is kept, or will be."""
+    """Return the folder under `home` of the tree of pinned code, which may not be there yet."""
     if code.git is None:
         return home / "code" / str(code.digest)
     # Never a name that a digest can have: those are taken from anybody, repositories are asked first.
@@ -56,7 +56,7 @@ def tree(code: Code, home: Path) -> Path:
 
 
 def store_tree(folder: Path, home: Path) -> str:
-    """Keep a copy of a folder of code under `home`, and return its digest; content that is kept is not copied again.
+    """Store a copy of a folder of code under `home`, and return its digest; equal content is stored once.
 
     Raises:
         SpecError: If the folder cannot be read, is too large, has links that lead out of it, or changes meanwhile.
@@ -74,7 +74,7 @@ def store_tree(folder: Path, home: Path) -> str:
 
 
 def check_out_code(code: Code, home: Path, into: Path, secret: str | None = None) -> None:
-    """Put the tree of fixed code into the folder `into`, in place of what may be there; it may be written to.
+    """Put the tree of pinned code into the folder `into`, in place of what may be there; it may be written to.
 
     Raises:
         BackendError: If the tree of a path is not kept on this machine.
@@ -125,7 +125,7 @@ def _fetch_tree(code: Code, home: Path, secret: str | None) -> None:
     def fetch(part: Path) -> None:
         logger.info("fetching %s of %s", code.commit, code.git)
         submodules = git.check_out(str(code.git), str(code.commit), part, secret)
-        code_tree.list_entries(part, everything=True)  # says what is wrong with it
+        code_tree.list_entries(part, everything=True)  # raises if it has bad links or is too large
         for path in submodules:
             logger.warning("%s: the submodule %s is not fetched; its folder is empty", code.git, path)
 

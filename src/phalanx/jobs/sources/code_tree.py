@@ -91,7 +91,7 @@ def copy(root: Path, entries: list[TreeEntry], into: Path) -> None:
 
 @dataclass(frozen=True)
 class _Ignored:
-    """The ignore files that speak of a folder: the folder of each with what it says, the nearest first."""
+    """The ignore files that apply to a folder, each with its own folder, the nearest first."""
 
     file_name: str
     specs: tuple[tuple[str, GitIgnoreSpec], ...] = ()

@@ -1,4 +1,4 @@
-"""Locks on files that say that somebody is there: they pass to a child process, and end with the last who has them."""
+"""Locks on files that show that a process lives: children inherit them, and they end with the last holder."""
 
 from __future__ import annotations
 

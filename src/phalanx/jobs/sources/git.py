@@ -17,7 +17,7 @@ from phalanx.errors import SpecError, did_you_mean
 _ASK_S = 60
 _FETCH_S = 3600
 _KEPT = ("GIT_SSH", "GIT_SSL", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
-"""Variables of git that say how to reach repositories; the others are of the one we may have been started in."""
+"""Variables of git about reaching repositories; the others belong to the repository that we may be started in."""
 
 _SETTINGS = {
     "core.hooksPath": "/dev/null",
@@ -131,7 +131,7 @@ def _git(address: str, *words: str, secret: str | None = None, timeout_s: int = 
 
 
 def _query(folder: Path, *words: str) -> str:
-    """Return what git says of a working copy, empty where it has nothing to say."""
+    """Return git's output about a working copy, empty if it fails."""
     try:
         return _git(str(folder), "-C", str(folder), *words)
     except SpecError:

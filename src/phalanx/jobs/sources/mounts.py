@@ -46,7 +46,7 @@ def binds(datasets: Iterable[Dataset], home: Path) -> list[Bind]:
 
 
 def prefix(mounts: list[Bind]) -> list[str]:
-    """Return the words before a command that let it alone see `found`; the command keeps its process id and user."""
+    """Return the prefix of a command that lets it alone see `mounts`; the command keeps its process id and user."""
     if not mounts:
         return []
     options = {True: "bind,ro", False: "bind"}
@@ -60,7 +60,7 @@ def prefix(mounts: list[Bind]) -> list[str]:
 
 
 def check(mounts: list[Bind]) -> None:
-    """Try whether `found` can be bound on this machine; a source that is not fetched yet counts as a folder.
+    """Try whether `mounts` can be bound on this machine; a source that is not fetched yet counts as a folder.
 
     Raises:
         BackendError: If it cannot.

@@ -23,7 +23,7 @@ _ANSWER_S = 30
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """What lies at an address now. `version` changes with the content; None where the server does not say."""
+    """What lies at an address now. `version` changes with the content; None if the server does not tell."""
 
     version: str | None
     size: int | None

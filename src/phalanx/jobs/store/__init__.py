@@ -1,6 +1,6 @@
 """The store: workspaces, jobs and everything around them, in SQLite or PostgreSQL.
 
-from phalanx.jobs.store import JobStore
+from phalanx.jobs.store import JobDatabase
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from phalanx.jobs.store.leases import LeaseRows
 from phalanx.jobs.store.tokens import TokenRows
 
 
-class JobStore(JobRows, TokenRows, LeaseRows):
-    """Everything that is kept. Each method is one transaction: when it has returned, nothing of it can be lost.
+class JobDatabase(JobRows, TokenRows, LeaseRows):
+    """The whole store. Each method is one transaction, which is durable when the method has returned.
 
-    Who may do what is not asked here but in `jobs/service/service`. `JobStore(url, home)` opens one; `close` or
+    Who may do what is not asked here but in `jobs/service/service`. `JobDatabase(url, home)` opens one; `close` or
     `with` ends it.
     """

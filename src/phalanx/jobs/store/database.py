@@ -124,7 +124,7 @@ def _parse_url(url: str) -> URL:
 def _keep_private(url: URL) -> None:
     """Make SQLite's file before SQLite does, for this user alone; the files beside it get the same mode."""
     if url.get_backend_name() == "sqlite" and url.database not in (None, ":memory:"):
-        with contextlib.suppress(OSError):  # what is wrong with the place, opening says better
+        with contextlib.suppress(OSError):  # opening gives the better error
             Path(str(url.database)).touch(mode=0o600)
 
 
@@ -144,7 +144,7 @@ def _engine(url: URL) -> Engine:
 
 
 def _prepare(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # transactions begin where `_begin` says, not where the driver guesses
+    connection.isolation_level = None  # transactions begin where `_begin` says, not where the driver would begin them
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 

@@ -1,6 +1,6 @@
 """Jobs, their attempts and events, as rows; a job's state changes here and nowhere else.
 
-Why an attempt failed may quote what it printed: values of the job's secrets are struck out before anything is kept.
+Why an attempt failed may quote what it printed: values of the job's secrets are removed before anything is stored.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class JobRows(SecretRows):
             )
 
     def begin_attempt(self, job: str) -> Attempt:
-        """Begin the next attempt at a job that is queued or restarting, before it is handed to the backend.
+        """Begin the next attempt at a job that is queued or restarting, before it is submitted to the backend.
 
         Raises:
             StateError: If the job is in another state, or its last attempt has not ended.

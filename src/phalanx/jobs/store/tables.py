@@ -30,13 +30,13 @@ class Time(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Turn a moment into what the database keeps."""
+        """Convert a moment to what the database stores."""
         if value is None:
             return None
         return value.astimezone(UTC).replace(tzinfo=None) if dialect.name == "sqlite" else value
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Turn what the database kept into a moment in UTC."""
+        """Convert what the database stores to a moment in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)

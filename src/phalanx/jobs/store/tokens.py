@@ -1,4 +1,4 @@
-"""Keys to the HTTP interface: their text is shown once, a hash of it is kept."""
+"""API tokens: their text is shown once, a hash of it is stored."""
 
 from __future__ import annotations
 

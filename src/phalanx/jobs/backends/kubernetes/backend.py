@@ -62,7 +62,7 @@ class Kubernetes:
         manifests.check(spec)
 
     def render(self, submission: Submission, *, full: bool = False) -> str:
-        """Return the manifests as YAML; values of secrets are struck out and packed code is left out, unless `full`."""
+        """Return the manifests as YAML; values of secrets are hidden and packed code is left out, unless `full`."""
         import yaml
 
         class Plain(yaml.SafeDumper):
@@ -138,7 +138,7 @@ class Kubernetes:
 
     def stop(self, submission: Submission, handle: str, grace_s: float) -> None:
         """Remove the workload; its pods get SIGTERM, and the grace that was written into them."""
-        # It stays until its pods are gone, so that what they say last is still collected.
+        # It stays until its pods are gone, so that their last output is still collected.
         delete = self._custom().delete_namespaced_custom_object
         self._delete(delete, *self._where(submission), manifests.name_of(submission), policy="Foreground")
 
@@ -159,7 +159,7 @@ class Kubernetes:
 
     def _pods(self, submission: Submission) -> list[Pod]:
         space = submission.spec.kubernetes.namespace
-        # The operator's label: not every release of Trainer lets a job say labels of its own.
+        # The operator's label: not every release of Trainer lets a job set labels.
         label = DIALECTS[submission.spec.kubernetes.dialect].name_label
         objects = self._watch(
             ("pods", space, label), lambda: self._core().list_namespaced_pod, space, label_selector=label
@@ -210,7 +210,7 @@ class Kubernetes:
         _request(create, *words, fine=(409,), field_validation="Strict")
 
     def _set_owner(self, submission: Submission, *objects: tuple[Any, Manifest]) -> None:
-        """Have the cluster remove objects with their workload, whoever removes that."""
+        """Make the workload own objects, so that the cluster removes them with it."""
         dialect, name = DIALECTS[submission.spec.kubernetes.dialect], manifests.name_of(submission)
         workload = _request(self._custom().get_namespaced_custom_object, *self._where(submission), name, fine=(404,))
         if workload is None:
@@ -289,7 +289,7 @@ def _take_over_end(folder: Path, pod: Pod) -> None:
 
 
 def _of_workload(condition: Mapping[str, Any] | None) -> Failure | None:
-    """The failure of a workload that ran out of its time; of others the nodes say more."""
+    """The failure of a workload whose deadline passed; for others the exit records have the reason."""
     if condition is None or "Deadline" not in (condition.get("reason") or ""):
         return None
     return Failure(Cause.TIMEOUT, f"its time ran out (Kubernetes: {_describe(condition)})")

@@ -13,7 +13,7 @@ _MARGIN_S = 2
 
 @dataclass
 class LogCursor:
-    """The end of what was taken of one log; kept in a file beside it."""
+    """How far the log of a pod was read; stored in a file beside it."""
 
     stamp: str = ""
     lines: int = 0

@@ -91,7 +91,7 @@ def manifests(submission: Submission, *, job_secret: str, code: bytes = b"") -> 
 
 
 def hidden(objects: list[Manifest]) -> list[Manifest]:
-    """Return manifests that may be shown: values of secrets are struck out, packed code is left out."""
+    """Return manifests that may be shown: values of secrets are hidden, packed code is left out."""
     shown = []
     for manifest in objects:
         if manifest["kind"] == "Secret":
@@ -223,7 +223,7 @@ def _patch(submission: Submission, pod: Manifest) -> Manifest:
 
 
 def _deadline(submission: Submission) -> dict[str, int]:
-    """A limit for the cluster beyond the one that the nodes keep, so that theirs, which says why, comes first."""
+    """A deadline later than the nodes' own, which comes first and records the reason."""
     limit, grace = submission.spec.max_runtime, submission.spec.grace
     return {} if limit is None else {"activeDeadlineSeconds": int(limit + grace) + 60}
 
@@ -258,7 +258,7 @@ def _trainjob(submission: Submission, has_code: bool) -> Manifest:
     pod = _pod(submission, "node", command, has_code)
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": spec.kubernetes.runtime}
     body = {"runtimeRef": runtime, "trainer": trainer, **options.trainjob_changes(spec, pod, "node")}
-    # The nodes keep to the limit; older releases know no second one.
+    # The nodes enforce the limit; older releases of Trainer have no deadline.
     deadline = _deadline(submission) if "runtimePatches" in body else {}
     return _workload(submission) | {"spec": body | deadline}
 

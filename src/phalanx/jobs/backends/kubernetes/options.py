@@ -19,7 +19,7 @@ GRACE_S = 15
 """What a pod gets beyond the job's grace, to report its end."""
 
 _POD_GRACE_S = 30
-"""What a pod gets where nothing is said."""
+"""Default grace period of a pod."""
 
 _CARRIED: dict[str, frozenset[str]] = {
     "2.0": frozenset({"containers", "volumes", "serviceAccountName", "nodeSelector", "tolerations"}),
@@ -45,7 +45,7 @@ def queue_of(spec: TrainingJob) -> str | None:
 
 
 def pod_spec(spec: TrainingJob) -> Manifest:
-    """Return what a job says of the spec of its pods, beside containers and volumes."""
+    """Return what a job sets in the spec of its pods, beside containers and volumes."""
     settings = spec.kubernetes
     tolerations = [taint.model_dump(exclude_none=True) for taint in settings.tolerations]
     context: Manifest = {"runAsUser": settings.run_as_user, "fsGroup": settings.fs_group}
@@ -64,7 +64,7 @@ def pod_spec(spec: TrainingJob) -> Manifest:
 
 
 def container(spec: TrainingJob) -> Manifest:
-    """Return what a job says of the containers of its pods."""
+    """Return what a job sets in the containers of its pods."""
     kinds = {"secret": "secretRef", "configmap": "configMapRef"}
     sources = [source.split("/", 1) for source in spec.kubernetes.env_from]
     context = (
@@ -122,7 +122,7 @@ def trainjob_changes(spec: TrainingJob, pod: Manifest, replicated: str) -> Manif
 
 
 _IN_CONTAINER = ("env", "volumeMounts", "securityContext")
-"""Of a container, what a TrainJob can change in its runtime; image, command and resources are said elsewhere."""
+"""Of a container, what a TrainJob can change in its runtime; image, command and resources are set elsewhere."""
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

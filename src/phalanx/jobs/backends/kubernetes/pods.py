@@ -1,4 +1,4 @@
-"""What the pods of an attempt tell: which node each is, why it waits, how it ended. Pure."""
+"""The pods of an attempt: which node each is, why it waits, how it ended. Pure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def why_waiting(pods: Iterable[Pod]) -> str:
 
 
 def failure_of(pods: Iterable[Pod]) -> Failure | None:
-    """Return what Kubernetes did to a pod of an attempt, which its exit record cannot say; None if it did nothing."""
+    """Return what Kubernetes did to a pod of an attempt, which its exit record cannot tell; None if nothing."""
     for pod in pods:
         if pod.why == "OOMKilled":
             message = f"pod {pod.name} used more memory than its limit (Kubernetes: OOMKilled)"

@@ -80,7 +80,7 @@ class Informer:
             wait_s = min(2 * wait_s, _MOST_WAIT_S)
 
     def _list(self) -> None:
-        """Read everything; what cannot be read is told to whoever asks."""
+        """List all objects; an error is kept for the next call of `objects`."""
         try:
             listing = json.loads(raise_for_status(self._call(_preload_content=False, _request_timeout=REQUEST_S)).data)
             self._objects = {item["metadata"]["name"]: item for item in listing["items"]}
@@ -116,7 +116,7 @@ class Informer:
 
 
 def error_message(error: ApiException) -> str:
-    """Return what the cluster says that it refuses for."""
+    """Return why the cluster refuses, in its words."""
     try:
         message = json.loads(error.body or "")["message"]
     except (TypeError, ValueError, KeyError):

@@ -30,7 +30,7 @@ from phalanx.jobs.states import Cause
 from phalanx.launch.job.logs import last_lines
 
 SNAPSHOT_S = 2.0
-"""How long what squeue said is good: one call serves all jobs of a turn of the controller."""
+"""How long the output of squeue is reused: one call serves all jobs of a step of the controller."""
 
 COMMAND_S = 60.0
 """How long a command of Slurm may take; a controller that is down answers after its own limit."""
@@ -95,7 +95,7 @@ class Slurm:
         return _SCRIPT.format(**values)
 
     def submit(self, submission: Submission) -> str:
-        """Hand the batch script to sbatch, or find the job if it was handed over before; return its id.
+        """Submit the batch script, or find the job if it was submitted before; return its id.
 
         Raises:
             BackendError: If Slurm refuses, or does not answer.
@@ -171,7 +171,7 @@ class Slurm:
         return self._seen_row(submission)
 
     def _seen_row(self, submission: Submission) -> SqueueRow | None:
-        """The job as it was a moment ago: of several that were handed over, the one that started."""
+        """The job as it was a moment ago: of several submitted for the attempt, the one that started."""
         rows = self._snapshot().get(_name(submission), [])
         noted = _noted(submission.folder)
         return next((row for row in rows if row.id == noted), rows[0] if rows else None)
@@ -197,7 +197,7 @@ if [ ! -w "$folder" ]; then
     echo "$(hostname) cannot write to $folder, which all nodes must see" >&2
     exit 1
 fi
-# One job an attempt: of two that were handed over for it, the first to start is the one.
+# One job an attempt: of two that were submitted for it, the first to start is the one.
 mkdir "$folder/slurm.lock" || exit 0
 echo "$SLURM_JOB_ID" > "$folder/slurm.id"
 
@@ -252,7 +252,7 @@ def _noted(folder: Path) -> str:
 
 
 def _vanished(submission: Submission) -> Status:
-    """A job that Slurm forgot, as it does minutes after the end: what its nodes wrote says how it ended."""
+    """The status of a job that Slurm forgot, as it does minutes after the end, from its exit records."""
     ends = [attempt_files.read_exit_record(submission.folder, node) for node in range(submission.spec.resources.nodes)]
     if not all(ends):
         return Status(Phase.GONE, "Slurm does not know the job any more")
@@ -268,11 +268,11 @@ def _failure(folder: Path, row: SqueueRow) -> Failure | None:
         return Failure(cause, f"{message} (Slurm: {row.state}, nodes {row.nodes})", detail=log_tail)
     if attempt_files.read_activity(folder, 0):
         return None
-    return Failure(Cause.SETUP, "no node of the job started; logs/slurm.log says more", detail=log_tail)
+    return Failure(Cause.SETUP, "no node of the job started; see logs/slurm.log", detail=log_tail)
 
 
 def _call(command: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """Run a command of Slurm and return what it says.
+    """Run a command of Slurm and return its output.
 
     Raises:
         BackendError: If it is not there, refuses, or takes too long.

@@ -26,7 +26,7 @@ FAILURES: dict[str, tuple[Cause, str]] = {
     "DEADLINE": (Cause.TIMEOUT, "its deadline passed"),
     "OUT_OF_MEMORY": (Cause.OOM, "it used more memory than it had asked for"),
 }
-"""Final states that say more than exit records can."""
+"""Final states that tell more than exit records."""
 
 _WAITS = {
     "None": "not looked at yet",
