@@ -378,7 +378,7 @@ def test_pages_offer_what_a_role_allows(server):
     assert "/stop" in _page(server, server.token("boss", MemberRole.ADMIN), f"/jobs/{job.id}").text
     refused = _page(server, server.token("vera2", MemberRole.VIEWER), "/w/default/new")
     assert refused.status_code == 403
-    assert "to submit jobs takes developer" in refused.text
+    assert "to submit jobs requires developer" in refused.text
     assert "sign-out" in refused.text
     assert 'href="/ui/queue"' in refused.text
 

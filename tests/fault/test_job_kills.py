@@ -33,7 +33,7 @@ CONTROLLER = """
 import logging, os, random, signal, sys, threading, time
 from pathlib import Path
 from phalanx.jobs.backends.local import Local
-from phalanx.jobs.control.controller import JobController, keep
+from phalanx.jobs.control.controller import JobController, run_controller
 from phalanx.jobs.scheduling.queue import Amount
 from phalanx.jobs.store import JobDatabase
 
@@ -43,7 +43,8 @@ def controller():
     machine = Amount(cpu, 0, 0)
     local = Local(machine, gpus=(), node=("/bin/sh", script))
     with JobDatabase(None, home) as store:
-        keep(home, JobController(store, {"local": local}, home, machine=machine), threading.Event(), until_idle=False)
+        jobs = JobController(store, {"local": local}, home, machine=machine)
+        run_controller(home, jobs, threading.Event(), until_idle=False)
 
 """
 

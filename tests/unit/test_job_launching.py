@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import BackendError, SpecError
-from phalanx.jobs.attempt.launch_command import LaunchCommand, Rendezvous, distinct_hosts, loopback_hosts, start
+from phalanx.jobs.attempt.launch_command import LaunchCommand, Rendezvous, build_command, distinct_hosts, loopback_hosts
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.cli.flags import command
 from phalanx.launch.request import machine, request
@@ -21,7 +21,7 @@ HOSTS = ("10.0.0.1", "10.0.0.2")
 def started(node: int = 0, hosts: tuple[str, ...] = HOSTS, **said: Any) -> LaunchCommand:
     said = {"name": "j", "command": "python train.py --lr 0.1", "resources": {"nodes": 2, "procs_per_node": 3}, **said}
     place = Rendezvous(node, hosts, 7000)
-    return start(TrainingJob.model_validate(said), place, python="/py", logs=Path("/logs"))
+    return build_command(TrainingJob.model_validate(said), place, python="/py", logs=Path("/logs"))
 
 
 def test_our_launcher_starts_the_processes_of_a_node() -> None:

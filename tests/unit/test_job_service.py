@@ -221,7 +221,7 @@ def test_names_are_those_that_a_job_can_say(acting, name, tree):
 def test_configurations_say_where_things_are_and_nothing_of_a_job(acting):
     with pytest.raises(SpecError, match="name, commit and digest belong to a job"):
         acting(OWNER).put_code("default", "c", Code(name="d"))
-    with pytest.raises(SpecError, match="Dataset 'd' says not where it lies"):
+    with pytest.raises(SpecError, match="Dataset 'd' has no uri"):
         acting(OWNER).put_dataset("default", Dataset(name="d"))
 
 

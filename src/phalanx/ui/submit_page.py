@@ -54,8 +54,8 @@ def _check_role(session: ConsoleSession, workspace: str) -> None:
     if not session.may_submit(workspace):
         name, role = session.actor.name, session.roles[workspace]
         raise AccessError(
-            f"{name} is {role} in workspace {workspace!r}; to submit jobs takes developer. An admin of it can change "
-            f"that: phalanx workspace member add {name} developer -w {workspace}."
+            f"{name} has role {role} in workspace {workspace!r}; to submit jobs requires developer. An admin can "
+            f"change that: phalanx workspace member add {name} developer -w {workspace}."
         )
 
 

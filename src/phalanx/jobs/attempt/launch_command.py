@@ -101,13 +101,13 @@ def program(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
         first = command.split()[0].rpartition("/")[2]
         starts = f"{first}, and the job starts a launcher itself" if first in _LAUNCHERS else "no Python program"
         raise SpecError(
-            f"command '{command}' starts {starts}. Write `python train.py ...` or `python -m module ...`, or say "
-            "`launch: env` to have one process a node started as it is."
+            f"command '{command}' starts {starts}. Write `python train.py ...` or `python -m module ...`, or set "
+            "`launch: env` to run the command unchanged, once per node."
         )
     if unknown := [flag for flag in python.flags if flag not in _FLAGS]:
         raise SpecError(
             f"command '{command}' gives Python {' '.join(unknown)}, which launchers cannot hand on; they know "
-            f"{', '.join(_FLAGS)}. Set its variable in `env`, or say `launch: env`."
+            f"{', '.join(_FLAGS)}. Set its variable in `env`, or set `launch: env`."
         )
     words = ("-m", python.module) if python.module else (python.script,)
     return tuple(word for word in (*words, *python.arguments) if word), dict(_FLAGS[flag] for flag in python.flags)
@@ -131,7 +131,7 @@ def check(spec: TrainingJob) -> None:
         )
 
 
-def start(
+def build_command(
     spec: TrainingJob, rendezvous: Rendezvous, *, python: str, logs: Path, log_files: bool = True
 ) -> LaunchCommand:
     """Return what node `rendezvous.node` starts.

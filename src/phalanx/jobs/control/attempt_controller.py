@@ -102,7 +102,7 @@ class AttemptController:
             self._failed_polls += 1
             wait = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._failed_polls)
             self.next_poll = self._clock() + wait
-            self._set_reason(f"{job.backend} cannot be asked: {error} Tried again in {wait:.0f} s.")
+            self._set_reason(f"{job.backend} does not answer: {error} Next try in {wait:.0f} s.")
             return False
         self._failed_polls = 0
         self.next_poll = self._clock() + BACKENDS[job.backend].poll_s

@@ -135,7 +135,7 @@ class NodeAgent:
             prepared = self._prepare(setup)
             if isinstance(prepared, ExitRecord):
                 return prepared
-            start = launch_command.start(
+            start = launch_command.build_command(
                 self.spec,
                 replace(self.rendezvous, hosts=prepared.hosts),
                 python=sys.executable,

@@ -133,7 +133,7 @@ class JobService(Jobs):
         record = self.job(job)
         self._need(record.workspace, MemberRole.DEVELOPER)
         if not record.state.is_terminal:
-            raise StateError(f"Job {job} is {record.state}. Only a job that has ended is tried again; stop it first.")
+            raise StateError(f"Job {job} is {record.state}. Only a job that has ended can be retried; stop it first.")
         spec = TrainingJob.model_validate(record.spec)
         if (limits := self._limits()) is not None:
             limits.check_again(spec)
@@ -284,7 +284,7 @@ class JobService(Jobs):
     def put_dataset(self, workspace: str, dataset: Dataset) -> NamedConfig:
         self._need(workspace, MemberRole.DEVELOPER)
         if dataset.kind is None or dataset.uri is None:
-            raise SpecError(f"Dataset {dataset.name!r} says not where it lies. Give its kind and its uri.")
+            raise SpecError(f"Dataset {dataset.name!r} has no uri. Give its kind and its uri.")
         if (limits := self._limits()) is not None and dataset.kind == "local":
             # Where it is mounted depends on the job that takes it.
             limits.dataset(dataset.model_copy(update={"mount": None}), "local")
@@ -340,7 +340,7 @@ class JobService(Jobs):
         if _ROLES.index(has) < _ROLES.index(least):
             name = self._actor.name
             raise AccessError(
-                f"{name} is {has} in workspace {workspace!r}; to {what or 'do that'} takes {least}. "
+                f"{name} has role {has} in workspace {workspace!r}; to {what or 'do that'} requires {least}. "
                 f"An admin of it can change that: phalanx workspace member add {name} {least} -w {workspace}."
             )
 

@@ -53,7 +53,7 @@ def list_entries(root: Path, *, everything: bool = False) -> list[TreeEntry]:
         entries = sorted(_walk(root, "", ignored), key=lambda entry: entry.path)
     except OSError as error:
         raise SpecError(
-            f"code: cannot read {error.filename}: {error.strerror}. Let it be read, or ignore it."
+            f"code: cannot read {error.filename}: {error.strerror}. Make it readable, or list it in .phalanxignore."
         ) from None
     _check_size(root, entries)
     _check_links(root, entries)

@@ -47,8 +47,8 @@ def pin(
     remote_version = remote.look(dataset, secret, reach)
     if dataset.version not in (None, remote_version.version):
         raise SpecError(
-            f"{dataset.uri} is not what it was: version {dataset.version} was asked for, {remote_version.version} is "
-            "there. Leave version out, to train on what is there now."
+            f"{dataset.uri} changed: expected version {dataset.version}, now it is {remote_version.version}. "
+            "Leave version out, to train on what is there now."
         )
     return dataset.model_copy(update={"version": remote_version.version, "size": remote_version.size})
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_ledger import MemoryLedger
+from job_memory_store import MemoryStore
 from phalanx.errors import BackendError, SpecError
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
@@ -95,7 +95,7 @@ class World:
 
     def __init__(self, home: Path) -> None:
         self.home, self.clock, self.engine = home, Clock(), Engine()
-        self.ledger = MemoryLedger(self.clock)
+        self.ledger = MemoryStore(self.clock)
         self.controller = self.another()
 
     def another(self, home: str = "") -> JobController:
@@ -242,7 +242,7 @@ def test_an_engine_that_does_not_answer_is_asked_less_and_less(world: World) -> 
     world.engine.calls, world.engine.error = [], BackendError("no route.")
     world.step(100)
     assert world.job().state is JobState.RUNNING
-    assert world.job().reason.startswith("local cannot be asked: no route. Tried again in")
+    assert world.job().reason.startswith("local does not answer: no route. Next try in")
     assert len(world.engine.calls) < 12
     world.engine.error = None
     world.engine.end("a")
@@ -380,7 +380,7 @@ def live_through(world: World, chance: random.Random, turns: int, seen: dict[str
                 world.engine.end(id, chance.choice([None, LOST, BUG]), number)
         id, job = chance.choice(list(world.ledger.rows.items()))
         if chance.random() < 0.02 and not job.state.is_terminal and job.state is not JobState.STOPPING:
-            MemoryLedger.change(world.ledger, id, JobState.STOPPING, "stopped by ann")
+            MemoryStore.change(world.ledger, id, JobState.STOPPING, "stopped by ann")
         ended = {id: job.state for id, job in world.ledger.rows.items() if job.state.is_terminal}
         assert seen.items() <= ended.items()
         seen |= ended

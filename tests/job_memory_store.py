@@ -13,7 +13,7 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState, may_follow
 
 
-class MemoryLedger:
+class MemoryStore:
     """Jobs, attempts and events as values in dictionaries."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
