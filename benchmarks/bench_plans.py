@@ -212,11 +212,11 @@ def main() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"plans": count, "trained": [asdict(one) for one in found]}))
         if found[0].rounds:
-            told.append(_told(answer, f"{name} {ranks} ranks", count, found))
+            told.append(_is_reported(answer, f"{name} {ranks} ranks", count, found))
     if asked.json:
         print(json.dumps({"bench": "bench_plans", "machine": machine(), "rows": told}))
     else:
-        _show(told)
+        _print_error(told)
 
 
 def _usual(found: list[Trained]) -> float:
@@ -230,7 +230,7 @@ def _fastest(found: list[Trained], count: int) -> list[Trained]:
     return sorted(found, key=lambda one: one.seconds(usual))[:count]
 
 
-def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
+def _is_reported(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[str, object]:
     predicted = [predicted_s(answer, one) for one in found]
     usual = _usual(found)
     seconds = [one.seconds(usual) for one in found]
@@ -262,7 +262,7 @@ def _told(answer: Planned, case: str, count: int, found: list[Trained]) -> dict[
     }
 
 
-def _show(told: list[dict[str, object]]) -> None:
+def _print_error(told: list[dict[str, object]]) -> None:
     grid = Table()
     for name in ("case", "plans", "measured", "rounds", "spearman", "halves", "regret", "median_error"):
         grid.add_column(name)

@@ -89,19 +89,19 @@ class InternalError(PhalanxError):
     """A broken invariant of ours."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the known name nearest to `name`, or an empty string.
 
     Args:
         name: What was written.
-        known: The names that exist.
+        candidates: The names that exist.
     """
-    found = nearest(name, known)
-    return "" if found is None else f" Did you mean '{found}'?"
+    match = nearest(name, candidates)
+    return "" if match is None else f" Did you mean '{match}'?"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, or None if none is near."""
-    by_lower = {k.lower(): k for k in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the known name closest to `name`, or None if none is close."""
+    by_lower = {k.lower(): k for k in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None

@@ -179,12 +179,12 @@ def local_rank() -> int:
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
     """Return the workers' `host:port` list, or it joined with commas."""
-    return _listed(_role().worker_endpoints, to_string)
+    return _endpoint_list(_role().worker_endpoints, to_string)
 
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
     """Return the servers' `host:port` list, or it joined with commas."""
-    return _listed(_role().server_endpoints, to_string)
+    return _endpoint_list(_role().server_endpoints, to_string)
 
 
 def barrier_worker() -> None:
@@ -228,7 +228,7 @@ def _names_old_arguments(verb: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
-    def checked(*args: P.args, **named: P.kwargs) -> R:
+    def wrapper(*args: P.args, **named: P.kwargs) -> R:
         try:
             signature.bind(*args, **named)
         except TypeError as error:
@@ -239,7 +239,7 @@ def _names_old_arguments(verb: Callable[P, R]) -> Callable[P, R]:
             ) from None
         return verb(*args, **named)
 
-    return checked
+    return wrapper
 
 
 @_names_old_arguments
@@ -390,7 +390,7 @@ def _role_early() -> Role:
     return _role() if context_of.is_initialized() else Role.detect()
 
 
-def _listed(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
+def _endpoint_list(endpoints: tuple[str, ...], to_string: bool) -> list[str] | str:
     return ",".join(endpoints) if to_string else list(endpoints)
 
 

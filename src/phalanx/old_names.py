@@ -134,13 +134,13 @@ def replacement(path: str) -> str | None:
     words = path.split(".")
     ends = [".".join(words[first:]) for first in range(len(words))]
     beginnings = [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
-    for known in (*ends, *beginnings):
-        if instead := REPLACED.get(known):
+    for candidate in (*ends, *beginnings):
+        if instead := REPLACED.get(candidate):
             return f"'{path}' belongs to an older framework. Write instead: {instead}"
     return None
 
 
-def missing(module: str, name: str, known: Iterable[str]) -> Exception:
+def missing(module: str, name: str, names: Iterable[str]) -> Exception:
     """Return the error for a name that a module does not have; to be raised by the module's `__getattr__`.
 
     Python answers `from module import name` with words of its own when it gets an AttributeError, so there it is an
@@ -149,16 +149,16 @@ def missing(module: str, name: str, known: Iterable[str]) -> Exception:
     Args:
         module: What was asked.
         name: What is not there.
-        known: The names it has.
+        names: The names it has.
     """
-    path, is_import = _asked(sys._getframe(2), name)  # above this function and the module's __getattr__
+    path, is_import = _requested_path(sys._getframe(2), name)  # above this function and the module's __getattr__
     old = replacement(path)
-    message = f"module '{module}' has no attribute '{name}'.{f' {old}.' if old else did_you_mean(name, known)}"
+    message = f"module '{module}' has no attribute '{name}'.{f' {old}.' if old else did_you_mean(name, names)}"
     # With a name of its own Python does not add a guess to ours.
     return ImportError(message) if is_import else AttributeError(message, name=name)
 
 
-def _asked(asking: FrameType, name: str) -> tuple[str, bool]:
+def _requested_path(asking: FrameType, name: str) -> tuple[str, bool]:
     """Return the path that code asks for, of which `name` is the first word, and whether it imports that word."""
     import dis
 

@@ -18,26 +18,29 @@ HAS_NATIVE = importlib.util.find_spec("phalanx._core") is not None
 """Whether the native core is installed; NumPy twins give the same results where it is not."""
 
 
-def require_torch(found: str | None = None) -> None:
+def require_torch(version: str | None = None) -> None:
     """Raise unless the installed torch is one this package works with.
 
     Reads the package's metadata, so torch itself is not imported.
 
     Args:
-        found: Version to judge; the installed one when omitted.
+        version: Version to judge; the installed one when omitted.
 
     Raises:
         ConfigError: If torch is missing, too old or too new; names what was found and needed.
     """
-    wanted = f">={TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]},<{TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
-    if found is None:
+    supported = f">={TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]},<{TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
+    if version is None:
         try:
-            found = importlib.metadata.version("torch")
+            version = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(f'Phalanx needs torch {wanted}, found none. Run: pip install "torch{wanted}"') from None
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+            raise ConfigError(
+                f'Phalanx needs torch {supported}, found none. Run: pip install "torch{supported}"'
+            ) from None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not TORCH_MINIMUM <= release < TORCH_BELOW:
         raise ConfigError(
-            f'Phalanx needs torch {wanted} (a CPU or a CUDA build), found {found}. Run: pip install "torch{wanted}"'
+            f"Phalanx needs torch {supported} (a CPU or a CUDA build), found {version}. "
+            f'Run: pip install "torch{supported}"'
         )

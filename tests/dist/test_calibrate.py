@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from launching import BIN, launch
 from phalanx.cluster.calibration.figures import BACKENDS, LAYER_KINDS, Kind, Measured, Rates, Sharding, read_measured
-from phalanx.diagnose.calibrate import combined, rank_counts, table
+from phalanx.diagnose.calibrate import combine_rates, rank_counts, table
 from phalanx.diagnose.calibrate import command as calibrate
 from phalanx.errors import BackendError
 
@@ -79,6 +79,6 @@ def test_figures_of_ranks_come_to_their_medians() -> None:
         content = {"threads": 2, **host, "shared": {"shm": launch_s}}
         return Rates.model_validate_json(json.dumps(content | {"grids": {"x": cube}}))
 
-    made = combined([sheet(1.0), sheet(2.0), sheet(9.0)])
+    made = combine_rates([sheet(1.0), sheet(2.0), sheet(9.0)])
     assert made == sheet(2.0)
-    assert combined([sheet(1.0), sheet(2.0)]).launch_s == 1.5
+    assert combine_rates([sheet(1.0), sheet(2.0)]).launch_s == 1.5

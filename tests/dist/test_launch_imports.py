@@ -37,7 +37,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 
 def test_the_launcher_imports_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, phalanx.launch.cli.flags, phalanx.launch.job.job, phalanx.cli.group\n"
+        "import sys, phalanx.launch.cli.flags, phalanx.launch.job.launcher, phalanx.cli.group\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
     )
     assert python(code) == "[]"

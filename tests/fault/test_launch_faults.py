@@ -318,11 +318,11 @@ def test_an_out_of_reach_grandchild_ends_with_a_good_job_too(tmp_path: Path) -> 
 
 def test_a_rank_that_ended_well_long_before_the_others_is_mentioned(tmp_path: Path) -> None:
     """Waiting itself is not a failure, but silence about it would look like a hang."""
-    from phalanx.launch.job import attempt
+    from phalanx.launch.job import local_attempt as attempt
 
     (tmp_path / "wait.py").write_text("import os\nif os.environ['RANK'] == '0': open('gate').read()\n")
     (tmp_path / "soon.py").write_text(
-        "import sys, phalanx.launch.job.attempt as a\n"
+        "import sys, phalanx.launch.job.local_attempt as a\n"
         "a.LINGER_S = 0.2\n"
         "from phalanx.launch.cli.command import main\n"
         "main(sys.argv[1:])\n"

@@ -118,8 +118,8 @@ def test_gaps_are_filled_and_flags_win() -> None:
     filled = options_from_scheduler.fill(options(http_port=6000), PET)
     assert (filled.nnodes, filled.node_rank, filled.master_addr) == (2, 1, "job-node-0-0.job")
     assert (filled.http_port, filled.nproc_per_node) == (6000, 4)
-    assert filled.named("nnodes") == "PET_NNODES=2"
-    assert filled.named("http_port") == "--http_port 6000"
+    assert filled.describe_option("nnodes") == "PET_NNODES=2"
+    assert filled.describe_option("http_port") == "--http_port 6000"
     assert request.detect_mode(filled) == ("collective", ("PET_NNODES",))
     assert options_from_scheduler.fill(options(nproc_per_node=1), PET).nproc_per_node == 1
 
@@ -165,7 +165,7 @@ def this_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"localhost": "127.0.0.1", "gpu01": "127.0.1.1", "far": "10.0.0.1"}
     monkeypatch.setattr(machine, "resolve", lambda host: names.get(host, host))
     monkeypatch.setattr(machine, "resolve_within", lambda host, timeout_s: names.get(host, host))
-    monkeypatch.setattr(machine, "is_ours", lambda address: address in ("10.0.0.9", "127.0.0.1", "127.0.1.1"))
+    monkeypatch.setattr(machine, "is_own_address", lambda address: address in ("10.0.0.9", "127.0.0.1", "127.0.1.1"))
     monkeypatch.setattr(machine, "address_towards", lambda peer: "10.0.0.9")
 
 

@@ -174,7 +174,7 @@ def test_figures_of_a_device_of_ones_own_reach_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["server", "group"])
 def test_a_rank_table_is_a_cluster(tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "CARDS", tmp_path / "none")
+    monkeypatch.setattr(detect, "GPU_FOLDER", tmp_path / "none")
     devices = [
         rank_table.Device(rank=rank, server=f"10.0.0.{rank // 2}", device_id=rank % 2, device_ip=f"10.1.0.{rank}")
         for rank in range(4)
@@ -218,7 +218,7 @@ def test_devices_that_share_cores_have_their_share_of_one(monkeypatch: pytest.Mo
 def test_cores_that_a_rank_is_bound_to_are_its_own(
     launcher: Launcher, machine: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, "CARDS", tmp_path / "none")
+    monkeypatch.setattr(detect, "GPU_FOLDER", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
     (node,) = Cluster.detect(Role(world_size=4, local_world_size=4, launcher=launcher)).nodes
@@ -238,7 +238,7 @@ def test_the_highest_frequency_counts_not_that_of_the_moment(tmp_path: Path, mon
     assert read_cluster("cpu").nodes[0].device.flops["fp32"] == pytest.approx(cores * 32 * 3.2e9)
 
 
-def cards(folder: Path, *names: str) -> Path:
+def gpus(folder: Path, *names: str) -> Path:
     for number, name in enumerate(names):
         (folder / f"0000:0{number}").mkdir()
         (folder / f"0000:0{number}" / "information").write_text(f"Model: \t\t {name}\nIRQ:   1\n")
@@ -246,13 +246,13 @@ def cards(folder: Path, *names: str) -> Path:
 
 
 def test_cards_are_found_by_their_drivers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "CARDS", cards(tmp_path, *["NVIDIA H100 80GB HBM3"] * 2, "NVIDIA B200"))
+    monkeypatch.setattr(detect, "GPU_FOLDER", gpus(tmp_path, *["NVIDIA H100 80GB HBM3"] * 2, "NVIDIA B200"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     found = Cluster.detect(Role(node_count=2))
     assert found == read_cluster("h100x2,nodes=2")
     assert found.assumed[-2] == "2 nodes, all as this one"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    with pytest.raises(ConfigError, match="found different cards: NVIDIA H100 80GB HBM3, NVIDIA B200"):
+    with pytest.raises(ConfigError, match="found different GPUs: NVIDIA H100 80GB HBM3, NVIDIA B200"):
         Cluster.detect(Role())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Cluster.detect(Role(local_world_size=2)) == read_cluster("cpux2")
@@ -269,13 +269,13 @@ def test_cards_are_found_by_their_drivers_names(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_cards_have_presets(card: str, name: str) -> None:
-    assert detect.preset_of(card).name == name
+    assert detect.preset_for_gpu(card).name == name
 
 
 @pytest.mark.parametrize("card", ["Tesla T4", "NVIDIA H100 PCIe"])
 def test_cards_without_a_preset_are_named(card: str) -> None:
     with pytest.raises(ConfigError, match=f"found {card}, which has no preset"):
-        detect.preset_of(card)
+        detect.preset_for_gpu(card)
 
 
 def test_here_is_this_host_as_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

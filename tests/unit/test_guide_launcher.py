@@ -18,9 +18,9 @@ SECTIONS = GUIDE[GUIDE.index("## How many processes") : GUIDE.index("## What is 
 
 def test_every_flag_the_guide_names_exists() -> None:
     known = {name for parameter in flags.command.params for name in parameter.opts}
-    named = set(re.findall(r"(?<![\w-])--[a-z_]+", SECTIONS)) - {"--json", "--ntasks"}
-    assert named <= known, named - known
-    assert len(named) > 8
+    describe_option = set(re.findall(r"(?<![\w-])--[a-z_]+", SECTIONS)) - {"--json", "--ntasks"}
+    assert describe_option <= known, describe_option - known
+    assert len(describe_option) > 8
 
 
 def test_the_defaults_are_those_of_the_code() -> None:

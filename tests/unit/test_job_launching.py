@@ -100,17 +100,17 @@ def test_workers_beside_servers_compute_on_the_cards_that_the_job_asks_for(
     script.touch()
     hosts = HOSTS[:nodes] + ("10.0.0.9",) * (nodes > 1)
     monkeypatch.setattr(machine, "resolve", lambda host: host)
-    monkeypatch.setattr(machine, "is_ours", lambda address: True)
+    monkeypatch.setattr(machine, "is_own_address", lambda address: True)
     resources = {"nodes": nodes, "procs_per_node": 2, "gpu": 2}
     for node in range(len(hosts)):
         is_server = node == nodes
         words = started(node, hosts, command=f"python {script}", resources=resources, servers={"count": 1}).argv[3:]
         values = command.make_context("run", list(words)).params
         asked = Options(**{name: value for name, value in values.items() if name in Options.__dataclass_fields__})
-        cards = () if is_server else ("4", "6")
-        here = Machine(cores=4, cards=cards, has_cuda_build=not is_server)
+        gpus = () if is_server else ("4", "6")
+        here = Machine(cores=4, gpus=gpus, has_cuda_build=not is_server)
         found = request.resolve(asked, here)
-        assert found.cards == (() if is_server else (("4",), ("6",)))
+        assert found.gpus == (() if is_server else (("4",), ("6",)))
         assert found.counts["worker"] == (0 if is_server else 2)
     assert "--gpus" not in started(0, hosts, resources=resources | {"gpu": 0}, servers={"count": 1}).argv
 

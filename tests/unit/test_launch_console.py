@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.job.console import AlarmFilter, Console, Folder
+from phalanx.launch.job.console import AlarmAggregator, AlarmFilter, Console
 from phalanx.launch.job.logs import last_lines
 from phalanx.launch.process.log_format import LineFormatter
 
@@ -53,7 +53,7 @@ def test_a_progress_bar_shows_its_last_state() -> None:
 
 
 def test_identical_lines_of_many_ranks_become_one() -> None:
-    folder = Folder(hold_s=0.3)
+    folder = AlarmAggregator(hold_s=0.3)
     for rank in (1, 2, 3):
         folder.add(f"rank {rank}", "WARNING: x", now=10.0)
     folder.add("rank 1", "WARNING: y", now=10.1)
@@ -70,7 +70,7 @@ def test_identical_lines_of_many_ranks_become_one() -> None:
     ],
 )
 def test_lines_that_differ_only_in_time_and_process_are_the_same(first: str, second: str) -> None:
-    folder = Folder()
+    folder = AlarmAggregator()
     folder.add("rank 1", first, now=0.0)
     folder.add("rank 2", second, now=0.0)
     assert folder.due(1.0) == [f"rank 1, rank 2: {first} (x2)"]
@@ -82,7 +82,7 @@ def test_torchs_own_rank_prefix_is_taken_off() -> None:
 
 
 def test_a_line_that_keeps_coming_is_counted() -> None:
-    folder = Folder(hold_s=0.3, again_s=5.0)
+    folder = AlarmAggregator(hold_s=0.3, again_s=5.0)
     folder.add("rank 1", "WARNING: x", now=0.0)
     assert folder.due(0.4) == ["rank 1: WARNING: x"]
     for _ in range(8):
@@ -92,7 +92,7 @@ def test_a_line_that_keeps_coming_is_counted() -> None:
 
 
 def test_a_report_that_follows_drops_held_tracebacks() -> None:
-    folder = Folder()
+    folder = AlarmAggregator()
     folder.add("rank 1", "Traceback (most recent call last):\nValueError: bad", now=0.0)
     folder.add("rank 1", "WARNING: x", now=0.0)
     assert folder.drain(drop_tracebacks=True) == ["rank 1: WARNING: x"]

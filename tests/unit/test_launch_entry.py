@@ -15,8 +15,8 @@ from phalanx.errors import RoleError
 from phalanx.launch.process import entry
 
 
-def torch_on(card: int, initialized: bool = True) -> SimpleNamespace:
-    cuda = SimpleNamespace(is_initialized=lambda: initialized, current_device=lambda: card)
+def torch_on(gpu: int, initialized: bool = True) -> SimpleNamespace:
+    cuda = SimpleNamespace(is_initialized=lambda: initialized, current_device=lambda: gpu)
     return SimpleNamespace(cuda=cuda)
 
 
@@ -30,13 +30,13 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 
 def test_a_set_device_to_another_ranks_card_warns(second_of_two: pytest.LogCaptureFixture) -> None:
-    entry._check_card(torch_on(0))
-    assert "computed on card 4, but the launcher gave it 6. Choose cards with --gpus" in second_of_two.text
+    entry._check_gpu(torch_on(0))
+    assert "computed on GPU 4, but the launcher gave it 6. Choose GPUs with --gpus" in second_of_two.text
 
 
 @pytest.mark.parametrize("torch", [torch_on(1), torch_on(0, initialized=False), None])
 def test_the_own_card_and_no_card_at_all_are_fine(second_of_two: pytest.LogCaptureFixture, torch: object) -> None:
-    entry._check_card(torch)
+    entry._check_gpu(torch)
     assert second_of_two.text == ""
 
 
@@ -80,7 +80,7 @@ def test_a_server_that_ends_well_without_serving_fails(
 
     monkeypatch.setattr(entry, "_run_as_main", script)
     with pytest.raises(RoleError, match=r"ended on server 1 without serving. Call fleet.init_server\(\) and"):
-        entry._run_to_its_end("train.py")
+        entry._run_script_to_end("train.py")
 
 
 def test_a_server_whose_script_ends_with_a_code_of_its_own_keeps_it(
@@ -90,4 +90,4 @@ def test_a_server_whose_script_ends_with_a_code_of_its_own_keeps_it(
         raise SystemExit(3)
 
     monkeypatch.setattr(entry, "_run_as_main", script)
-    assert entry._run_to_its_end("train.py") == 3
+    assert entry._run_script_to_end("train.py") == 3

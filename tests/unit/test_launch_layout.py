@@ -10,11 +10,11 @@ import pytest
 from phalanx.errors import LaunchError
 from phalanx.launch.job import report
 from phalanx.launch.process import environment
-from phalanx.launch.request.topology import Layout, Offer, arrange, check_terms
+from phalanx.launch.request.topology import NodeOffer, Topology, build_topology, check_terms
 
 
-def offer(node: int, **endpoints: list[str]) -> Offer:
-    return Offer(
+def offer(node: int, **endpoints: list[str]) -> NodeOffer:
+    return NodeOffer(
         node_rank=node,
         address=f"10.0.0.{node + 1}",
         hostname=f"host{node}",
@@ -45,8 +45,8 @@ def facts(**changes: Any) -> environment.JobFacts:
     return environment.JobFacts(**{**values, **changes})
 
 
-def second_node() -> Layout:
-    return arrange(TWO_NODES, 1, {}, "/logs")
+def second_node() -> Topology:
+    return build_topology(TWO_NODES, 1, {}, "/logs")
 
 
 def test_ranks_count_through_the_nodes_in_order() -> None:
@@ -60,16 +60,18 @@ def test_ranks_count_through_the_nodes_in_order() -> None:
 
 def test_listed_endpoints_decide_the_ranks() -> None:
     listed = ("10.0.0.2:1", "10.0.0.1:2", "10.0.0.1:1")
-    layout = arrange(TWO_NODES, 0, {"worker": listed}, "/logs")
+    layout = build_topology(TWO_NODES, 0, {"worker": listed}, "/logs")
     assert [(p.rank, p.endpoint) for p in layout.local] == [(2, "10.0.0.1:1"), (1, "10.0.0.1:2")]
 
 
 def test_nodes_with_other_terms_are_refused() -> None:
-    other = Offer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max_restarts": "0"}})
+    other = NodeOffer(**{**TWO_NODES[1].to_json(), "terms": {"mode": "ps", "--max_restarts": "0"}})
     with pytest.raises(LaunchError, match=r"mode is collective on host0 \(node 0\) and ps on host1 \(node 1\)"):
         check_terms([TWO_NODES[0], other])
     listed = [
-        Offer(**{**TWO_NODES[n].to_json(), "terms": {"the number of hosts": str(n + 2), "--ips": "a,b,c"[: 3 + 2 * n]}})
+        NodeOffer(
+            **{**TWO_NODES[n].to_json(), "terms": {"the number of hosts": str(n + 2), "--ips": "a,b,c"[: 3 + 2 * n]}}
+        )
         for n in range(2)
     ]
     with pytest.raises(LaunchError, match=r"--ips is a,b on host0 \(node 0\) and a,b,c on host1 \(node 1\)"):
@@ -106,8 +108,8 @@ def test_the_interface_the_user_chose_stays() -> None:
 
 
 def test_each_rank_is_told_its_own_cards_and_finds_the_first_at_its_local_rank() -> None:
-    layout = arrange(TWO_NODES, 0, {}, "/logs")
-    dealt = facts(cards=(("0", "1"), ("2", "3")))
+    layout = build_topology(TWO_NODES, 0, {}, "/logs")
+    dealt = facts(gpus=(("0", "1"), ("2", "3")))
     found = [environment.build(p, layout, dealt, {}) for p in layout.local]
     assert [v["FLAGS_selected_gpus"] for v in found] == ["0,1", "2,3"]
     assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["0,2,1,3"] * 2
@@ -115,16 +117,16 @@ def test_each_rank_is_told_its_own_cards_and_finds_the_first_at_its_local_rank()
 
 def test_parameter_server_workers_see_only_their_own_cards() -> None:
     layout = parameter_servers()
-    dealt = facts(mode="ps", cards=(("0",), ("1",)))
+    dealt = facts(mode="ps", gpus=(("0",), ("1",)))
     found = [environment.build(p, layout, dealt, {}) for p in layout.local]
     assert [v["CUDA_VISIBLE_DEVICES"] for v in found] == ["", "0", "1"]
     assert [v.get("XPU_VISIBLE_DEVICES") for v in found] == [None, "0", "1"]
     assert dict(environment.shown(layout.local[2], "ps", found[2]))["FLAGS_selected_xpus"] == "1"
 
 
-def parameter_servers() -> Layout:
+def parameter_servers() -> Topology:
     here = offer(0, server=["127.0.0.1:34008"], worker=["127.0.0.1:18913", "127.0.0.1:10025"], heter_worker=[])
-    return arrange([here], 0, {}, "/logs")
+    return build_topology([here], 0, {}, "/logs")
 
 
 def test_server_and_worker_read_what_fleet_wrote() -> None:

@@ -13,7 +13,7 @@ from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 
 CPU = Machine(cores=4)
-FOUR_CARDS = Machine(cores=16, cards=("0", "1", "2", "3"), has_cuda_build=True)
+FOUR_CARDS = Machine(cores=16, gpus=("0", "1", "2", "3"), has_cuda_build=True)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with the address 10.0.0.2 beside loopback, and a name of each kind."""
     names = {"vm": "127.0.1.1", "other": "10.0.0.1"}
     monkeypatch.setattr(machine, "resolve", lambda host: names.get(host, host))
-    monkeypatch.setattr(machine, "is_ours", lambda address: address in ("10.0.0.2", "127.0.0.1", "127.0.0.2"))
+    monkeypatch.setattr(machine, "is_own_address", lambda address: address in ("10.0.0.2", "127.0.0.1", "127.0.0.2"))
     monkeypatch.setattr(machine, "address_towards", lambda peer: "10.0.0.2")
 
 
@@ -43,26 +43,26 @@ def test_without_a_number_cpu_gets_one_process_and_cards_get_one_each(script: st
 
 @pytest.mark.parametrize("gpus", ["1,3", "1, 3", " 1 ,3 "])
 def test_gpus_may_be_written_with_spaces(script: str, gpus: str) -> None:
-    assert devices.chosen_cards(options(script, gpus=gpus), FOUR_CARDS) == ("1", "3")
+    assert devices.select_gpus(options(script, gpus=gpus), FOUR_CARDS) == ("1", "3")
 
 
 def test_gpus_are_among_the_cards_that_cuda_visible_devices_leaves(script: str) -> None:
-    here = Machine(cores=4, cards=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
-    assert devices.chosen_cards(options(script, gpus="3"), here) == ("3",)
-    with pytest.raises(LaunchError, match=r"card 1, but this host offers 2, 3 \(limited by CUDA_VISIBLE_DEVICES=2,3\)"):
-        devices.chosen_cards(options(script, gpus="1"), here)
+    here = Machine(cores=4, gpus=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
+    assert devices.select_gpus(options(script, gpus="3"), here) == ("3",)
+    with pytest.raises(LaunchError, match=r"GPU 1, but this host offers 2, 3 \(limited by CUDA_VISIBLE_DEVICES=2,3\)"):
+        devices.select_gpus(options(script, gpus="1"), here)
 
 
 def test_gpus_without_cuda_name_the_cpu_way(script: str) -> None:
     with pytest.raises(
         LaunchError, match=r"needs CUDA, but the installed torch is a CPU build. To compute on the CPU, .* -n 2"
     ):
-        devices.chosen_cards(options(script, gpus="0,1"), CPU)
+        devices.select_gpus(options(script, gpus="0,1"), CPU)
     hidden = Machine(cores=4, has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=")
-    with pytest.raises(LaunchError, match=r"no card is visible \(CUDA_VISIBLE_DEVICES=\)"):
-        devices.chosen_cards(options(script, gpus="0"), hidden)
-    with pytest.raises(LaunchError, match="no NVIDIA card was found"):
-        devices.chosen_cards(options(script, gpus="0"), Machine(cores=4, has_cuda_build=True))
+    with pytest.raises(LaunchError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES=\)"):
+        devices.select_gpus(options(script, gpus="0"), hidden)
+    with pytest.raises(LaunchError, match="no NVIDIA GPU was found"):
+        devices.select_gpus(options(script, gpus="0"), Machine(cores=4, has_cuda_build=True))
 
 
 def test_workers_beside_servers_compute_on_the_cpu_without_gpus(script: str) -> None:
@@ -77,44 +77,44 @@ def test_a_host_of_servers_alone_needs_no_cards(script: str, this_host: None) ->
     """GPU workers on another host: the same command on both."""
     flags = {"servers": "10.0.0.2:6170", "workers": "10.0.0.1:6171,10.0.0.1:6172", "gpus": "0,1"}
     found = request.resolve(options(script, **flags), CPU)
-    assert (found.counts["server"], found.counts["worker"], found.cards) == (1, 0, ())
+    assert (found.counts["server"], found.counts["worker"], found.gpus) == (1, 0, ())
 
 
 def test_more_processes_than_cards_is_an_error(script: str) -> None:
-    with pytest.raises(LaunchError, match="asks for 5 processes, but there are 4 cards"):
+    with pytest.raises(LaunchError, match="asks for 5 processes, but there are 4 GPUs"):
         devices.ranks_per_node(options(script, nproc_per_node=5), FOUR_CARDS)
-    with pytest.raises(LaunchError, match="lists card 1 twice"):
-        devices.chosen_cards(options(script, gpus="1,1"), FOUR_CARDS)
-    with pytest.raises(LaunchError, match="lists no card"):
-        devices.chosen_cards(options(script, gpus=" , "), FOUR_CARDS)
+    with pytest.raises(LaunchError, match="lists GPU 1 twice"):
+        devices.select_gpus(options(script, gpus="1,1"), FOUR_CARDS)
+    with pytest.raises(LaunchError, match="lists no GPU"):
+        devices.select_gpus(options(script, gpus=" , "), FOUR_CARDS)
 
 
 def test_every_worker_gets_cards_of_its_own(script: str) -> None:
-    dealt = devices.deal_cards(options(script), FOUR_CARDS, 3, only_if_asked=False)
+    dealt = devices.assign_gpus(options(script), FOUR_CARDS, 3, only_if_asked=False)
     assert dealt == (("0", "1"), ("2",), ("3",))
-    assert devices.deal_cards(options(script), FOUR_CARDS, 2, only_if_asked=True) == ()
-    assert devices.deal_cards(options(script, gpus="all"), FOUR_CARDS, 2, only_if_asked=True) == (
+    assert devices.assign_gpus(options(script), FOUR_CARDS, 2, only_if_asked=True) == ()
+    assert devices.assign_gpus(options(script, gpus="all"), FOUR_CARDS, 2, only_if_asked=True) == (
         ("0", "1"),
         ("2", "3"),
     )
 
 
 def test_all_cards_are_those_that_can_be_seen_and_there_must_be_one(script: str) -> None:
-    here = Machine(cores=4, cards=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
-    assert devices.chosen_cards(options(script, gpus="all"), here) == ("2", "3")
+    here = Machine(cores=4, gpus=("2", "3"), has_cuda_build=True, hidden_by="CUDA_VISIBLE_DEVICES=2,3")
+    assert devices.select_gpus(options(script, gpus="all"), here) == ("2", "3")
     with pytest.raises(LaunchError, match="--gpus all needs CUDA, but the installed torch is a CPU build"):
-        devices.chosen_cards(options(script, gpus="all"), CPU)
+        devices.select_gpus(options(script, gpus="all"), CPU)
 
 
 def test_a_host_of_servers_alone_needs_no_card_for_the_same_command(script: str) -> None:
-    assert devices.deal_cards(options(script, gpus="0,1"), CPU, 0, only_if_asked=True) == ()
+    assert devices.assign_gpus(options(script, gpus="0,1"), CPU, 0, only_if_asked=True) == ()
 
 
 def test_cuda_visible_devices_ends_at_the_first_unknown_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cards_present", lambda: 4)
-    assert Machine.look({"CUDA_VISIBLE_DEVICES": "2,0,9,1"}).cards == ("2", "0")
-    assert Machine.look({"CUDA_VISIBLE_DEVICES": ""}).cards == ()
-    assert Machine.look({}).cards == ("0", "1", "2", "3")
+    monkeypatch.setattr(machine, "_count_gpus", lambda: 4)
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": "2,0,9,1"}).gpus == ("2", "0")
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+    assert Machine.detect({}).gpus == ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_counted_nodes_know_only_the_first_host(script: str, this_host: None) ->
 
 
 def test_one_host_may_use_its_own_name(script: str, this_host: None) -> None:
-    assert nodes.collective_nodes(options(script, ips="127.0.0.1"), CPU).many is False
+    assert nodes.collective_nodes(options(script, ips="127.0.0.1"), CPU).is_multi_node is False
 
 
 def test_the_script_must_be_a_readable_file(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_script_must_be_a_readable_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_flag_of_the_launcher_after_the_script_is_seen(script: str, arguments: tuple[str, ...], found: str) -> None:
-    assert options(script, training_script_args=arguments).misplaced == found
+    assert options(script, training_script_args=arguments).misplaced_flag == found
 
 
 def test_the_banner_has_thirteen_settings_in_order(script: str) -> None:

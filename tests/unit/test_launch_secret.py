@@ -9,16 +9,16 @@ import pytest
 
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError, RoleError
-from phalanx.launch.job.attempt_resources import Stage, job_secret
+from phalanx.launch.job.attempt_resources import AttemptResources, job_secret
 from phalanx.launch.request.nodes import Nodes
 from phalanx.launch.request.options import Options
-from phalanx.launch.request.request import Request
+from phalanx.launch.request.request import LaunchRequest
 
 SECRET = "0123456789abcdef" * 4
 
 
-def job(mode: Any, *hosts: str) -> Request:
-    return Request(mode=mode, nodes=Nodes(hosts, len(hosts), 0, hosts[0]), port=None, counts={"worker": 1})
+def job(mode: Any, *hosts: str) -> LaunchRequest:
+    return LaunchRequest(mode=mode, nodes=Nodes(hosts, len(hosts), 0, hosts[0]), port=None, counts={"worker": 1})
 
 
 def test_one_host_makes_a_new_secret_for_every_job() -> None:
@@ -51,6 +51,6 @@ def test_launchers_on_loopback_share_a_secret_only_this_user_can_read(
 
 
 def test_hosts_compare_secrets_without_telling_them() -> None:
-    terms = Stage(job("ps", "10.0.0.1", "10.0.0.2")).offer("job", Options(training_script="x"), SECRET).terms
+    terms = AttemptResources(job("ps", "10.0.0.1", "10.0.0.2")).offer("job", Options(training_script="x"), SECRET).terms
     assert SECRET[:8] not in str(terms)
     assert "sha256" in terms["PHALANX_JOB_SECRET"]

@@ -19,10 +19,10 @@ from phalanx.launch.process.environment import JobFacts, build
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler, request
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
-from phalanx.launch.request.topology import Offer, arrange
+from phalanx.launch.request.topology import NodeOffer, build_topology
 
 CPU = Machine(cores=4)
-EIGHT_CARDS = Machine(cores=16, cards=tuple(map(str, range(8))), has_cuda_build=True)
+EIGHT_CARDS = Machine(cores=16, gpus=tuple(map(str, range(8))), has_cuda_build=True)
 
 
 def table_text(*places: tuple[str, int]) -> str:
@@ -40,7 +40,7 @@ def table_text(*places: tuple[str, int]) -> str:
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Ranks 0, 2 and 3 on 10.0.0.1 and rank 1 on 10.0.0.2; this host is the first."""
-    monkeypatch.setattr(machine, "is_ours", lambda address: address == "10.0.0.1")
+    monkeypatch.setattr(machine, "is_own_address", lambda address: address == "10.0.0.1")
     monkeypatch.setattr(network, "is_own", lambda address: address == "10.0.0.1")
     path = tmp_path / "t.json"
     path.write_text(table_text(("10.0.0.1", 4), ("10.0.0.2", 0), ("10.0.0.1", 5), ("10.0.0.1", 7)))
@@ -60,16 +60,16 @@ def test_a_table_says_hosts_processes_and_cards(table: str):
     assert (read.ips, read.node_rank, read.nproc_per_node, read.gpus) == ("10.0.0.1,10.0.0.2", 0, 3, "4,5,7")
     asked = request.resolve(read, EIGHT_CARDS)
     assert asked.ranks == ((0, 2, 3), (1,))
-    assert asked.cards == (("4",), ("5",), ("7",))
+    assert asked.gpus == (("4",), ("5",), ("7",))
     assert asked.given == ("--rank_table",)
     assert dict(read.banner_items())["nproc_per_node"] == "3 (from --rank_table)"
     assert dict(read.banner_items())["ips"] == "10.0.0.1,10.0.0.2 (from --rank_table)"
-    assert request.resolve(filled({}, rank_table=table), CPU).cards == ()
+    assert request.resolve(filled({}, rank_table=table), CPU).gpus == ()
 
 
 def test_cards_that_are_not_there_name_the_table(table: str):
-    few = Machine(cores=4, cards=("0", "1", "2", "3"), has_cuda_build=True)
-    with pytest.raises(LaunchError, match=r"--rank_table=4,5,7 asks for card 4, but this host offers 0, 1, 2, 3"):
+    few = Machine(cores=4, gpus=("0", "1", "2", "3"), has_cuda_build=True)
+    with pytest.raises(LaunchError, match=r"--rank_table=4,5,7 asks for GPU 4, but this host offers 0, 1, 2, 3"):
         request.resolve(filled({}, few, rank_table=table), few)
 
 
@@ -118,11 +118,11 @@ def test_a_launcher_within_a_loop_over_devices_is_told(table: str):
 
 def test_ranks_of_a_table_may_alternate_between_hosts(table: str):
     offers = [
-        Offer(node_rank=0, address="a", hostname="a", endpoints={"worker": ["a:9", "a:10", "a:8"]}, job_id="j"),
-        Offer(node_rank=1, address="b", hostname="b", endpoints={"worker": ["b:1"]}, job_id="k"),
+        NodeOffer(node_rank=0, address="a", hostname="a", endpoints={"worker": ["a:9", "a:10", "a:8"]}, job_id="j"),
+        NodeOffer(node_rank=1, address="b", hostname="b", endpoints={"worker": ["b:1"]}, job_id="k"),
     ]
     asked = request.resolve(filled({}, rank_table=table), CPU)
-    layout = arrange(offers, 0, {}, "/logs", ranks=asked.ranks, per_rank_dir=True)
+    layout = build_topology(offers, 0, {}, "/logs", ranks=asked.ranks, per_rank_dir=True)
     assert layout.endpoints["worker"] == ("a:9", "b:1", "a:10", "a:8")
     assert [(p.rank, p.local_rank, p.log_file, p.env_file) for p in layout.local] == [
         (rank, local, f"/logs/rank_{rank}/train.log", f"/logs/rank_{rank}/env.log")

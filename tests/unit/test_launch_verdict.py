@@ -8,13 +8,13 @@ import pytest
 
 from phalanx.errors import PeerLostError
 from phalanx.launch.job import report
-from phalanx.launch.job.root_cause import Ending, first_failure
+from phalanx.launch.job.root_cause import ProcessExit, first_failure
 from phalanx.launch.process import entry
 
 
-def ending(rank: int, code: int, time: float, **more: Any) -> Ending:
+def ending(rank: int, code: int, time: float, **more: Any) -> ProcessExit:
     values = {"title": f"rank {rank}", "role": "worker", "rank": rank, "host": "vm", "pid": 100 + rank}
-    return Ending(**{**values, "code": code, "time": time, "log_file": f"log/workerlog.{rank}", **more})
+    return ProcessExit(**{**values, "code": code, "time": time, "log_file": f"log/workerlog.{rank}", **more})
 
 
 GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -37,7 +37,7 @@ GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
         ([ending(0, 0, 1.0), ending(1, 0, 1.0)], None),
     ],
 )
-def test_the_first_failure_is_the_cause_and_not_the_survivor(endings: list[Ending], rank: int | None) -> None:
+def test_the_first_failure_is_the_cause_and_not_the_survivor(endings: list[ProcessExit], rank: int | None) -> None:
     found = first_failure(endings)
     assert (found.rank if found else None) == rank
 
@@ -50,7 +50,7 @@ def test_the_exit_code_is_that_of_the_first_failure_and_never_zero() -> None:
 
 def test_an_ending_travels_between_hosts() -> None:
     first = ending(0, 1, 1.0, last_lines=("a", "b"))
-    assert Ending.from_json(first.to_json()) == first
+    assert ProcessExit.from_json(first.to_json()) == first
 
 
 def test_the_report_names_rank_signal_and_log() -> None:

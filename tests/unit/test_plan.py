@@ -193,7 +193,7 @@ def test_explain_names_the_axis_along_which_tokens_are_apart():
 def test_explain_with_one_rank_reduces_nothing():
     explanation = explain(plan_from_strategy(DistributedStrategy(), SMALL, 1), SMALL)
     assert explanation.collectives == 0
-    assert explanation.rows[0].place == "this rank"
+    assert explanation.rows[0].location == "this rank"
 
 
 @given(st.integers(1, 8), st.floats(0.1, 100), st.booleans(), st.sampled_from(["avg", "sum"]))

@@ -2,7 +2,7 @@
 
 import xml.etree.ElementTree as ET
 
-from phalanx.plan.files import leave, left
+from phalanx.plan.files import read_run_plan, write_run_plan
 from phalanx.plan.report.explain import explain
 from phalanx.plan.report.picture import picture
 from phalanx.plan.rules.rules import plan_from_strategy
@@ -16,11 +16,11 @@ def _shape() -> ModelShape:
 
 
 def test_what_a_run_leaves_is_read_back_and_drawn(tmp_path):
-    assert left(tmp_path) is None
+    assert read_run_plan(tmp_path) is None
     shape = _shape()
     plan = plan_from_strategy(DistributedStrategy(), shape, 2)
-    leave(plan, shape, tmp_path)
-    assert left(tmp_path) == (plan, shape)
+    write_run_plan(plan, shape, tmp_path)
+    assert read_run_plan(tmp_path) == (plan, shape)
     drawn = picture(explain(plan, shape))
     words = "".join(ET.fromstring(drawn).itertext())
     assert "Plan over" in words

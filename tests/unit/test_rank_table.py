@@ -205,7 +205,7 @@ def test_a_loop_by_hand_gives_the_rank_of_this_host_and_device(by_hand: dict[str
     assert (role.launcher, role.rank, role.world_size, role.local_rank, role.local_world_size) == (
         "rank table", 3, 4, 1, 2,
     )  # fmt: skip
-    assert (role.node_rank, role.node_count, role.card) == (1, 2, 1)
+    assert (role.node_rank, role.node_count, role.device_index) == (1, 2, 1)
     assert (role.master_addr, role.master_port) == ("10.0.0.1", rank_table_role.MEETING_PORT)
     assert Role.detect({**by_hand, "MASTER_PORT": "7"}).master_port == 7
     assert Role.detect({**by_hand, "POD_IP": "10.0.0.1"}).rank == 1

@@ -16,7 +16,7 @@ from phalanx.plan.value import Push
 from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
 from phalanx.strategy.conflicts import TECHNIQUES, verdict
 from phalanx.strategy.menu import NOT_YET, RENAMED, WITHOUT_EFFECT
-from phalanx.strategy.page import filled
+from phalanx.strategy.page import fill_page
 
 
 def test_every_default_is_valid_and_copies_compare_equal():
@@ -268,7 +268,11 @@ def test_what_was_set_comes_back_from_a_file(tmp_path, said, suffix):
     strategy.save(tmp_path / f"strategy{suffix}")
     loaded = DistributedStrategy.load(tmp_path / f"strategy{suffix}")
     assert loaded == strategy
-    assert loaded.said() == strategy.said() == {name: v for name, v in strategy.said().items() if name in said}
+    assert (
+        loaded.explicit_settings()
+        == strategy.explicit_settings()
+        == {name: v for name, v in strategy.explicit_settings().items() if name in said}
+    )
 
 
 def test_a_file_says_only_what_was_set(tmp_path):
@@ -324,7 +328,7 @@ def test_every_key_that_does_not_act_exists():
 
 def test_the_page_is_made_from_the_code():
     page = (Path(__file__).parents[2] / "docs" / "strategy.md").read_text()
-    assert page == filled(page), "run: make docs"
+    assert page == fill_page(page), "run: make docs"
     assert conflicts.table() in page
     for name, field in DistributedStrategy.model_fields.items():
         assert f"| `{name}` |" in page
@@ -351,7 +355,7 @@ def test_numbers_that_nothing_can_be_done_with_are_refused(settings, why):
 def test_what_was_put_into_a_dictionary_later_is_checked_before_it_is_used():
     strategy = DistributedStrategy(amp=True)
     strategy.amp_configs["dtype"] = "float16"
-    assert check_strategy(strategy).said() == {"amp": True, "amp_configs": {"dtype": "float16"}}
+    assert check_strategy(strategy).explicit_settings() == {"amp": True, "amp_configs": {"dtype": "float16"}}
     strategy.amp_configs["dtypo"] = "float16"
     with pytest.raises(StrategyError, match=r"strategy.amp_configs has no setting 'dtypo'\. Did you mean 'dtype'"):
         check_strategy(strategy)

@@ -160,7 +160,7 @@ def test_the_plan_survives_json_and_says_what_a_rank_holds():
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     check_styles(plan, model)
     row = next(row for row in explain(plan, shape_of(model)).rows if row.match == "0.weight")
-    assert (row.elements, row.bytes, row.rank_bytes, row.place) == (42, 168, 96, "cut over model=2 by its layer")
+    assert (row.elements, row.bytes, row.rank_bytes, row.location) == (42, 168, 96, "cut over model=2 by its layer")
     assert "all-reduce" in row.update
 
 

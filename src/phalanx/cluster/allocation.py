@@ -131,9 +131,9 @@ def _counts(env: Environment) -> Counts | None:
     text = env.text(COUNTS_VARIABLE)
     if text is None:
         return None
-    for known in COUNTS:
-        if text == known:
-            return known
+    for choice in COUNTS:
+        if text == choice:
+            return choice
     raise LaunchError(
         f"{COUNTS_VARIABLE} must be nodes or processes, found {text!r}.{did_you_mean(text, COUNTS)} Correct it."
     )

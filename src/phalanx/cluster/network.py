@@ -40,13 +40,13 @@ def interface_towards(address: str, routes: str) -> str | None:
     target = ipaddress.ip_address(address)
     if target.version != 4:
         return None
-    found: list[tuple[int, int, str]] = []
+    matching: list[tuple[int, int, str]] = []
     for line in routes.splitlines()[1:]:
         name, destination, _, flags, _, _, metric, mask = line.split()[:8]
         network, bits = _from_table(destination), _from_table(mask)
         if int(flags, 16) & 1 and int(target) & bits == network:
-            found.append((bits.bit_count(), -int(metric), name))
-    return max(found)[2] if found else None
+            matching.append((bits.bit_count(), -int(metric), name))
+    return max(matching)[2] if matching else None
 
 
 def _from_table(field: str) -> int:
@@ -60,14 +60,14 @@ def own_addresses(trie: str) -> set[str]:
     Args:
         trie: The kernel's table, as in `/proc/net/fib_trie`: an address, and in a line below it what it means.
     """
-    found, last = set(), ""
+    addresses, last = set(), ""
     for line in trie.splitlines():
         words = line.split()
         if words[:1] == ["|--"]:
             last = words[1]
         elif words == ["/32", "host", "LOCAL"]:
-            found.add(last)
-    return found
+            addresses.add(last)
+    return addresses
 
 
 def is_own(address: str) -> bool:
@@ -102,7 +102,7 @@ def command_line(pid: int) -> str:
 
 
 def _inodes(port: int, *, listening: bool) -> set[str]:
-    found = set()
+    inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if not os.path.exists(table):
             continue
@@ -110,8 +110,8 @@ def _inodes(port: int, *, listening: bool) -> set[str]:
             fields = line.split()
             is_wanted = int(fields[1].rpartition(":")[2], 16) == port and fields[9] != "0"
             if is_wanted and (fields[3] == _LISTENING or not listening):
-                found.add(fields[9])
-    return found
+                inodes.add(fields[9])
+    return inodes
 
 
 def _holds(folder: Path, inodes: set[str]) -> bool:

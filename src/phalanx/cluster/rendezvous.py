@@ -151,7 +151,7 @@ def _wait(
             say(text("waiting for", names=[e.name for e in absent]))
             if now >= next_names:
                 next_names = now + NAME_EVERY_S
-                say(text("ranks late", names=_described(absent, probe)))
+                say(text("ranks late", names=_describe_missing(absent, probe)))
     return True
 
 
@@ -170,8 +170,8 @@ def _is_go(store: Store) -> bool:
 def _obey(verdict: str) -> Exception:
     if verdict == GO:
         return PeerLostError("This rank came after the others had started without it; the job must be started anew.")
-    found = json.loads(verdict)
-    return (ConfigError if found["kind"] == "config" else PeerLostError)(found["message"])
+    failure = json.loads(verdict)
+    return (ConfigError if failure["kind"] == "config" else PeerLostError)(failure["message"])
 
 
 def _twice(holder: Announcement, me: Announcement) -> str:
@@ -183,11 +183,11 @@ def _twice(holder: Announcement, me: Announcement) -> str:
 
 
 def _missing(missing: Sequence[Expected], total: int, timeout_s: float, probe: Callable[[str], str]) -> str:
-    names = _described(missing, probe)
+    names = _describe_missing(missing, probe)
     return text("ranks missing", timeout_s=timeout_s, total=total, missing=len(missing), names=names)
 
 
-def _described(missing: Sequence[Expected], probe: Callable[[str], str]) -> str:
+def _describe_missing(missing: Sequence[Expected], probe: Callable[[str], str]) -> str:
     """Return the ranks with what is known of each: whether its port answers, and its log."""
     parts = []
     for e in missing:
@@ -204,11 +204,11 @@ def check_versions(everyone: Sequence[Announcement]) -> None:
         ConfigError: If they do not; lists which ranks have what.
     """
     for what in ("torch", "phalanx"):
-        found: dict[str, list[int]] = {}
+        ranks_by_version: dict[str, list[int]] = {}
         for a in everyone:
-            found.setdefault(getattr(a, what), []).append(a.rank)
-        if len(found) > 1:
-            who = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in found.items())
+            ranks_by_version.setdefault(getattr(a, what), []).append(a.rank)
+        if len(ranks_by_version) > 1:
+            who = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_by_version.items())
             raise ConfigError(f"All ranks need the same {what}, found {who}. Install one version everywhere.")
 
 

@@ -25,11 +25,11 @@ def runtime_folder() -> Path:
         raise LaunchError(
             f"{path} cannot be made ({error.strerror}). Set XDG_RUNTIME_DIR to a folder that this user can write to."
         ) from None
-    found = path.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise LaunchError(
-            f"{path} is not a private folder of this user (owner {found.st_uid}, mode "
-            f"{found.st_mode & 0o777:o}). "
+            f"{path} is not a private folder of this user (owner {status.st_uid}, mode "
+            f"{status.st_mode & 0o777:o}). "
             "Remove it, or set XDG_RUNTIME_DIR."
         )
     return path

@@ -64,7 +64,7 @@ def pick_device(role: Role) -> torch.device:
     if role.kind == "server" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    card = role.local_rank if role.card is None else role.card
+    card = role.local_rank if role.device_index is None else role.device_index
     if 1 < count <= card:
         raise ConfigError(
             f"Local rank {role.local_rank} needs card {card}, but this host shows {count}. "

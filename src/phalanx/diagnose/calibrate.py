@@ -57,18 +57,18 @@ def command(ranks: int, out: Path | None, quick: bool, as_json: bool) -> None:
     ) as progress:
         bar = progress.add_task("", total=1.0)
 
-        def tell(place: int, done: float, part: str) -> None:
-            said = text("measuring", ranks=counts[place], part=part)
-            progress.update(bar, completed=(place + done) / len(counts), description=said)
+        def tell(index: int, done: float, part: str) -> None:
+            description = text("measuring", ranks=counts[index], part=part)
+            progress.update(bar, completed=(index + done) / len(counts), description=description)
 
-        found = measure(counts, quick=quick, tell=tell)
+        measured = measure(counts, quick=quick, tell=tell)
         progress.update(bar, completed=1.0)
-    found.save(path)
+    measured.save(path)
     if as_json:
-        click.echo(found.model_dump_json(by_alias=True))
+        click.echo(measured.model_dump_json(by_alias=True))
         return
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table(found))
+    console.print(table(measured))
     console.print(text("measured kept", path=path), highlight=False, soft_wrap=True)
 
 
@@ -89,8 +89,8 @@ def measure(counts: Sequence[int], *, quick: bool, tell: Callable[[int, float, s
         BackendError: If ranks cannot be started or fail; with the last lines they said.
     """
     rates: dict[int, Rates] = {}
-    for place, count in enumerate(counts):
-        rates[count] = _measure_one(count, quick, partial(tell, place))
+    for index, count in enumerate(counts):
+        rates[count] = _measure_one(count, quick, partial(tell, index))
     return Measured(
         host=socket.gethostname(),
         processor=processor_name(),
@@ -107,10 +107,10 @@ def _measure_one(count: int, quick: bool, tell: Callable[[float, str], None]) ->
         folder = Path(name)
         arguments = ["-m", "phalanx", "run", "-n", str(count), "--log_dir", str(folder / "log")]
         arguments += ["-m", "phalanx.diagnose.calibrate_rank", name, *(["--quick"] if quick else [])]
-        # Cards are not measured: their rates are presets.
+        # GPUs are not measured: their rates are presets.
         environment = {k: v for k, v in os.environ.items() if k != "PHALANX_BACKEND"} | {"CUDA_VISIBLE_DEVICES": ""}
-        with (folder / "said").open("w") as said:
-            process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=said, stderr=said)
+        with (folder / "said").open("w") as output:
+            process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=output, stderr=output)
             try:
                 for done, part in _watch(process, folder / "progress"):
                     tell(done, part)
@@ -121,7 +121,9 @@ def _measure_one(count: int, quick: bool, tell: Callable[[float, str], None]) ->
         if process.returncode:
             last = "\n".join((folder / "said").read_text().splitlines()[-20:])
             raise BackendError(f"{count} ranks could not be measured (exit code {process.returncode}):\n{last}")
-        return combined([Rates.model_validate_json((folder / f"{rank}.json").read_text()) for rank in range(count)])
+        return combine_rates(
+            [Rates.model_validate_json((folder / f"{rank}.json").read_text()) for rank in range(count)]
+        )
 
 
 def _watch(process: subprocess.Popen[bytes], progress: Path) -> Iterator[tuple[float, str]]:
@@ -136,34 +138,34 @@ def _watch(process: subprocess.Popen[bytes], progress: Path) -> Iterator[tuple[f
                 yield (int(words[0]) - 1) / int(words[1]), words[2]
 
 
-def combined(sheets: Sequence[Rates]) -> Rates:
+def combine_rates(sheets: Sequence[Rates]) -> Rates:
     """Return the medians over ranks that measured the same points."""
-    return Rates.model_validate(_median([json.loads(one.model_dump_json()) for one in sheets]))
+    return Rates.model_validate(_median([json.loads(sheet.model_dump_json()) for sheet in sheets]))
 
 
 def _median(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        return {key: _median([one[key] for one in values]) for key in first}
+        return {key: _median([value[key] for value in values]) for key in first}
     if isinstance(first, list):
         return [_median(part) for part in zip(*values, strict=True)]
     # Equal numbers stay what they are: a mean of two whole ones would be a float.
-    return first if all(one == first for one in values) else statistics.median(values)
+    return first if all(value == first for value in values) else statistics.median(values)
 
 
 # -- showing it ------------------------------------------------------------------------------------------------------
 
 
-def table(found: Measured) -> Table:
+def table(measured: Measured) -> Table:
     """Return the figures a person looks for, a column for each number of ranks."""
-    title = f"{found.host}: {found.processor}, {found.cores} cores, torch {found.torch}"
+    title = f"{measured.host}: {measured.processor}, {measured.cores} cores, torch {measured.torch}"
     grid = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False)
     grid.add_column("")
-    for count in found.ranks:
-        heading = text("measured column", ranks=count, threads=found.at(count).threads)
+    for count in measured.ranks:
+        heading = text("measured column", ranks=count, threads=measured.at(count).threads)
         grid.add_column(heading, justify="right", no_wrap=True)
     for label, cell in _rows():
-        cells = [cell(found.at(count), count) for count in found.ranks]
+        cells = [cell(measured.at(count), count) for count in measured.ranks]
         if any(cells):
             grid.add_row(label, *cells)
     return grid

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from phalanx.cluster.calibration.figures import Sharding
 from phalanx.comm.context import current
 from phalanx.diagnose import calibrate_links as links
-from phalanx.diagnose.calibrate_work import Clock, Points, points
+from phalanx.diagnose.calibrate_work import BenchmarkTimer, Points, points
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import shape_of
@@ -43,14 +43,14 @@ _WARM_UP, _STEPS = 2, 2
 """Steps of sharded units: the first ones take new memory, which later ones have again."""
 
 
-def averaged(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
+def time_averaged(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time what each gradient of a bucket adds to a step, whatever its size; collective over all ranks."""
     many = 8 if quick else 32
-    few, more = (_averaged(clock, group, count, quick=quick) for count in (1, many))
+    few, more = (_step_with_averaging(clock, group, count, quick=quick) for count in (1, many))
     return points(((1,),), (1,), [max((more - few) / (many - 1), 1e-7)])
 
 
-def _averaged(clock: Clock, group: dist.ProcessGroup, count: int, *, quick: bool) -> float:
+def _step_with_averaging(clock: BenchmarkTimer, group: dist.ProcessGroup, count: int, *, quick: bool) -> float:
     ranks, world = dist.get_world_size(group), dist.get_world_size()
     axes = (Axis(name="others", size=world // ranks), Axis(name="data", size=ranks))
     mesh = Mesh(Position(axes, dist.get_rank()), ("data",), "cpu")
@@ -93,8 +93,8 @@ class _Unit(nn.Module):
         return x + sum(F.linear(x, weight).sum() for weight in self.weights)
 
 
-def sharded(
-    clock: Clock, group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
+def time_sharded(
+    clock: BenchmarkTimer, group: dist.ProcessGroup, update_s: Callable[[float, float], float], *, quick: bool
 ) -> dict[Sharding, Points]:
     """Time what sharding adds to a step, a unit, by its tensors and bytes; collective over all ranks.
 
@@ -106,20 +106,20 @@ def sharded(
         update_s: What SGD takes for so many elements in so many plain tensors.
         quick: Few points.
     """
-    one, many = 1, 8
+    few, many = 1, 8
     sizes = (2**16, 2**20) if quick else (2**16, 2**20, 2**24)
-    found: dict[Sharding, Points] = {}
-    several = _sharded(clock, group, update_s, many, sizes[0], quick=quick)
-    alone = [_sharded(clock, group, update_s, one, size, quick=quick) for size in sizes]
+    points_by_mode: dict[Sharding, Points] = {}
+    several = _time_sharded_unit(clock, group, update_s, many, sizes[0], quick=quick)
+    alone = [_time_sharded_unit(clock, group, update_s, few, size, quick=quick) for size in sizes]
     for how in several:
         seconds = [taken[how] for taken in alone]
         more = max(several[how] - seconds[0], 0.0)
-        found[how] = points(((one, many), sizes), (1, 1), [*seconds, *(taken + more for taken in seconds)])
-    return found
+        points_by_mode[how] = points(((few, many), sizes), (1, 1), [*seconds, *(taken + more for taken in seconds)])
+    return points_by_mode
 
 
-def _sharded(
-    clock: Clock,
+def _time_sharded_unit(
+    clock: BenchmarkTimer,
     group: dist.ProcessGroup,
     update_s: Callable[[float, float], float],
     tensors: int,
@@ -140,7 +140,7 @@ def _sharded(
         if optimizer is not None:
             optimizer.step()
 
-    found: dict[Sharding, float] = {}
+    seconds_by_mode: dict[Sharding, float] = {}
     for how in get_args(Sharding):
         model = _units(size, tensors)
         for unit in (*model, model):
@@ -155,10 +155,10 @@ def _sharded(
             taken = time.perf_counter() - started
             more.append(taken - clock.sample(lambda: step(plain)))
         update = update_s(UNITS * size / 4 / ranks, UNITS * tensors)
-        found[how] = max((statistics.median(more[_WARM_UP:]) - update) / UNITS, 1e-6)
+        seconds_by_mode[how] = max((statistics.median(more[_WARM_UP:]) - update) / UNITS, 1e-6)
         del model, optimizer
         gc.collect()
-    return found
+    return seconds_by_mode
 
 
 def _units(size: int, tensors: int) -> nn.Sequential:

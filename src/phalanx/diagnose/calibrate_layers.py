@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.cluster.calibration.figures import LayerKind
 from phalanx.comm import collectives
 from phalanx.diagnose import calibrate_links as links
-from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
+from phalanx.diagnose.calibrate_work import Benchmark, BenchmarkTimer, Points, points
 from phalanx.parallel.memory.activation_checkpointing import apply_recompute
 from phalanx.parallel.operators.placement import place_module
 from phalanx.plan.sites import Site
@@ -47,7 +47,7 @@ _OWNED = 2
 _SAMPLES = 4
 
 
-def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Points:
+def time_exchange(clock: BenchmarkTimer, kind: LayerKind, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time an exchange of a cut layer, recorded by autograd, of ranks in step, by its bytes; collective over all."""
     sizes = (2**10, 2**18) if quick else (2**10, 2**17, 2**19, 2**21, 2**23)
     seconds = []
@@ -58,7 +58,7 @@ def exchange(clock: Clock, kind: LayerKind, group: dist.ProcessGroup, *, quick: 
     return points((sizes,), (1,), seconds)
 
 
-def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
+def time_waiting(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool) -> Points:
     """Time how long ranks wait for the slowest where they meet, by the seconds of work before; collective over all.
 
     Work twice as long is disturbed twice as often: beyond the end waits grow with its root.
@@ -72,14 +72,14 @@ def waiting(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> Points:
     once = torch.tensor(clock.seconds(lambda: torch.mm(narrow, wide)))
     dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
     seconds = []
-    for asked in seconds_of_work:
-        count = max(1, round(asked / once.item()))
+    for target_s in seconds_of_work:
+        count = max(1, round(target_s / once.item()))
 
         def work(count: int = count) -> None:
             for _ in range(count):
                 torch.mm(narrow, wide)
 
-        def both(work: Run = work) -> None:
+        def both(work: Benchmark = work) -> None:
             work()
             meet()
 
@@ -91,13 +91,13 @@ def _nothing() -> None:
     """Do what ranks in step do before they meet."""
 
 
-def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
+def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Benchmark:
     ranks = dist.get_world_size(group)
     width = min(WIDTH, size // 4 // ranks)
     rows = size // 4 // width
     x = torch.zeros(rows, width, requires_grad=True)
     slices = torch.zeros(rows, width // ranks, requires_grad=True)
-    calls: dict[LayerKind, Run] = {
+    calls: dict[LayerKind, Benchmark] = {
         "all_reduce": lambda: collectives.all_reduce(x, group=group),
         "all_gather": lambda: collectives.all_gather(slices, 1, same_shapes=True, group=group),
         "reduce_scatter": lambda: collectives.reduce_scatter(x, 0, group=group),
@@ -106,7 +106,7 @@ def _exchanging(kind: LayerKind, size: int, group: dist.ProcessGroup) -> Run:
     return calls[kind]
 
 
-def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> tuple[Points, Points]:
+def time_placed(clock: BenchmarkTimer, group: dist.ProcessGroup, *, quick: bool) -> tuple[Points, Points]:
     """Time what computing operators in parts adds to a step, by their number, and what a parameter adds; collective."""
     counts = (1, 4) if quick else (1, 4, 16)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -123,9 +123,9 @@ def placed(clock: Clock, group: dist.ProcessGroup, *, quick: bool) -> tuple[Poin
         step(in_parts)
         return links.more_s(clock, partial(step, in_parts), partial(step, plain), quick=quick)
 
-    found = [seconds(count, owning=False) for count in counts]
-    parameter = max((seconds(1, owning=True) - found[0]) / _OWNED, 1e-6)
-    return points((counts,), (1,), found), points(((1,),), (1,), [parameter])
+    added_s = [seconds(count, owning=False) for count in counts]
+    parameter = max((seconds(1, owning=True) - added_s[0]) / _OWNED, 1e-6)
+    return points((counts,), (1,), added_s), points(((1,),), (1,), [parameter])
 
 
 class _Chain(nn.Module):
@@ -145,10 +145,10 @@ class _Chain(nn.Module):
     def rules(self) -> dict[Site, tuple[Shard]]:
         """Return rules by which each rank computes some rows of every output."""
         names = ["relu"] * (self.count - 1) + ["addcmul" if len(self.owned) else "relu"]
-        return {Site("", place, f"aten.{name}.default"): (Shard(0),) for place, name in enumerate(names)}
+        return {Site("", index, f"aten.{name}.default"): (Shard(0),) for index, name in enumerate(names)}
 
 
-def recomputation(clock: Clock) -> tuple[float, float]:
+def time_recomputation(clock: BenchmarkTimer) -> tuple[float, float]:
     """Return the seconds of computing a module again, whatever is in it, and what `selective` adds to an operator.
 
     Of differences of runs one after another, on ranks that need not wait for each other.
@@ -175,8 +175,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.inner(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2)
-        made: Tensor = x + self.outer(F.gelu(parts.transpose(1, 2).flatten(2)))
-        return made
+        output: Tensor = x + self.outer(F.gelu(parts.transpose(1, 2).flatten(2)))
+        return output
 
 
 def _blocks(recompute: Literal["full", "selective"] | None) -> nn.Module:

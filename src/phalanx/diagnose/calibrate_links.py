@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cluster.calibration.figures import BACKENDS, Kind
-from phalanx.diagnose.calibrate_work import Clock, Points, Run, points
+from phalanx.diagnose.calibrate_work import Benchmark, BenchmarkTimer, Points, points
 
 _SAMPLES = 2
 _PAIRS, _IN_A_ROW = 4, 4
@@ -30,15 +30,15 @@ Groups = dict[tuple[str, int], dist.ProcessGroup]
 def groups() -> Groups:
     """Return a group of every size that divides the ranks, neighbours together; collective over all ranks."""
     ranks, mine = dist.get_world_size(), dist.get_rank()
-    made: Groups = {}
+    process_groups: Groups = {}
     for backend in BACKENDS:
         for size in (size for size in range(2, ranks + 1) if ranks % size == 0):
             for first in range(0, ranks, size):
                 # Not comm.new_group, which keeps one group for the same ranks whatever its backend.
                 group = dist.new_group(list(range(first, first + size)), backend=backend)
                 if first <= mine < first + size:
-                    made[backend, size] = group
-    return made
+                    process_groups[backend, size] = group
+    return process_groups
 
 
 def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Points:
@@ -48,7 +48,7 @@ def collective(kind: Kind, group: dist.ProcessGroup, *, quick: bool) -> Points:
     return points((sizes,), (1,), [_seconds(_call(kind, size, group), size, kind, most) for size in sizes])
 
 
-def _seconds(run: Run, size: int, kind: Kind, most: int) -> float:
+def _seconds(run: Benchmark, size: int, kind: Kind, most: int) -> float:
     # As many runs on every rank: how many may not depend on a clock.
     times = max(1, min(most, 2**20 // size))
     run()
@@ -62,7 +62,7 @@ def _seconds(run: Run, size: int, kind: Kind, most: int) -> float:
     return statistics.median(taken) / (2 if kind == "send" else 1)
 
 
-def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Run:
+def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Benchmark:
     """Return one call of a collective; a send is there and back."""
     ranks, mine = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size // 4 // ranks)
@@ -79,7 +79,7 @@ def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Run:
             else:
                 dist.recv(whole, group=group, group_src=other)
 
-    calls: dict[Kind, Run] = {
+    calls: dict[Kind, Benchmark] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: _gather(whole, slice_, group=group),
         "reduce_scatter": lambda: _scatter(slice_, whole, group=group),
@@ -91,7 +91,7 @@ def _call(kind: Kind, size: int, group: dist.ProcessGroup) -> Run:
     return calls[kind]
 
 
-def more_s(clock: Clock, meeting: Run, alone: Run, *, quick: bool) -> float:
+def more_s(clock: BenchmarkTimer, meeting: Benchmark, alone: Benchmark, *, quick: bool) -> float:
     """Return how much longer a run takes in which ranks meet than one in which they do not, the median of some pairs.
 
     Ranks that share a core would seem faster alone than they are in turns, so there it is the processor's time.
@@ -129,14 +129,14 @@ def contention(group: dist.ProcessGroup, *, quick: bool) -> float:
     samples = _SAMPLES if quick else _BESIDE_SAMPLES
     link = _median(reduce, samples)
     # As much work on every rank, whatever each one's clock says: else it is the difference that is waited for.
-    asked = torch.tensor(max(1.0, link / (_median(lambda: work(20), samples) / 20)))
-    dist.all_reduce(asked, dist.ReduceOp.MAX, group=group)
-    times = round(asked.item())
+    target = torch.tensor(max(1.0, link / (_median(lambda: work(20), samples) / 20)))
+    dist.all_reduce(target, dist.ReduceOp.MAX, group=group)
+    times = round(target.item())
     alone, both = _median(lambda: work(times), samples), _median(beside, samples)
     return max(0.0, (both - max(alone, link)) / min(alone, link))
 
 
-def _median(run: Run, samples: int) -> float:
+def _median(run: Benchmark, samples: int) -> float:
     run()
     taken = []
     for _ in range(samples):

@@ -26,14 +26,14 @@ SEED = 1
 ROUNDS = 3
 
 
-class _Sheet:
+class _RankBenchmark:
     """What this rank measured so far."""
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         ranks_a_core = ranks * torch.get_num_threads() / len(os.sched_getaffinity(0))
-        self.clock = work.Clock(_align, quick=quick, ranks_a_core=ranks_a_core)
+        self.clock = work.BenchmarkTimer(_align, quick=quick, ranks_a_core=ranks_a_core)
         self.points: dict[str, list[Points]] = {}
         """What every round timed."""
 
@@ -46,12 +46,12 @@ class _Sheet:
         A machine's speed changes in seconds to minutes. Short rounds meet all parts at all times, so what changes
         changes all of them alike, and the median of a part leaves out one round that was disturbed.
         """
-        made = links.groups() if dist.is_initialized() else {}
-        on_shm = {key: group for key, group in made.items() if key[0] == "shm"}
+        groups = links.groups() if dist.is_initialized() else {}
+        on_shm = {key: group for key, group in groups.items() if key[0] == "shm"}
         for number in range(1 if self.quick else ROUNDS):
             yield "recomputation", self._recompute
             yield from self._operators()
-            yield from self._links(on_shm if number else made)  # gloo is slow, and once will do
+            yield from self._links(on_shm if number else groups)  # gloo is slow, and once will do
             yield from self._plans(on_shm)
 
     def _operators(self) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -67,16 +67,16 @@ class _Sheet:
         for kind in OPTIMIZERS:
             yield f"optimizer {kind}", partial(self._optimizer, kind)
 
-    def _links(self, made: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
-        for backend, size in made:
+    def _links(self, groups: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
+        for backend, size in groups:
             for kind in links.kinds():
-                yield f"{kind} {backend} {size}", partial(self._collective, kind, backend, size, made[backend, size])
-        for backend in sorted({backend for backend, _ in made}):
-            yield f"beside work, {backend}", partial(self._beside, backend, made[backend, dist.get_world_size()])
+                yield f"{kind} {backend} {size}", partial(self._collective, kind, backend, size, groups[backend, size])
+        for backend in sorted({backend for backend, _ in groups}):
+            yield f"beside work, {backend}", partial(self._beside, backend, groups[backend, dist.get_world_size()])
 
-    def _plans(self, made: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
-        for size in sorted({size for _, size in made}):
-            group = made["shm", size]
+    def _plans(self, groups: links.Groups) -> Iterator[tuple[str, Callable[[], None]]]:
+        for size in sorted({size for _, size in groups}):
+            group = groups["shm", size]
             for kind in LAYER_KINDS:
                 yield f"layer {kind} {size}", partial(self._exchange, kind, size, group)
             yield f"waiting {size}", partial(self._wait, size, group)
@@ -84,8 +84,8 @@ class _Sheet:
             yield f"averaged {size}", partial(self._average, size, group)
             yield f"sharded {size}", partial(self._shard, size, group)
 
-    def _keep(self, name: str, found: Points) -> None:
-        self.points.setdefault(name, []).append(found)
+    def _keep(self, name: str, points: Points) -> None:
+        self.points.setdefault(name, []).append(points)
 
     def _note(self, name: str, seconds: float) -> None:
         self.numbers.setdefault(name, []).append(seconds)
@@ -95,31 +95,33 @@ class _Sheet:
             self._note(name, seconds)
 
     def _recompute(self) -> None:
-        for name, seconds in zip(("checkpoint_s", "selective_op_s"), layers.recomputation(self.clock), strict=True):
+        for name, seconds in zip(
+            ("checkpoint_s", "selective_op_s"), layers.time_recomputation(self.clock), strict=True
+        ):
             self._note(name, seconds)
 
     def _exchange(self, kind: LayerKind, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"layer {kind} {size}", layers.exchange(self.clock, kind, group, quick=self.quick))
+        self._keep(f"layer {kind} {size}", layers.time_exchange(self.clock, kind, group, quick=self.quick))
 
     def _wait(self, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"waiting {size}", layers.waiting(self.clock, group, quick=self.quick))
+        self._keep(f"waiting {size}", layers.time_waiting(self.clock, group, quick=self.quick))
 
     def _place(self, size: int, group: dist.ProcessGroup) -> None:
-        operators, parameter = layers.placed(self.clock, group, quick=self.quick)
+        operators, parameter = layers.time_placed(self.clock, group, quick=self.quick)
         self._keep(f"placed {size}", operators)
         self._keep(f"placed parameter {size}", parameter)
 
     def _average(self, size: int, group: dist.ProcessGroup) -> None:
-        self._keep(f"averaged {size}", gradients.averaged(self.clock, group, quick=self.quick))
+        self._keep(f"averaged {size}", gradients.time_averaged(self.clock, group, quick=self.quick))
 
     def _shard(self, size: int, group: dist.ProcessGroup) -> None:
-        update = work.settled(self.points["optimizer sgd"])
+        update = work.median_grid(self.points["optimizer sgd"])
 
         def update_s(elements: float, tensors: float) -> float:
             return tensors * update.at(elements / tensors)
 
-        for how, found in gradients.sharded(self.clock, group, update_s, quick=self.quick).items():
-            self._keep(f"sharded {how} {size}", found)
+        for how, points in gradients.time_sharded(self.clock, group, update_s, quick=self.quick).items():
+            self._keep(f"sharded {how} {size}", points)
 
     def _matmul(self, dtype: Precision) -> None:
         self._keep(f"matmul {dtype}", work.matmul(self.clock, dtype, quick=self.quick))
@@ -137,8 +139,8 @@ class _Sheet:
         self._both(name, work.operator(self.clock, name, quick=self.quick))
 
     def _both(self, name: str, both: tuple[Points, Points]) -> None:
-        for way, found in zip(("forward", "backward"), both, strict=True):
-            self._keep(f"{name} {way}", found)
+        for direction, points in zip(("forward", "backward"), both, strict=True):
+            self._keep(f"{name} {direction}", points)
 
     def _optimizer(self, kind: str) -> None:
         self._keep(f"optimizer {kind}", work.optimizer(self.clock, kind, quick=self.quick))
@@ -153,9 +155,9 @@ class _Sheet:
         """Return all of it, of every figure the median over rounds."""
         return Rates(
             threads=torch.get_num_threads(),
-            grids={name: work.settled(rounds) for name, rounds in self.points.items()},
-            shared={name: statistics.median(found) for name, found in self.shared.items()},
-            **{name: statistics.median(found) for name, found in self.numbers.items()},
+            grids={name: work.median_grid(rounds) for name, rounds in self.points.items()},
+            shared={name: statistics.median(values) for name, values in self.shared.items()},
+            **{name: statistics.median(values) for name, values in self.numbers.items()},
         )
 
 
@@ -172,7 +174,7 @@ def main(folder: Path, quick: bool) -> None:
     init(backend="shm")
     torch.manual_seed(SEED)
     rank = int(os.environ.get("PHALANX_RANK", "0"))
-    sheet = _Sheet(quick=quick)
+    sheet = _RankBenchmark(quick=quick)
     parts = list(sheet.parts())
     for number, (name, measure) in enumerate(parts, 1):
         if rank == 0:

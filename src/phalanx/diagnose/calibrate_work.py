@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.cluster.calibration.figures import Grid, Precision, never_falling
 
-Run = Callable[[], object]
+Benchmark = Callable[[], object]
 
 LEAST_SAMPLE_S = 2e-4
 """Shorter runs are repeated within a sample: below this the clock's own time would count."""
@@ -54,7 +54,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 _TINY_CHAIN = 100
 
 
-class Clock:
+class BenchmarkTimer:
     """Least of a few runs, as others' work only ever makes one slower; one run when in a hurry."""
 
     def __init__(self, align: Callable[[], None], *, quick: bool, ranks_a_core: float = 1.0) -> None:
@@ -62,7 +62,7 @@ class Clock:
         self._samples = 1 if quick else SAMPLES
         self._ranks_a_core = ranks_a_core
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Benchmark) -> float:
         """Return the seconds of one run while the other ranks do the same; collective over the ranks."""
         self._align()
         once = self.sample(run)
@@ -75,7 +75,7 @@ class Clock:
             taken.append(self.sample(run, times))
         return min(taken)
 
-    def sample(self, run: Run, times: int = 1) -> float:
+    def sample(self, run: Benchmark, times: int = 1) -> float:
         """Return the seconds of one of some runs.
 
         Ranks that share a core take turns, longer ones than most runs take: what counts is the processor's time, for
@@ -101,14 +101,14 @@ def points(axes: Sequence[Sequence[float]], powers: Sequence[float], seconds: Se
     return Points(tuple(tuple(map(float, axis)) for axis in axes), tuple(powers), tuple(seconds))
 
 
-def settled(rounds: Sequence[Points]) -> Grid:
+def median_grid(rounds: Sequence[Points]) -> Grid:
     """Return the medians over rounds; more work that seemed to take less corrects the smaller one."""
     axes, powers, _ = rounds[0]
-    seconds = tuple(statistics.median(taken) for taken in zip(*(one.seconds for one in rounds), strict=True))
+    seconds = tuple(statistics.median(taken) for taken in zip(*(points.seconds for points in rounds), strict=True))
     return Grid(axes=axes, seconds=never_falling(axes, seconds), powers=powers)
 
 
-def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Points:
+def matmul(clock: BenchmarkTimer, dtype: Precision, *, quick: bool) -> Points:
     """Time linear layers over a grid of shapes."""
     rows: tuple[int, ...] = (1, 8, 64, 512)
     widths: tuple[int, ...] = (16, 64, 256, 1024, 2048)
@@ -120,20 +120,20 @@ def matmul(clock: Clock, dtype: Precision, *, quick: bool) -> Points:
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     memory = torch.ones(COLD_BYTES // kind.itemsize, dtype=kind)
 
-    def one(m: int, n: int, k: int) -> float:
+    def time_point(m: int, n: int, k: int) -> float:
         x, weights = torch.ones(m, k, dtype=kind), itertools.cycle(_in_turn(memory, n, k))
-        made: deque[Tensor] = deque(maxlen=_in_a_row(m * n * kind.itemsize))
+        outputs: deque[Tensor] = deque(maxlen=_in_a_row(m * n * kind.itemsize))
         with torch.no_grad():
-            return clock.seconds(lambda: made.append(F.linear(x, next(weights))))
+            return clock.seconds(lambda: outputs.append(F.linear(x, next(weights))))
 
-    return points(axes, (1, 1, 1), [one(*place) for place in itertools.product(*axes)])
+    return points(axes, (1, 1, 1), [time_point(*sizes) for sizes in itertools.product(*axes)])
 
 
 def _in_turn(memory: Tensor, *shape: int) -> list[Tensor]:
     """Return tensors of one shape that lie side by side."""
     size = math.prod(shape)
     count = _in_a_row(size * memory.itemsize)
-    return [memory[place * size : (place + 1) * size].view(shape) for place in range(count)]
+    return [memory[index * size : (index + 1) * size].view(shape) for index in range(count)]
 
 
 def _in_a_row(size: int) -> int:
@@ -141,7 +141,7 @@ def _in_a_row(size: int) -> int:
     return max(1, min(MOST_IN_A_ROW, COLD_BYTES // size))
 
 
-def attention(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
+def attention(clock: BenchmarkTimer, *, quick: bool) -> tuple[Points, Points]:
     """Time fused attention, forward and backward, by heads of all sequences, length and width of a head."""
     axes = ((4, 16), (16, 64), (32,)) if quick else ((4, 32), (16, 128, 512), (16, 64))
     forward, backward = [], []
@@ -153,7 +153,7 @@ def attention(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
     return points(axes, (1, 2, 1), forward), points(axes, (1, 2, 1), backward)
 
 
-def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Points, Points]:
+def operator(clock: BenchmarkTimer, name: str, *, quick: bool) -> tuple[Points, Points]:
     """Time an operator bound by memory, forward and backward, by the bytes of its input."""
     sizes = (2**14, 2**20) if quick else (2**12, 2**16, 2**20, 2**22, 2**24)
     forward, backward = [], []
@@ -165,7 +165,7 @@ def operator(clock: Clock, name: str, *, quick: bool) -> tuple[Points, Points]:
     return points((sizes,), (1,), forward), points((sizes,), (1,), backward)
 
 
-def launch(clock: Clock) -> tuple[float, float]:
+def launch(clock: BenchmarkTimer) -> tuple[float, float]:
     """Return the seconds of one operator on a tiny tensor, forward as autograd records it, and backward."""
     x = torch.ones(1, requires_grad=True)
 
@@ -181,7 +181,7 @@ def launch(clock: Clock) -> tuple[float, float]:
     return forward / _TINY_CHAIN, backward / _TINY_CHAIN
 
 
-def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Points, Points]:
+def convolution(clock: BenchmarkTimer, kernel: int, *, quick: bool) -> tuple[Points, Points]:
     """Time convolutions of one kernel, forward and both gradients, by places, channels out and values an output."""
     places = (256, 1024) if quick else (256, 4096)
     channels = (16,) if quick else (16, 64, 256)
@@ -197,7 +197,7 @@ def convolution(clock: Clock, kernel: int, *, quick: bool) -> tuple[Points, Poin
     return points(axes, (1, 1, 1), forward), points(axes, (1, 1, 1), backward)
 
 
-def depthwise(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
+def depthwise(clock: BenchmarkTimer, *, quick: bool) -> tuple[Points, Points]:
     """Time convolutions by channel with a kernel of 3, forward and both gradients, by the values of the output."""
     images = (1, 4) if quick else (1, 8, 32)
     weight = torch.randn(64, 1, 3, 3, requires_grad=True)
@@ -211,34 +211,34 @@ def depthwise(clock: Clock, *, quick: bool) -> tuple[Points, Points]:
     return points((sizes,), (1,), forward), points((sizes,), (1,), backward)
 
 
-def optimizer(clock: Clock, kind: str, *, quick: bool) -> Points:
+def optimizer(clock: BenchmarkTimer, kind: str, *, quick: bool) -> Points:
     """Time steps of an optimizer, a tensor, by its elements."""
     sizes = (2**8, 2**16) if quick else (2**6, 2**12, 2**16, 2**20)
     seconds = []
     for size in sizes:
         tensors = 16 if size < 2**20 else 4
         parameters = [torch.zeros(size, requires_grad=True) for _ in range(tensors)]
-        for one in parameters:
-            one.grad = torch.ones(size)
+        for parameter in parameters:
+            parameter.grad = torch.ones(size)
         if kind == "adam":
-            made: torch.optim.Optimizer = torch.optim.Adam(parameters)
+            torch_optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters)
         else:
-            made = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if kind == "momentum" else 0.0)
-        seconds.append(clock.seconds(made.step) / tensors)
+            torch_optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if kind == "momentum" else 0.0)
+        seconds.append(clock.seconds(torch_optimizer.step) / tensors)
     return points((sizes,), (1,), seconds)
 
 
-def _both_ways(clock: Clock, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
+def _both_ways(clock: BenchmarkTimer, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
     """Return the seconds of an operator and of its gradient.
 
     Starting the engine of autograd, which a model does once for all its operators, is taken off the gradient's.
     """
     forward = clock.seconds(run)
-    made = run()
-    seed = torch.ones_like(made)
+    output = run()
+    seed = torch.ones_like(output)
 
     def back() -> object:
-        return torch.autograd.grad(made, list(inputs), seed, retain_graph=True)
+        return torch.autograd.grad(output, list(inputs), seed, retain_graph=True)
 
     tiny = torch.ones(1, requires_grad=True)
     end = tiny * 1.0

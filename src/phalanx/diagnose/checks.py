@@ -26,17 +26,21 @@ class Check:
 
     name: str
     state: State
-    found: str
+    observed: str
     advice: str = ""
     """What to do; empty when all is well."""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the entry of `phalanx doctor --json`."""
+        return {"name": self.name, "state": self.state, "found": self.observed, "advice": self.advice}
 
 
 def python(version: tuple[int, int]) -> Check:
     """Judge the Python version, as (major, minor)."""
-    found = f"{version[0]}.{version[1]}"
+    observed = f"{version[0]}.{version[1]}"
     if version < (3, 11):
-        return Check(name="python", state="failed", found=found, advice="Install Python 3.11 or newer.")
-    return Check(name="python", state="ok", found=found)
+        return Check(name="python", state="failed", observed=observed, advice="Install Python 3.11 or newer.")
+    return Check(name="python", state="ok", observed=observed)
 
 
 def torch_build(version: str | None, build: str) -> Check:
@@ -44,104 +48,106 @@ def torch_build(version: str | None, build: str) -> Check:
     try:
         require_torch(version)
     except ConfigError as error:
-        return Check(name="torch", state="failed", found=version or "none", advice=str(error))
-    return Check(name="torch", state="ok", found=f"{version} ({build})")
+        return Check(name="torch", state="failed", observed=version or "none", advice=str(error))
+    return Check(name="torch", state="ok", observed=f"{version} ({build})")
 
 
 def native_core(error: str) -> Check:
     """Judge the import of the native core; `error` is empty when it succeeded."""
     if error:
         advice = "Reinstall phalanx on this machine; a build from source needs a C++20 compiler and CMake."
-        return Check(name="native core", state="failed", found=error, advice=advice)
-    return Check(name="native core", state="ok", found="imported")
+        return Check(name="native core", state="failed", observed=error, advice=advice)
+    return Check(name="native core", state="ok", observed="imported")
 
 
 def loopback(error: str, seconds: float) -> Check:
     """Judge a real all-reduce of two gloo ranks on this host; `error` is empty when it succeeded."""
     if error:
         advice = "Check the loopback interface, the firewall and GLOO_SOCKET_IFNAME."
-        return Check(name="gloo all-reduce", state="failed", found=error, advice=advice)
-    return Check(name="gloo all-reduce", state="ok", found=f"2 ranks on this host in {seconds * 1000:.0f} ms")
+        return Check(name="gloo all-reduce", state="failed", observed=error, advice=advice)
+    return Check(name="gloo all-reduce", state="ok", observed=f"2 ranks on this host in {seconds * 1000:.0f} ms")
 
 
 def host_name(name: str, addresses: list[str]) -> Check:
     """Judge what this host's own name resolves to here."""
     if not addresses:
         advice = "Add the name to /etc/hosts. Until then name hosts by address, e.g. --ips 10.0.0.1,10.0.0.2."
-        return Check(name="host name", state="warning", found=f"{name} does not resolve", advice=advice)
-    found = f"{name} is {', '.join(addresses)}"
+        return Check(name="host name", state="warning", observed=f"{name} does not resolve", advice=advice)
+    observed = f"{name} is {', '.join(addresses)}"
     if all(network.is_loopback(a) for a in addresses):
         advice = (
             "Fine on one host. Other hosts cannot reach it under this name: give addresses (--ips, MASTER_ADDR), "
             "or correct /etc/hosts."
         )
-        return Check(name="host name", state="warning", found=found, advice=advice)
-    return Check(name="host name", state="ok", found=found)
+        return Check(name="host name", state="warning", observed=observed, advice=advice)
+    return Check(name="host name", state="ok", observed=observed)
 
 
 def shared_memory(total: int | None, free: int) -> Check:
     """Judge /dev/shm by its bytes; `total` is None when it is absent."""
     if total is None:
         advice = "Mount a tmpfs at /dev/shm: loader workers pass batches through it."
-        return Check(name="/dev/shm", state="failed", found="absent", advice=advice)
-    found = f"{_size(free)} free of {_size(total)}"
+        return Check(name="/dev/shm", state="failed", observed="absent", advice=advice)
+    observed = f"{_size(free)} free of {_size(total)}"
     if free < SHM_WANTED:
         state: State = "failed" if free < SHM_NEEDED else "warning"
         advice = (
             "Give the container more (docker run --shm-size=8g; an emptyDir of medium Memory), or remove old files."
         )
-        return Check(name="/dev/shm", state=state, found=found, advice=advice)
-    return Check(name="/dev/shm", state="ok", found=found)
+        return Check(name="/dev/shm", state=state, observed=observed, advice=advice)
+    return Check(name="/dev/shm", state="ok", observed=observed)
 
 
 def open_files(soft: int, hard: int) -> Check:
     """Judge the limit of open files of a process."""
-    found = f"{soft} (can be raised to {hard})"
+    observed = f"{soft} (can be raised to {hard})"
     if soft < FILES_WANTED:
         state: State = "failed" if soft < FILES_NEEDED else "warning"
-        return Check(name="open files", state=state, found=found, advice=f"Run: ulimit -n {min(hard, 65536)}")
-    return Check(name="open files", state="ok", found=str(soft))
+        return Check(name="open files", state=state, observed=observed, advice=f"Run: ulimit -n {min(hard, 65536)}")
+    return Check(name="open files", state="ok", observed=str(soft))
 
 
 def ports(first: int, last: int, error: str) -> Check:
     """Judge the ports the system hands out; `error` is why none could be bound, or empty."""
-    found = f"{first}-{last}"
+    observed = f"{first}-{last}"
     if error:
-        return Check(name="ports", state="failed", found=error, advice="Allow this user to bind ports on 127.0.0.1.")
+        return Check(name="ports", state="failed", observed=error, advice="Allow this user to bind ports on 127.0.0.1.")
     if last - first + 1 < PORTS_WANTED:
         advice = "Widen the range: sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        return Check(name="ports", state="warning", found=found, advice=advice)
-    return Check(name="ports", state="ok", found=f"one bound; the system hands out {found}")
+        return Check(name="ports", state="warning", observed=observed, advice=advice)
+    return Check(name="ports", state="ok", observed=f"one bound; the system hands out {observed}")
 
 
 def threads(setting: str | None, cores: int) -> Check:
     """Judge OMP_NUM_THREADS against the cores this process may use."""
-    found = f"OMP_NUM_THREADS {setting or 'unset'}, {cores} cores"
+    observed = f"OMP_NUM_THREADS {setting or 'unset'}, {cores} cores"
     if setting is None:
-        return Check(name="threads", state="ok", found=found)
+        return Check(name="threads", state="ok", observed=observed)
     if not setting.isdecimal() or int(setting) < 1:
-        return Check(name="threads", state="warning", found=found, advice="Set it to a number of threads, or unset it.")
+        return Check(
+            name="threads", state="warning", observed=observed, advice="Set it to a number of threads, or unset it."
+        )
     if int(setting) > cores:
         advice = "Unset it: the launcher gives each rank its share of the cores."
-        return Check(name="threads", state="warning", found=found, advice=advice)
-    return Check(name="threads", state="ok", found=found)
+        return Check(name="threads", state="warning", observed=observed, advice=advice)
+    return Check(name="threads", state="ok", observed=observed)
 
 
 def compiler(path: str | None) -> Check:
     """Judge the C++ compiler that compiled mode needs; `path` is None when there is none."""
     if path is None:
         advice = "Install g++ for strategy.graph and train_step(compiled=True); eager training needs none."
-        return Check(name="c++ compiler", state="warning", found="none", advice=advice)
-    return Check(name="c++ compiler", state="ok", found=path)
+        return Check(name="c++ compiler", state="warning", observed="none", advice=advice)
+    return Check(name="c++ compiler", state="ok", observed=path)
 
 
 def dead_flags(env: Mapping[str, str]) -> Check:
     """Judge whether variables are set that no longer act."""
-    found = [s for s in TABLE if s.family == "dead" and s.name in env]
-    if not found:
-        return Check(name="old FLAGS", state="ok", found="none set")
-    advice = " ".join(f"{s.name}: {s.meaning_en}." for s in found)
-    return Check(name="old FLAGS", state="warning", found=", ".join(s.name for s in found), advice=advice)
+    variables = [s for s in TABLE if s.family == "dead" and s.name in env]
+    if not variables:
+        return Check(name="old FLAGS", state="ok", observed="none set")
+    advice = " ".join(f"{s.name}: {s.meaning_en}." for s in variables)
+    return Check(name="old FLAGS", state="warning", observed=", ".join(s.name for s in variables), advice=advice)
 
 
 def _size(count: int) -> str:

@@ -74,12 +74,12 @@ def doctor(as_json: bool) -> None:
     results = list(examine())
     counts = Counter(r.state for r in results)
     if as_json:
-        click.echo(json.dumps({"ok": not counts["failed"], "checks": [asdict(r) for r in results]}, indent=1))
+        click.echo(json.dumps({"ok": not counts["failed"], "checks": [r.to_json() for r in results]}, indent=1))
     else:
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         table = Table("check", "state", "found", "what to do", title="phalanx doctor", expand=False)
         for r in results:
-            table.add_row(r.name, f"[{colours[r.state]}]{r.state}[/]", r.found, r.advice)
+            table.add_row(r.name, f"[{colours[r.state]}]{r.state}[/]", r.observed, r.advice)
         _console().print(table)
         click.echo(f"{counts['ok']} ok, warnings: {counts['warning']}, failed: {counts['failed']}")
     sys.exit(1 if counts["failed"] else 0)

@@ -41,8 +41,8 @@ def _torch() -> Check:
         import torch
     except (ImportError, OSError) as error:
         return checks.torch_build(None, str(error))
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return checks.torch_build(version, f"CUDA {torch.version.cuda}: {', '.join(cards)}" if cards else "no CUDA card")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return checks.torch_build(version, f"CUDA {torch.version.cuda}: {', '.join(gpus)}" if gpus else "no CUDA GPU")
 
 
 def _native_core() -> Check:
@@ -106,10 +106,10 @@ def _collecting(run: Callable[[int], None], rank: int, problems: list[str]) -> C
 def _host_name() -> Check:
     name = socket.gethostname()
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET)
+        entries = socket.getaddrinfo(name, None, socket.AF_INET)
     except socket.gaierror:
         return checks.host_name(name, [])
-    return checks.host_name(name, list(dict.fromkeys(str(entry[4][0]) for entry in found)))
+    return checks.host_name(name, list(dict.fromkeys(str(entry[4][0]) for entry in entries)))
 
 
 def _shared_memory() -> Check:

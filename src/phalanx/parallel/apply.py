@@ -45,7 +45,7 @@ from phalanx.parallel.techniques import (
 )
 from phalanx.parallel.tensor.apply_styles import cut_layers
 from phalanx.parallel.validate import check_fits, sharded_update
-from phalanx.plan.files import leave
+from phalanx.plan.files import write_run_plan
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.unmatched import check_rules
 from phalanx.plan.shape import ModelShape, ParamShape
@@ -189,7 +189,7 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
         _cared_for[param] = (name, param.requires_grad)
     # Of several models the first one's: who looks at a run wants one answer.
     if context.role.log_dir and context.rank == 0 and len(_applied) == 1:
-        leave(plan, shape, Path(context.role.log_dir))
+        write_run_plan(plan, shape, Path(context.role.log_dir))
     return model
 
 

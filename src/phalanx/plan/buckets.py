@@ -73,7 +73,7 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     alike: dict[tuple[AllReduce, tuple[str, ...]], list[ParamShape]] = {}
     for param in shape.trainable:
         rule = plan.rule_for(param.name)
-        axes, update = reduced_along(plan, rule), _averaged(rule.update)
+        axes, update = reduced_along(plan, rule), _all_reduce_of(rule.update)
         if update is not None and axes:
             alike.setdefault((update, axes), []).append(param)
     return [
@@ -83,7 +83,7 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
     ]
 
 
-def _averaged(update: Update) -> AllReduce | None:
+def _all_reduce_of(update: Update) -> AllReduce | None:
     """Return how gradients are averaged; ranks that train apart later average them at first."""
     if isinstance(update, Average) and update.begin_step > 1:
         return AllReduce(reduce=update.reduce)

@@ -29,21 +29,21 @@ _FIELDS = {
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a Plan as indented JSON; defaults are left out, so the file says only what was decided."""
-    Path(path).write_text(json.dumps({"version": plan.version, **decided(plan)}, indent=2) + "\n")
+    Path(path).write_text(json.dumps({"version": plan.version, **non_defaults(plan)}, indent=2) + "\n")
 
 
-def decided(value: Any) -> Any:
+def non_defaults(value: Any) -> Any:
     """Return a part of a Plan as plain values, without what is the default."""
     if isinstance(value, Value):
         fields = type(value).model_fields
         return {
-            name: decided(found)
-            for name, found in value
-            if name == "kind" or found != fields[name].get_default(call_default_factory=True)
+            name: non_defaults(item)
+            for name, item in value
+            if name == "kind" or item != fields[name].get_default(call_default_factory=True)
         }
     if isinstance(value, dict):
-        return {name: decided(found) for name, found in value.items()}
-    return [decided(found) for found in value] if isinstance(value, tuple) else value
+        return {name: non_defaults(item) for name, item in value.items()}
+    return [non_defaults(item) for item in value] if isinstance(value, tuple) else value
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -59,13 +59,13 @@ def load_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise PlanError(text("Plan unreadable", path=path, why=error.strerror)) from None
     except ValidationError as error:
-        raise PlanError(text("Plan broken", path=path, why="; ".join(map(_said, error.errors())))) from None
+        raise PlanError(text("Plan broken", path=path, why="; ".join(map(_describe_error, error.errors())))) from None
     if "version" not in plan.model_fields_set:
         raise PlanError(text("Plan broken", path=path, why=text("Plan without version")))
     return plan
 
 
-def _said(error: ErrorDetails) -> str:
+def _describe_error(error: ErrorDetails) -> str:
     """Return where a file is wrong, and what was found there."""
     *before, last = map(str, error["loc"] or ("plan",))
     where = ".".join((*before, last))
@@ -74,7 +74,7 @@ def _said(error: ErrorDetails) -> str:
     return text("Plan value", path=where, why=why_wrong(error))
 
 
-def leave(plan: Plan, shape: ModelShape, folder: Path) -> None:
+def write_run_plan(plan: Plan, shape: ModelShape, folder: Path) -> None:
     """Write a Plan (`plan.json`) and the shape of its model (`shape.json`) beside a run's logs, for who watches it."""
     (folder / _SHAPE).write_bytes(_shapes.dump_json(shape))
     beside = folder / f"{_PLAN}.new"
@@ -82,8 +82,8 @@ def leave(plan: Plan, shape: ModelShape, folder: Path) -> None:
     beside.replace(folder / _PLAN)  # comes last and whole: a reader who sees it finds both
 
 
-def left(folder: Path) -> tuple[Plan, ModelShape] | None:
-    """Return what `leave` wrote to a folder; None if nothing was."""
+def read_run_plan(folder: Path) -> tuple[Plan, ModelShape] | None:
+    """Return what `write_run_plan` wrote to a folder; None if nothing was."""
     if not (folder / _PLAN).is_file():
         return None
     return load_plan(folder / _PLAN), _shapes.validate_json((folder / _SHAPE).read_bytes())

@@ -24,13 +24,13 @@ class LayerKind:
 
 def combined(layers: Iterable[LayerKind]) -> tuple[LayerKind, ...]:
     """Return one entry for each kind, in order of first appearance."""
-    found: dict[str, LayerKind] = {}
-    for one in layers:
-        before = found.get(one.kind, LayerKind(one.kind, 0, 0))
-        found[one.kind] = LayerKind(
-            one.kind, before.parameters + one.parameters, before.multiplications + one.multiplications
+    kinds: dict[str, LayerKind] = {}
+    for layer in layers:
+        before = kinds.get(layer.kind, LayerKind(layer.kind, 0, 0))
+        kinds[layer.kind] = LayerKind(
+            layer.kind, before.parameters + layer.parameters, before.multiplications + layer.multiplications
         )
-    return tuple(found.values())
+    return tuple(kinds.values())
 
 
 def fractions(kinds: Sequence[LayerKind]) -> dict[str, dict[str, float]]:
@@ -45,7 +45,7 @@ def fractions_table(kinds: Sequence[LayerKind]) -> Grid:
     for name in ("kind", "elements", "of all parameters", "of all compute"):
         grid.add_column(name, justify="left" if name == "kind" else "right")
     parts = fractions(kinds)
-    for one in kinds:
-        part = parts[one.kind]
-        grid.add_row(one.kind, f"{one.parameters:,}", f"{part['parameters']:.1%}", f"{part['compute']:.1%}")
+    for kind in kinds:
+        part = parts[kind.kind]
+        grid.add_row(kind.kind, f"{kind.parameters:,}", f"{part['parameters']:.1%}", f"{part['compute']:.1%}")
     return grid

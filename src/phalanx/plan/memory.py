@@ -70,18 +70,18 @@ def memory_of(
     """
     share = _share(plan, shape, rank)
     along = _sharded_along(plan, shape)
-    held = [_Held.of(param, plan, rank, along) for param in share.params]
-    trained = [one for one in held if one.param.trainable]
+    parameters = [_Held.of(param, plan, rank, along) for param in share.params]
+    trained = [parameter for parameter in parameters if parameter.param.trainable]
     beside = 0
     if plan.world_size > 1:
         buckets = all_reduce_buckets(plan, share)
         beside = sum((len(bucket.params) + 2 * MARK_BITS) * bucket.params[0].item_bytes for bucket in buckets)
     return Memory(
-        parameters=sum(one.stored * one.param.item_bytes for one in held),
-        gradients=sum(one.stored * one.param.item_bytes for one in trained) + beside,
-        optimizer=sum(_state_bytes(plan, one, state) for one in trained),
-        residuals=sum(_residual_bytes(plan, one, state) for one in trained),
-        averages=sum(one.elements * _wide(one.param) for one in held) if averaged else 0,
+        parameters=sum(parameter.stored * parameter.param.item_bytes for parameter in parameters),
+        gradients=sum(parameter.stored * parameter.param.item_bytes for parameter in trained) + beside,
+        optimizer=sum(_state_bytes(plan, parameter, state) for parameter in trained),
+        residuals=sum(_residual_bytes(plan, parameter, state) for parameter in trained),
+        averages=sum(parameter.elements * _wide(parameter.param) for parameter in parameters) if averaged else 0,
     )
 
 
@@ -113,11 +113,11 @@ class _Held:
         rule = plan.rule_for(param.name)
         if not isinstance(rule.place, OnRanks):
             return cls(param, rule, 0, 0)
-        shape, place = slice_shape(plan, param, rank), Position(plan.mesh, rank)
-        if place.count(along) == 1 or not shape:
+        shape, position = slice_shape(plan, param, rank), Position(plan.mesh, rank)
+        if position.count(along) == 1 or not shape:
             return cls(param, rule, math.prod(shape), math.prod(shape))
-        largest = -(-shape[0] // place.count(along))
-        mine = min(max(shape[0] - place.index(along) * largest, 0), largest)
+        largest = -(-shape[0] // position.count(along))
+        mine = min(max(shape[0] - position.index(along) * largest, 0), largest)
         rest = math.prod(shape[1:])
         return cls(param, rule, mine * rest, largest * rest)
 
@@ -145,24 +145,26 @@ def _wide(param: ParamShape) -> int:
     return max(param.item_bytes, 4)
 
 
-def _state_bytes(plan: Plan, one: _Held, state: StateOf | None) -> int:
-    copy = 4 * one.elements if _has_copy(plan, one.param) else 0
+def _state_bytes(plan: Plan, parameter: _Held, state: StateOf | None) -> int:
+    copy = 4 * parameter.elements if _has_copy(plan, parameter.param) else 0
     if state is None:
         return copy
-    update = one.rule.update
-    is_elsewhere = isinstance(update, TopK) and state.momentum and not update.rampup_begin_step and _travels(plan, one)
-    item = 4 if copy else one.param.item_bytes
-    return copy + (0 if is_elsewhere else state.tensors) * item * one.elements + state.scalar_bytes
+    update = parameter.rule.update
+    is_elsewhere = (
+        isinstance(update, TopK) and state.momentum and not update.rampup_begin_step and _travels(plan, parameter)
+    )
+    item = 4 if copy else parameter.param.item_bytes
+    return copy + (0 if is_elsewhere else state.tensors) * item * parameter.elements + state.scalar_bytes
 
 
-def _travels(plan: Plan, one: _Held) -> bool:
+def _travels(plan: Plan, parameter: _Held) -> bool:
     """Return whether other ranks add to its gradient; without them nothing is compressed."""
-    return bool(reduced_along(plan, one.rule))
+    return bool(reduced_along(plan, parameter.rule))
 
 
-def _residual_bytes(plan: Plan, one: _Held, state: StateOf | None) -> int:
-    update = one.rule.update
-    if not isinstance(update, TopK) or not _travels(plan, one):
+def _residual_bytes(plan: Plan, parameter: _Held, state: StateOf | None) -> int:
+    update = parameter.rule.update
+    if not isinstance(update, TopK) or not _travels(plan, parameter):
         return 0
-    tensors = (state is not None and state.momentum) + (one.elements >= update.dense_below)
-    return tensors * one.elements * one.param.item_bytes
+    tensors = (state is not None and state.momentum) + (parameter.elements >= update.dense_below)
+    return tensors * parameter.elements * parameter.param.item_bytes

@@ -22,10 +22,10 @@ class Position:
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate along every axis."""
-        found, rest = {}, self.rank
+        index, rest = {}, self.rank
         for axis in reversed(self.axes):
-            rest, found[axis.name] = divmod(rest, axis.size)
-        return {axis.name: found[axis.name] for axis in self.axes}
+            rest, index[axis.name] = divmod(rest, axis.size)
+        return {axis.name: index[axis.name] for axis in self.axes}
 
     def count(self, names: Collection[str]) -> int:
         """Return how many ranks lie along these axes."""
@@ -43,7 +43,7 @@ class Position:
         """Return the ranks that differ from this one along these axes only, itself among them, in mesh order."""
         mine = self.coordinates
         spans = [range(a.size) if a.name in names else (mine[a.name],) for a in self.axes]
-        return tuple(_rank(self.axes, found) for found in itertools.product(*spans))
+        return tuple(_rank(self.axes, coordinates) for coordinates in itertools.product(*spans))
 
 
 def partition(axes: Sequence[Axis], names: Collection[str]) -> list[tuple[int, ...]]:

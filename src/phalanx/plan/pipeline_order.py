@@ -81,7 +81,9 @@ def _rounds(schedule: Schedule, ranks: int) -> int:
 
 
 def _gpipe(rank: int, microbatches: int) -> list[Action]:
-    return [Action(kind, rank, one) for kind in (Pass.FORWARD, Pass.BACKWARD) for one in range(microbatches)]
+    return [
+        Action(kind, rank, microbatch) for kind in (Pass.FORWARD, Pass.BACKWARD) for microbatch in range(microbatches)
+    ]
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int) -> list[Action]:
@@ -94,9 +96,9 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, ranks: int) -> list
     splits, size = schedule.kind == "zero_bubble", schedule.microbatches // _rounds(schedule, ranks)
 
     def nth(kind: Pass, number: int) -> Action:
-        turn, place = divmod(number, size)
+        turn, index = divmod(number, size)
         chunk = turn % virtual if kind is Pass.FORWARD else virtual - 1 - turn % virtual
-        return Action(kind, chunk * ranks + rank, turn // virtual * size + place)
+        return Action(kind, chunk * ranks + rank, turn // virtual * size + index)
 
     hop = 2 if schedule.kind == "interleaved" else 1
     ahead = min((virtual - 1) * size + hop * (ranks - 1 - rank), total)

@@ -24,17 +24,17 @@ class Site(NamedTuple):
         return f"{self.module}:{self.number}:{self.operator}"
 
     @classmethod
-    def read(cls, said: str) -> Self:
+    def read(cls, text: str) -> Self:
         """Return the site that a Plan names.
 
         Raises:
             PlanError: If it is none.
         """
-        module, _, rest = said.partition(":")
+        module, _, rest = text.partition(":")
         number, _, operator = rest.partition(":")
         if not number.isdecimal() or not operator:
             raise PlanError(
-                f"ops[{said}] names no operator. Write the module, the operator's number in it and its name, such as "
+                f"ops[{text}] names no operator. Write the module, the operator's number in it and its name, such as "
                 "'blocks.0.attend:3:aten._softmax.default'; phalanx.auto.capture.operator_sites.sites(captured) lists "
                 "those of a step that phalanx.auto.capture.step.capture captured."
             )
@@ -48,11 +48,11 @@ class Site(NamedTuple):
 def regions(plan: Plan) -> tuple[str, ...]:
     """Return the outermost of the modules whose operators a Plan places."""
     paths = sorted({Site.read(rule.site).module for rule in plan.ops}, key=len)
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in paths:
-        if not any(not outer or path.startswith(f"{outer}.") for outer in kept):
-            kept.append(path)
-    return tuple(kept)
+        if not any(not outer or path.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(path)
+    return tuple(outermost)
 
 
 def axis_of(plan: Plan) -> str | None:

@@ -30,15 +30,15 @@ def cut_stages(shape: ModelShape, count: int, cuts: Sequence[str] = ()) -> dict[
     Raises:
         PlanError: If there are fewer units than stages, or the cuts are not units in order.
     """
-    found = units(shape)
-    if len(found) < count:
+    names = units(shape)
+    if len(names) < count:
         raise PlanError(
-            f"{count} stages were asked for, and this model is a chain of {len(found)} modules with parameters "
-            f"({', '.join(found)}). Ask for at most {len(found)}."
+            f"{count} stages were asked for, and this model is a chain of {len(names)} modules with parameters "
+            f"({', '.join(names)}). Ask for at most {len(names)}."
         )
-    starts = _given(found, count, cuts) if cuts else _balanced([_weight(shape, name) for name in found], count)
+    starts = _cut_starts(names, count, cuts) if cuts else _balanced([_weight(shape, name) for name in names], count)
     stage, stages = 0, {}
-    for index, name in enumerate(found):
+    for index, name in enumerate(names):
         stage += index in starts[1:]
         stages[name] = stage
     return stages
@@ -58,10 +58,10 @@ def shares_of(plan: Plan, shape: ModelShape) -> list[ModelShape]:
     Parameters outside all units, whose stage only the forward pass tells, count as the first's.
     """
     ranks = next((axis.size for axis in plan.mesh if axis.name == STAGE_AXIS), 1)
-    held: list[list[ParamShape]] = [[] for _ in range(ranks)]
+    params_by_rank: list[list[ParamShape]] = [[] for _ in range(ranks)]
     for param in shape.params:
-        held[plan.schedule.holder(stage_of(plan, param.name) or 0, ranks)].append(param)
-    return [ModelShape(tuple(params)) for params in held] if ranks > 1 else [shape]
+        params_by_rank[plan.schedule.holder(stage_of(plan, param.name) or 0, ranks)].append(param)
+    return [ModelShape(tuple(params)) for params in params_by_rank] if ranks > 1 else [shape]
 
 
 def _unit(parts: Sequence[str]) -> str:
@@ -73,14 +73,14 @@ def _weight(shape: ModelShape, unit: str) -> int:
     return sum(param.bytes for param in shape.params if param.name.startswith(f"{unit}."))
 
 
-def _given(found: Sequence[str], count: int, cuts: Sequence[str]) -> list[int]:
-    unknown = next((name for name in cuts if name not in found), None)
+def _cut_starts(names: Sequence[str], count: int, cuts: Sequence[str]) -> list[int]:
+    unknown = next((name for name in cuts if name not in names), None)
     if unknown is not None:
         raise PlanError(
-            f"pipeline_configs cuts at {unknown!r}, which is not a unit of this model.{did_you_mean(unknown, found)} "
-            f"Its units are: {', '.join(found)}."
+            f"pipeline_configs cuts at {unknown!r}, which is not a unit of this model.{did_you_mean(unknown, names)} "
+            f"Its units are: {', '.join(names)}."
         )
-    starts = [0, *(found.index(name) for name in cuts)]
+    starts = [0, *(names.index(name) for name in cuts)]
     if len(starts) != count or sorted(set(starts)) != starts:
         raise PlanError(
             f"{count} stages need {count - 1} cuts in the order of the model, after its first unit; found {list(cuts)}."

@@ -246,8 +246,8 @@ class Schedule(Value):
 
     def holder(self, stage: int, ranks: int) -> int:
         """Return which of the ranks along the stage axis holds a stage."""
-        turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.is_v and turn else place
+        turn, index = divmod(stage, ranks)
+        return ranks - 1 - index if self.is_v and turn else index
 
 
 class Scaler(Value):
@@ -373,8 +373,8 @@ class _Index:
         """Return the last rule that matches a name; an exact name always matches itself, brackets included."""
         exact = self._exact.get(name, -1)
         later = (number for number, match in self._globs if number > exact and fnmatch.fnmatchcase(name, match))
-        found = next(later, exact)
-        return self.params[found] if found >= 0 else _ANY
+        last = next(later, exact)
+        return self.params[last] if last >= 0 else _ANY
 
 
 _ANY = ParamRule(match="*")

@@ -37,12 +37,12 @@ def _check_servers(strategy: DistributedStrategy) -> None:
     """Raise if the settings of parameter servers ask for two modes at once."""
     configs = strategy.a_sync_configs
     modes = ("k_steps", "half_async", "staleness")
-    asked = [f"{name}={configs[name]}" for name in modes if is_above_zero(configs, name)]  # type: ignore[literal-required]
-    if len(asked) > 1:
-        raise StrategyError(f"strategy.a_sync_configs asks for several modes: {', '.join(asked)}. Keep one.")
-    if asked and strategy.a_sync is False:
+    modes_set = [f"{name}={configs[name]}" for name in modes if is_above_zero(configs, name)]  # type: ignore[literal-required]
+    if len(modes_set) > 1:
+        raise StrategyError(f"strategy.a_sync_configs asks for several modes: {', '.join(modes_set)}. Keep one.")
+    if modes_set and strategy.a_sync is False:
         raise StrategyError(
-            f"strategy.a_sync=False asks for synchronous training, and a_sync_configs for {asked[0]}. Set "
+            f"strategy.a_sync=False asks for synchronous training, and a_sync_configs for {modes_set[0]}. Set "
             "a_sync=True, or leave it out of a_sync_configs."
         )
 

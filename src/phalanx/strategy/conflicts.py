@@ -47,7 +47,7 @@ _SERVERS = "dense parameters live on the servers"
 
 
 def _errors() -> dict[frozenset[str], str]:
-    found = {
+    reasons = {
         ("localsgd", "adaptive_localsgd"): "both say when parameters are averaged",
         ("lars", "lamb"): "both are the update rule",
         ("dgc", "lamb"): "DGC corrects the momentum of SGD",
@@ -59,17 +59,17 @@ def _errors() -> dict[frozenset[str], str]:
     }
     for local in ("localsgd", "adaptive_localsgd"):
         for other in ("dgc", "fp16_allreduce", "use_hierarchical_allreduce"):
-            found[local, other] = _APART
+            reasons[local, other] = _APART
         for other in ("sharding", "pipeline", "tensor_parallel"):
-            found[local, other] = _WHOLE
-        found[local, "context_parallel"] = "ranks with parts of one sequence add up their gradients in every step"
-        found[local, "sync_batch_norm"] = "synchronised layers make the ranks meet in every step"
+            reasons[local, other] = _WHOLE
+        reasons[local, "context_parallel"] = "ranks with parts of one sequence add up their gradients in every step"
+        reasons[local, "sync_batch_norm"] = "synchronised layers make the ranks meet in every step"
     for other in (
         "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc", "sharding", "pipeline", "tensor_parallel",
         "context_parallel", "ema",
     ):  # fmt: skip
-        found["a_sync", other] = _SERVERS
-    return {frozenset(pair): why for pair, why in found.items()}
+        reasons["a_sync", other] = _SERVERS
+    return {frozenset(pair): why for pair, why in reasons.items()}
 
 
 _ERRORS = _errors()
@@ -98,9 +98,9 @@ def verdict(first: str, second: str) -> Pair:
 def first_conflict(on: set[str]) -> tuple[str, str, Pair] | None:
     """Return the first two of these techniques that do not go together, and why."""
     for first, second in itertools.combinations([name for name in TECHNIQUES if name in on], 2):
-        found = verdict(first, second)
-        if found.verdict != "supported":
-            return first, second, found
+        pair = verdict(first, second)
+        if pair.verdict != "supported":
+            return first, second, pair
     return None
 
 
@@ -114,7 +114,7 @@ def table() -> str:
         lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
     lines.append("")
     for first, second in itertools.combinations(TECHNIQUES, 2):
-        found = verdict(first, second)
-        if found.why:
-            lines.append(f"- {letters[found.verdict]} `{first}` with `{second}`: {found.why}.")
+        pair = verdict(first, second)
+        if pair.why:
+            lines.append(f"- {letters[pair.verdict]} `{first}` with `{second}`: {pair.why}.")
     return "\n".join(lines)

@@ -49,9 +49,9 @@ def _single(strategy: DistributedStrategy) -> Iterator[str]:
 
 
 def _scaling(strategy: DistributedStrategy) -> Iterator[str]:
-    said = [key for key in _SCALING if key in strategy.amp_configs]
-    if strategy.amp and strategy.amp_dtype != "float16" and said:
-        yield f"amp_configs[{said[0]!r}] does not act: bfloat16 has the range of float32, so losses are not scaled."
+    keys = [key for key in _SCALING if key in strategy.amp_configs]
+    if strategy.amp and strategy.amp_dtype != "float16" and keys:
+        yield f"amp_configs[{keys[0]!r}] does not act: bfloat16 has the range of float32, so losses are not scaled."
 
 
 def _fusion(strategy: DistributedStrategy) -> Iterator[str]:

@@ -17,12 +17,12 @@ from phalanx.strategy import configs, conflicts, settings
 from phalanx.strategy.menu import WITHOUT_EFFECT
 
 
-def filled(page: str) -> str:
+def fill_page(page: str) -> str:
     """Return the text of the page with its generated parts made anew."""
     for name, text in (("settings", settings_table()), ("pairs", conflicts.table())):
         page = re.sub(
             rf"(<!-- {name}: [^\n]* -->\n).*?(\n<!-- end of {name} -->)",
-            lambda found, text=text: f"{found[1]}\n{text}\n{found[2]}",  # type: ignore[misc]
+            lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}",  # type: ignore[misc]
             page,
             flags=re.DOTALL,
         )
@@ -31,7 +31,10 @@ def filled(page: str) -> str:
 
 def settings_table() -> str:
     """Return every setting, and every key of the dictionaries, as Markdown."""
-    fields, described = settings.DistributedStrategy.model_fields, _described(settings)["DistributedStrategy"]
+    fields, described = (
+        settings.DistributedStrategy.model_fields,
+        _docstrings_of_fields(settings)["DistributedStrategy"],
+    )
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     keys = [""]
     for name, field in fields.items():
@@ -43,25 +46,25 @@ def settings_table() -> str:
 
 
 def _keys_table(dictionary: str, shape: type) -> list[str]:
-    described = _described(configs)[shape.__name__]
+    described = _docstrings_of_fields(configs)[shape.__name__]
     lines = ["", f"`{dictionary}`: {inspect.getdoc(shape)}", "", "| key | default and meaning |", "|---|---|"]
     for key in shape.__annotations__:
         idle = WITHOUT_EFFECT.get(dictionary, {}).get(key)
-        said = f"Accepted, does not act: {idle}." if idle else described.get(key, "")
-        lines.append(f"| `{key}` | {_cell(said)} |")
+        meaning = f"Accepted, does not act: {idle}." if idle else described.get(key, "")
+        lines.append(f"| `{key}` | {_cell(meaning)} |")
     return lines
 
 
-def _described(module: ModuleType) -> dict[str, dict[str, str]]:
+def _docstrings_of_fields(module: ModuleType) -> dict[str, dict[str, str]]:
     """Return the strings below the fields of each class, which Python itself does not keep."""
     return {
-        made.name: {
+        class_def.name: {
             field.target.id: inspect.cleandoc(text)
-            for field, after in zip(made.body, made.body[1:], strict=False)
+            for field, after in zip(class_def.body, class_def.body[1:], strict=False)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and (text := _text(after))
         }
-        for made in ast.parse(inspect.getsource(module)).body
-        if isinstance(made, ast.ClassDef)
+        for class_def in ast.parse(inspect.getsource(module)).body
+        if isinstance(class_def, ast.ClassDef)
     }
 
 
@@ -81,4 +84,4 @@ def _cell(text: Any) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(filled(path.read_text()))
+    path.write_text(fill_page(path.read_text()))

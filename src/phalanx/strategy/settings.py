@@ -163,7 +163,7 @@ class DistributedStrategy(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise _translated(error) from None
+            raise _strategy_error(error) from None
         check_together(self)
         for name in settings:
             self._say_what_does_not_act(name)
@@ -178,7 +178,7 @@ class DistributedStrategy(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise _translated(error, name) from None
+            raise _strategy_error(error, name) from None
         try:
             check_together(self)
         except StrategyError:
@@ -194,8 +194,8 @@ class DistributedStrategy(BaseModel):
     def techniques(self) -> set[str]:
         """Names of the switches that are on; a degree above 1 turns its technique on too."""
         degrees = {"pp": "pipeline", "sharding": "sharding", "sep": "context_parallel", "mp": "tensor_parallel"}
-        said = dict(self.hybrid_configs)
-        by_degree = {degrees[kind] for kind in degrees if said.get(f"{kind}_degree", 1) != 1}
+        degrees_set = dict(self.hybrid_configs)
+        by_degree = {degrees[kind] for kind in degrees if degrees_set.get(f"{kind}_degree", 1) != 1}
         return by_degree | {name for name in TECHNIQUES if getattr(self, name)}
 
     @property
@@ -204,7 +204,7 @@ class DistributedStrategy(BaseModel):
         configs = self.amp_configs
         return configs.get("dtype", "float16" if configs.get("use_pure_fp16", False) else "bfloat16")
 
-    def said(self) -> dict[str, Any]:
+    def explicit_settings(self) -> dict[str, Any]:
         """Return the settings that were set, by name, in the order of the menu."""
         return {
             name: value
@@ -222,7 +222,7 @@ class DistributedStrategy(BaseModel):
         Raises:
             StrategyError: If the suffix is another.
         """
-        write_settings(path, self.said())
+        write_settings(path, self.explicit_settings())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -300,22 +300,22 @@ def _refuse_unknown(name: str) -> None:
         raise StrategyError(f"strategy.{name} is no setting: {INSTEAD[name]}.")
     if name in NOT_YET:
         raise StrategyError(f"strategy.{name} is not available in this version; remove it. Nothing would act on it.")
-    known = [*DistributedStrategy.model_fields, *INSTEAD, *NOT_YET]
-    raise StrategyError(f"DistributedStrategy has no setting '{name}'.{did_you_mean(name, known)}")
+    names = [*DistributedStrategy.model_fields, *INSTEAD, *NOT_YET]
+    raise StrategyError(f"DistributedStrategy has no setting '{name}'.{did_you_mean(name, names)}")
 
 
-def _translated(error: ValidationError, name: str | None = None) -> StrategyError:
+def _strategy_error(error: ValidationError, name: str | None = None) -> StrategyError:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or name or "strategy"
     dictionary = str(first["loc"][0]) if first["loc"] else where
-    known = _keys(dictionary)
-    if first["type"] == "extra_forbidden" and known:
+    keys = _keys(dictionary)
+    if first["type"] == "extra_forbidden" and keys:
         unknown = str(first["loc"][1])
         return StrategyError(
-            f"strategy.{dictionary} has no setting '{unknown}'.{did_you_mean(unknown, known) or f' It knows: {known}.'}"
+            f"strategy.{dictionary} has no setting '{unknown}'.{did_you_mean(unknown, keys) or f' It knows: {keys}.'}"
         )
     kind = StrategyTypeError if first["type"].endswith("_type") else StrategyError
-    example = f' Write {{"{known[0]}": ...}}, or such.' if known and where == dictionary else ""
+    example = f' Write {{"{keys[0]}": ...}}, or such.' if keys and where == dictionary else ""
     return kind(
         f"strategy.{where}: {first['msg']}; found {first['input']!r} ({type(first['input']).__name__}).{example}"
     )

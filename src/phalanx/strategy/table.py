@@ -19,17 +19,17 @@ _WIDTH = 120
 
 def strategy_table(strategy: DistributedStrategy) -> Table | Text:
     """Return the techniques that are on with what was said of each, then the other settings that were set."""
-    said = strategy.said()
-    if not any(said.values()) and False not in said.values():
+    settings = strategy.explicit_settings()
+    if not any(settings.values()) and False not in settings.values():
         return Text("Strategy: defaults, data parallel over all ranks")
     grid = Table(title="Strategy", title_justify="left")
     for name in ("on", "settings"):
         grid.add_column(name)
     for name in (name for name in TECHNIQUES if name in strategy.techniques):
-        said.pop(name, None)
-        grid.add_row(name, _words(said.pop(f"{name}_configs", {})))
+        settings.pop(name, None)
+        grid.add_row(name, _words(settings.pop(f"{name}_configs", {})))
     grid.add_section()
-    for name, value in said.items():
+    for name, value in settings.items():
         if value != {}:
             grid.add_row(name, _words(value))
     return grid
@@ -50,5 +50,5 @@ def as_text(shown: RenderableType, width: int = _WIDTH) -> str:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}={said}" for key, said in value.items())
+        return ", ".join(f"{key}={item}" for key, item in value.items())
     return str(value)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
-from phalanx.cluster.spec.devices import Device, device_named
+from phalanx.cluster.spec.devices import Device, find_preset
 
 logger = logging.getLogger("phalanx.auto")
 
@@ -235,7 +235,7 @@ class Run(_Part):
     @property
     def device(self) -> Device:
         """The accelerator it runs on."""
-        return self.cluster.figures or device_named(self.cluster.device)
+        return self.cluster.figures or find_preset(self.cluster.device)
 
     @property
     def rows(self) -> int:

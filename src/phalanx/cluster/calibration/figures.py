@@ -59,7 +59,7 @@ class Grid(_Frozen):
             raise ValueError(f"{len(self.seconds)} seconds do not fit axes of {[len(a) for a in self.axes]} points")
         if not all(0 < a < b for axis in self.axes for a, b in itertools.pairwise((*axis, math.inf))):
             raise ValueError("axes must rise, above 0")
-        if not all(0 < one < math.inf for one in self.seconds):
+        if not all(0 < value < math.inf for value in self.seconds):
             raise ValueError("seconds must be above 0")
         if self.seconds != never_falling(self.axes, self.seconds):
             raise ValueError("seconds fall along an axis")
@@ -69,7 +69,7 @@ class Grid(_Frozen):
     def _logs(self) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
         return tuple(tuple(map(math.log, axis)) for axis in self.axes), tuple(map(math.log, self.seconds))
 
-    def at(self, *place: float) -> float:
+    def at(self, *coordinates: float) -> float:
         """Return the seconds at a place: exact at measured points, linear in logarithms between them.
 
         Below an axis the seconds of its first point hold, beyond its end they grow with the axis's power. More work
@@ -78,7 +78,7 @@ class Grid(_Frozen):
         axes, logs = self._logs
         beyond = 0.0
         corners = [(0, 1.0)]
-        for axis, power, value in zip(axes, self.powers, place, strict=True):
+        for axis, power, value in zip(axes, self.powers, coordinates, strict=True):
             x = math.log(value) if value > 0 else axis[0]
             beyond += power * max(0.0, x - axis[-1])
             low, share = _between(axis, x)
@@ -264,8 +264,8 @@ class Measured(_Frozen):
             ConfigError: If that number of ranks was not measured.
         """
         if ranks not in self.rates:
-            known = ", ".join(map(str, self.ranks))
-            raise ConfigError(text("measured ranks", ranks=ranks, host=self.host, known=known))
+            measured = ", ".join(map(str, self.ranks))
+            raise ConfigError(text("measured ranks", ranks=ranks, host=self.host, known=measured))
         return self.rates[ranks]
 
     def save(self, path: Path) -> None:
@@ -295,12 +295,12 @@ def read_measured(path: Path | None = None) -> Measured:
         raise ConfigError(text("measured missing", path=path)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(text("measured unreadable", path=path, why=error)) from None
-    found = content.get("schema") if isinstance(content, dict) else None
-    if found != SCHEMA:
-        raise ConfigError(text("measured version", path=path, version=SCHEMA, found=found))
+    version = content.get("schema") if isinstance(content, dict) else None
+    if version != SCHEMA:
+        raise ConfigError(text("measured version", path=path, version=SCHEMA, found=version))
     try:
         return Measured.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(text("measured broken", path=path, place=place, why=why_wrong(first))) from None
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(text("measured broken", path=path, place=field, why=why_wrong(first))) from None

@@ -15,7 +15,7 @@ _EXCHANGES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard
 """Words of tables of what grows with the group."""
 
 
-def with_ranks(found: Measured, ranks: int) -> tuple[Measured, int]:
+def with_ranks(measured: Measured, ranks: int) -> tuple[Measured, int]:
     """Return a machine with figures for this number of ranks too, and the number of ranks they are reckoned from.
 
     That is the nearest by quotient, the larger of two. What several ranks exchange is only known from several.
@@ -23,18 +23,18 @@ def with_ranks(found: Measured, ranks: int) -> tuple[Measured, int]:
     Raises:
         ConfigError: If several ranks are asked for, and only one was measured.
     """
-    fitting = [one for one in found.ranks if one > 1 or ranks == 1]
+    fitting = [count for count in measured.ranks if count > 1 or ranks == 1]
     if not fitting:
-        found.at(ranks)  # says which were measured
-    near = min(fitting, key=lambda one: (abs(math.log(one / ranks)), -one))
-    return found.model_copy(update={"rates": {**found.rates, ranks: _scaled(found, near, ranks)}}), near
+        measured.at(ranks)  # says which were measured
+    near = min(fitting, key=lambda count: (abs(math.log(count / ranks)), -count))
+    return measured.model_copy(update={"rates": {**measured.rates, ranks: _scale_rates(measured, near, ranks)}}), near
 
 
-def _scaled(found: Measured, near: int, ranks: int) -> Rates:
-    rates, before, after = found.at(near), cores_each(found.cores, near), cores_each(found.cores, ranks)
+def _scale_rates(measured: Measured, near: int, ranks: int) -> Rates:
+    rates, before, after = measured.at(near), cores_each(measured.cores, near), cores_each(measured.cores, ranks)
     single, threaded = min(1.0, before) / min(1.0, after), before / after
     grids = {name: _slower(grid, single, threaded) for name, grid in rates.grids.items() if _group(name) is None}
-    for group in (one for one in range(2, ranks + 1) if ranks % one == 0):
+    for group in (size for size in range(2, ranks + 1) if ranks % size == 0):
         for name, grid in _of_group(rates, group).items():
             grids[name] = _slower(grid, single, single)
     host = ("launch_s", "backward_launch_s", "checkpoint_s", "selective_op_s")
@@ -52,12 +52,12 @@ def _of_group(rates: Rates, group: int) -> dict[str, Grid]:
     sizes = {size for name in rates.grids if (size := _group(name)) is not None}
     near = min(sizes, key=lambda size: (abs(math.log(size / group)), -size))
     more = (1 - 1 / group) / (1 - 1 / near)
-    found = {}
+    grids = {}
     for name, grid in rates.grids.items():
         if _group(name) == near:
             grown = more if _EXCHANGES & set(name.split()) else 1.0
-            found[f"{name.rpartition(' ')[0]} {group}"] = _slower(grid, grown, grown)
-    return found
+            grids[f"{name.rpartition(' ')[0]} {group}"] = _slower(grid, grown, grown)
+    return grids
 
 
 def _group(name: str) -> int | None:
@@ -69,5 +69,5 @@ def _group(name: str) -> int | None:
 def _slower(grid: Grid, single: float, threaded: float) -> Grid:
     """Return a table whose least seconds grow by one factor, and what comes on top of them by the other."""
     least = grid.seconds[0]
-    seconds = tuple(least * single + (one - least) * threaded for one in grid.seconds)
+    seconds = tuple(least * single + (value - least) * threaded for value in grid.seconds)
     return Grid(axes=grid.axes, seconds=seconds, powers=grid.powers)

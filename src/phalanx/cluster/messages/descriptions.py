@@ -192,7 +192,7 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
     ),
     "assumed nodes": ("{count} nodes, all as this one", "{count} 个节点，均与本机相同"),
     "assumed between": ("{rate} Gb/s between them", "节点间 {rate} Gb/s"),
-    "assumed card": ("{card} is {device}, with its usual network", "{card} 即 {device}，网络取其常见配置"),
+    "assumed gpu": ("{gpu} is {device}, with its usual network", "{gpu} 即 {device}，网络取其常见配置"),
     "assumed named": ("{device} on every server of {path}", "{path} 的每台服务器都是 {device}"),
     "assumed here": (
         "{device}, as here, on every server of {path}; device= says another",
@@ -227,9 +227,9 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
         "The cluster's file describes {name}, which is a preset. Give it another name.",
         "集群文件描述的 {name} 是内置设备。请换一个名称。",
     ),
-    "cards differ": (
+    "gpus differ": (
         (
-            "Asked to detect this host, found different cards: {names}. Choose equal ones with CUDA_VISIBLE_DEVICES, "
+            "Asked to detect this host, found different GPUs: {names}. Choose equal ones with CUDA_VISIBLE_DEVICES, "
             "or describe the cluster in a file (docs/calibrate.md)."
         ),
         (
@@ -237,12 +237,12 @@ DESCRIPTIONS: dict[str, tuple[str, str]] = {
             "或用文件描述集群（docs/calibrate.md）。"
         ),
     ),
-    "card unknown": (
+    "gpu unknown": (
         (
-            "Asked to detect this host, found {card}, which has no preset. Known: {known}. Describe it in a file, "
+            "Asked to detect this host, found {gpu}, which has no preset. Known: {known}. Describe it in a file, "
             "under devices (docs/calibrate.md)."
         ),
-        "检测本机时发现 {card}，没有其内置参数。已有：{known}。请在文件的 devices 下描述它（docs/calibrate.md）。",
+        "检测本机时发现 {gpu}，没有其内置参数。已有：{known}。请在文件的 devices 下描述它（docs/calibrate.md）。",
     ),
     "device not known": ("which is not known", "未知"),
     "device could be": ("which could be {names}", "可能指 {names}"),

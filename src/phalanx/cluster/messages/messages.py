@@ -262,7 +262,7 @@ def text(key: str, **values: object) -> str:
     return TABLE[key][language() == "zh"].format(**values)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, candidates: Iterable[str]) -> str:
     """Return a question for the known name nearest to `name`, in the user's language, or an empty string."""
-    found = nearest(name, known)
-    return "" if found is None else text("nearest flag", flag=found)
+    match = nearest(name, candidates)
+    return "" if match is None else text("nearest flag", flag=match)

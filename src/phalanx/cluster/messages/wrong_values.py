@@ -12,9 +12,9 @@ _LONGEST = 80
 
 def why_wrong(error: ErrorDetails) -> str:
     """Return what pydantic says of a value, and the value itself, or how it begins, if it is a plain one."""
-    key, found = f"wrong {error['type']}", error["input"]
+    key, value = f"wrong {error['type']}", error["input"]
     why = text(key, **error.get("ctx", {})) if key in TABLE else error["msg"].removeprefix("Value error, ")
-    if error["type"] in ("missing", "value_error") or not isinstance(found, str | int | float | bool | None | list):
+    if error["type"] in ("missing", "value_error") or not isinstance(value, str | int | float | bool | None | list):
         return why
-    shown = repr(found)
+    shown = repr(value)
     return text("wrong and found", why=why, found=shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "...")

@@ -32,14 +32,14 @@ class Device:
     """IPv4 address of its host."""
 
     device_id: int
-    """Number of its card on that host."""
+    """Number of its device on that host."""
 
     device_ip: str = ""
-    """Address of the card's own network port; empty where the table names none."""
+    """Address of the device's own network port; empty where the table names none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableEntry:
     """A value of the table and where it stands, for messages."""
 
     value: Any
@@ -54,20 +54,20 @@ class Entry:
         """Return whether this is an object with `key`."""
         return isinstance(self.value, dict) and key in self.value
 
-    def need(self, key: str) -> Entry:
+    def need(self, key: str) -> TableEntry:
         """Return the entry under `key`, which must be there."""
         if not isinstance(self.value, dict):
             raise self.wrong(text("table object", found=repr(self.value)))
         if key not in self.value:
             found = ", ".join(self.value) or text("table nothing")
             raise self.wrong(text("table key", name=key, found=found))
-        return Entry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
+        return TableEntry(self.value[key], self.source, f"{self.path}.{key}" if self.path else key)
 
-    def items(self) -> list[Entry]:
+    def items(self) -> list[TableEntry]:
         """Return the entries of a list."""
         if not isinstance(self.value, list):
             raise self.wrong(text("table list", found=repr(self.value)))
-        return [Entry(value, self.source, f"{self.path}[{n}]") for n, value in enumerate(self.value)]
+        return [TableEntry(value, self.source, f"{self.path}[{n}]") for n, value in enumerate(self.value)]
 
     def number(self) -> int:
         """Return a whole number of at least 0, which may be written as text."""
@@ -89,7 +89,7 @@ class Entry:
             raise said.wrong(text("table count", said=said.number(), found=found, of=text(of)))
 
 
-def layout_of(table: Entry) -> Layout:
+def layout_of(table: TableEntry) -> Layout:
     """Return which layout a table has; raises ConfigError if neither."""
     if any(table.has(key) for key in ("server_list", "server_count", "version")):
         return "server"
@@ -98,7 +98,7 @@ def layout_of(table: Entry) -> Layout:
     raise table.wrong(text("table layout"))
 
 
-def read_groups(table: Entry) -> tuple[str, list[Device]]:
+def read_groups(table: TableEntry) -> tuple[str, list[Device]]:
     """Return board id and devices, in the order of the file, of the older layout."""
     board_id = _board_id(table.need("board_id"))
     groups = table.need("group_list").items()
@@ -115,7 +115,7 @@ def read_groups(table: Entry) -> tuple[str, list[Device]]:
     return board_id, devices
 
 
-def _board_id(entry: Entry) -> str:
+def _board_id(entry: TableEntry) -> str:
     board_id = entry.words().lower()
     if board_id not in MACHINES:
         known = text("table or").join(f"{known} ({name})" for known, (name, _) in MACHINES.items())
@@ -123,7 +123,7 @@ def _board_id(entry: Entry) -> str:
     return board_id
 
 
-def _instance(entry: Entry) -> Device:
+def _instance(entry: TableEntry) -> Device:
     devices = entry.need("devices").items()
     rank, server = entry.need("rank_id").number(), _server(entry.need("server_id"))
     if len(devices) != 1:
@@ -131,7 +131,7 @@ def _instance(entry: Entry) -> Device:
     return _device(devices[0], rank, server)
 
 
-def _check_interfaces(table: Entry, devices: Sequence[Device]) -> None:
+def _check_interfaces(table: TableEntry, devices: Sequence[Device]) -> None:
     """The interfaces are not used here; where they are listed, their counts agree."""
     if not table.has("para_plane_nic_num"):
         return
@@ -145,7 +145,7 @@ def _check_interfaces(table: Entry, devices: Sequence[Device]) -> None:
         raise count.wrong(text("table on devices", count=count.number(), most=most))
 
 
-def read_servers(table: Entry) -> list[Device]:
+def read_servers(table: TableEntry) -> list[Device]:
     """Return the devices, in the order of the file, of the newer layout."""
     version = table.need("version")
     if str(version.value).strip() != "1.0":
@@ -164,14 +164,14 @@ def read_servers(table: Entry) -> list[Device]:
     ]
 
 
-def _device(entry: Entry, rank: int, server: str) -> Device:
+def _device(entry: TableEntry, rank: int, server: str) -> Device:
     address = entry.need("device_ip").words() if entry.has("device_ip") else ""
     if address and not _is_address(address):
         raise entry.need("device_ip").wrong(text("table address", found=repr(address)))
     return Device(rank=rank, server=server, device_id=entry.need("device_id").number(), device_ip=address)
 
 
-def _server(entry: Entry) -> str:
+def _server(entry: TableEntry) -> str:
     address = entry.words()
     if not _is_address(address, 4):
         raise entry.wrong(text("table server", found=repr(address)))
@@ -186,7 +186,7 @@ def _is_address(address: str, version: int | None = None) -> bool:
         return False
 
 
-def _check_completed(table: Entry) -> None:
+def _check_completed(table: TableEntry) -> None:
     status = table.need("status")
     if status.value != COMPLETED:
         raise status.wrong(text("table status", wanted=repr(COMPLETED), found=repr(status.value)))
@@ -200,17 +200,18 @@ def _by_server(devices: Sequence[Device]) -> Iterator[tuple[str, list[Device]]]:
 def write_servers(devices: Sequence[Device]) -> dict[str, Any]:
     """Return the newer layout as plain values; devices by rank."""
     servers = [
-        {"server_id": server, "device": [_written(device) | {"rank_id": str(device.rank)} for device in found]}
-        for server, found in _by_server(devices)
+        {"server_id": server, "device": [_device_json(device) | {"rank_id": str(device.rank)} for device in on_server]}
+        for server, on_server in _by_server(devices)
     ]
     return {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": COMPLETED}
 
 
 def write_groups(devices: Sequence[Device], board_id: str) -> dict[str, Any]:
     """Return the older layout as plain values; devices by rank."""
-    counts = [len(found) for _, found in _by_server(devices)]
+    counts = [len(on_server) for _, on_server in _by_server(devices)]
     instances = [
-        {"devices": [_written(device)], "rank_id": str(device.rank), "server_id": device.server} for device in devices
+        {"devices": [_device_json(device)], "rank_id": str(device.rank), "server_id": device.server}
+        for device in devices
     ]
     group = {
         "device_num": str(len(devices)), "server_num": str(len(counts)), "group_name": "",
@@ -223,5 +224,5 @@ def write_groups(devices: Sequence[Device], board_id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(device: Device) -> dict[str, str]:
+def _device_json(device: Device) -> dict[str, str]:
     return {"device_id": str(device.device_id), "device_ip": device.device_ip or device.server}

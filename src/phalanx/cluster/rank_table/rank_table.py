@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.rank_table import layouts
-from phalanx.cluster.rank_table.layouts import MACHINES, Device, Entry, Layout
+from phalanx.cluster.rank_table.layouts import MACHINES, Device, Layout, TableEntry
 from phalanx.errors import ConfigError
 
 VARIABLE = "RANK_TABLE_FILE"
@@ -54,8 +54,8 @@ class RankTable:
     @property
     def digest(self) -> str:
         """Eight digits that are the same for the same ranks, devices and servers."""
-        said = [(device.rank, device.server, device.device_id) for device in self.devices]
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
+        identity = [(device.rank, device.server, device.device_id) for device in self.devices]
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:8]
 
     def check_machine(self, machine: str) -> None:
         """Raise ConfigError if the board id is that of another kind of machine.
@@ -122,7 +122,7 @@ def parse(content: str, source: str) -> RankTable:
         ConfigError: For the first mistake; says where it is and what to do.
     """
     value, notices = _decode(content, source)
-    table = Entry(value, source)
+    table = TableEntry(value, source)
     layout = layouts.layout_of(table)
     board_id, devices = layouts.read_groups(table) if layout == "group" else ("", layouts.read_servers(table))
     _check_ranks(devices, source)
@@ -133,7 +133,7 @@ def parse(content: str, source: str) -> RankTable:
 
 def _unusual(table: RankTable) -> list[str]:
     """Return what works here and not, or slower, on the machines that rank tables are for: 8 devices in two fours."""
-    found = []
+    notices = []
     for server in table.servers:
         ids = [device.device_id for device in table.on(server)]
         if len(ids) not in (1, 2, 4) and len(ids) % 8:
@@ -170,7 +170,7 @@ def _check_ranks(devices: list[Device], source: str) -> None:
     seen: dict[int, Device] = {}
     places: dict[tuple[str, int], Device] = {}
     for device in devices:
-        place = (device.server, device.device_id)
+        slot = (device.server, device.device_id)
         if device.rank in seen:
             other = seen[device.rank]
             raise ConfigError(

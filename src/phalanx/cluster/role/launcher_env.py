@@ -64,20 +64,21 @@ def read_role(variables: Mapping[str, str]) -> Role:
 
 
 def _kind(env: Environment) -> Kind:
-    found: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for name in ("PHALANX_ROLE", "TRAINING_ROLE"):
         value = env.text(name)
         if value is None:
             continue
         if value.upper() not in KINDS:
-            known = ["WORKER", "SERVER", "HETER_WORKER"] if name == "PHALANX_ROLE" else list(KINDS)[1::2]
+            choices = ["WORKER", "SERVER", "HETER_WORKER"] if name == "PHALANX_ROLE" else list(KINDS)[1::2]
             raise RoleError(
-                f"{name} must be one of {', '.join(known)}, found {value!r}.{did_you_mean(value, known)} Correct it."
+                f"{name} must be one of {', '.join(choices)}, found {value!r}."
+                f"{did_you_mean(value, choices)} Correct it."
             )
-        found[name] = KINDS[value.upper()]
-    if len(set(found.values())) > 1:
-        raise _disagreement(env, *found)
-    return next(iter(found.values()), "worker")
+        kinds[name] = KINDS[value.upper()]
+    if len(set(kinds.values())) > 1:
+        raise _disagreement(env, *kinds)
+    return next(iter(kinds.values()), "worker")
 
 
 def _check_agreement(env: Environment, kind: Kind) -> None:

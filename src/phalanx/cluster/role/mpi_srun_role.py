@@ -59,11 +59,11 @@ def _with_servers(env: Environment, role: Role, servers: int) -> Role:
     )  # fmt: skip
 
 
-def _check_count(name: str, found: tuple[str, ...], wanted: int) -> None:
-    if len(found) != wanted:
+def _check_count(name: str, endpoints: tuple[str, ...], expected: int) -> None:
+    if len(endpoints) != expected:
         raise RoleError(
-            f"PHALANX_SERVER_NUM needs {name} with {wanted} host:port entries, one per process in the order of ranks, "
-            f"found {len(found)}. Set it alike for every process of the step."
+            f"PHALANX_SERVER_NUM needs {name} with {expected} host:port entries, one per process in rank order, "
+            f"found {len(endpoints)}. Set it alike for every process of the step."
         )
 
 

@@ -28,8 +28,8 @@ class Role:
     """Rank among the processes of this kind on this host."""
 
     local_world_size: int = 1
-    card: int | None = None
-    """Card of this process among those it sees; None where it is the one of its local rank."""
+    device_index: int | None = None
+    """GPU of this process among those it sees; None where it is the one of its local rank."""
 
     node_rank: int = 0
     node_count: int = 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.messages.messages import meant, text
-from phalanx.cluster.spec.devices import USUAL, Device, device_named
+from phalanx.cluster.spec.devices import USUAL, Device, find_preset
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Cluster:
 
     @classmethod
     def detect(cls, role: Role | None = None) -> Cluster:
-        """Return the cluster this job runs on: this host's cards, else its processors, on as many nodes as it has.
+        """Return the cluster this job runs on: this host's GPUs, else its processors, on as many nodes as it has.
 
         Opens no device. What cannot be seen from here stands in `assumed`.
 
@@ -68,7 +68,7 @@ class Cluster:
             role: Who this process is; read from its environment when None.
 
         Raises:
-            ConfigError: If the host's cards differ or have no preset.
+            ConfigError: If the host's GPUs differ or have no preset.
             RoleError: If the environment contradicts itself.
         """
         from phalanx.cluster.role.role import Role
@@ -143,76 +143,76 @@ def _least(devices: list[Device]) -> Device:
     )
 
 
-def read_cluster(said: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
+def read_cluster(description: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
     """Return a cluster from its words, a file, or what such a file holds.
 
     Args:
-        said: Words such as `h100x8,nodes=16`, `cpux2` or `here`; the path of a `.toml` or `.json` file, which may be a
-            rank table; or a mapping.
+        description: Words such as `h100x8,nodes=16`, `cpux2` or `here`; the path of a `.toml` or `.json` file,
+            which may be a rank table; or a mapping.
 
     Raises:
         ConfigError: If it cannot be understood; says what was found and what is known.
     """
     from phalanx.cluster.spec import files
 
-    if isinstance(said, Cluster):
-        return said
-    if isinstance(said, Mapping):
-        return files.described(said, "the cluster")
-    first, *rest = (word.strip() for word in str(said).split(","))
+    if isinstance(description, Cluster):
+        return description
+    if isinstance(description, Mapping):
+        return files.parse_cluster(description, "the cluster")
+    first, *rest = (word.strip() for word in str(description).split(","))
     if first.endswith((".toml", ".json")):
-        settings = _settings(rest, {"device": "", "usd": 0.0})
-        return _priced(files.read(Path(first), str(settings["device"])), settings)
-    return _worded(str(said), first, rest)
+        settings = _parse_settings(rest, {"device": "", "usd": 0.0})
+        return _with_price(files.read(Path(first), str(settings["device"])), settings)
+    return _parse_words(str(description), first, rest)
 
 
-def _worded(said: str, first: str, rest: list[str]) -> Cluster:
-    made = _here(first) or _named(said, first)
-    node = made.nodes[0]
-    settings = _settings(rest, {"nodes": 1.0, "gbps": node.gbps, "usd": 0.0})
+def _parse_words(description: str, first: str, rest: list[str]) -> Cluster:
+    cluster = _this_host(first) or _preset_cluster(description, first)
+    node = cluster.nodes[0]
+    settings = _parse_settings(rest, {"nodes": 1.0, "gbps": node.gbps, "usd": 0.0})
     nodes, gbps = float(settings["nodes"]), float(settings["gbps"])
     if nodes % 1:
         raise ConfigError(text("cluster nodes", nodes=f"{nodes:g}"))
-    return _priced(replace(made, nodes=(replace(node, gbps=gbps),) * int(nodes)), settings)
+    return _with_price(replace(cluster, nodes=(replace(node, gbps=gbps),) * int(nodes)), settings)
 
 
-def _priced(cluster: Cluster, settings: Mapping[str, float | str]) -> Cluster:
+def _with_price(cluster: Cluster, settings: Mapping[str, float | str]) -> Cluster:
     usd = float(settings["usd"])
     return replace(cluster, usd_per_device_hour=usd) if usd else cluster
 
 
-def _named(said: str, first: str) -> Cluster:
-    found = re.fullmatch(r"(.+?)x(\d+)", first)
-    if found is None or int(found[2]) < 1:
-        raise ConfigError(text("cluster words", said=said))
-    device, count = device_meant(found[1]), int(found[2])
+def _preset_cluster(description: str, first: str) -> Cluster:
+    match = re.fullmatch(r"(.+?)x(\d+)", first)
+    if match is None or int(match[2]) < 1:
+        raise ConfigError(text("cluster words", said=description))
+    device, count = find_device(match[1]), int(match[2])
     return Cluster(nodes=(Node(device=device, devices=count, gbps=usual_gbps(device) * count),))
 
 
-def _here(first: str) -> Cluster | None:
+def _this_host(first: str) -> Cluster | None:
     """Return this host for `cpu` and `here`, with a number of devices or without."""
-    found = re.fullmatch(r"(cpu|here)(?:x([1-9]\d*))?", first.lower())
-    if found is None:
+    match = re.fullmatch(r"(cpu|here)(?:x([1-9]\d*))?", first.lower())
+    if match is None:
         return None
     from phalanx.cluster.spec.detect import cpu_node, measured_node
 
-    count = int(found[2] or 0)
-    if found[1] == "cpu":
+    count = int(match[2] or 0)
+    if match[1] == "cpu":
         node, assumed = cpu_node(count or 1)
         return Cluster(nodes=(node,), assumed=assumed)
     node, measured, assumed = measured_node(count or None)
     return Cluster(nodes=(node,), measured=measured, assumed=assumed)
 
 
-def _settings(words: list[str], known: dict[str, float | str]) -> dict[str, float | str]:
+def _parse_settings(words: list[str], defaults: dict[str, float | str]) -> dict[str, float | str]:
     """Return settings such as `nodes=2` over their defaults; those whose default is a number must be above 0."""
-    settings = dict(known)
+    settings = dict(defaults)
     for word in words:
         name, _, value = word.partition("=")
-        if name not in known:
-            names = ", ".join(f"{one}=" for one in known)
-            raise ConfigError(text("cluster setting", word=word, known=names, nearest=meant(name, known)))
-        settings[name] = value if isinstance(known[name], str) else _positive(name, value)
+        if name not in defaults:
+            names = ", ".join(f"{key}=" for key in defaults)
+            raise ConfigError(text("cluster setting", word=word, known=names, nearest=meant(name, defaults)))
+        settings[name] = value if isinstance(defaults[name], str) else _positive(name, value)
     return settings
 
 
@@ -226,9 +226,9 @@ def _positive(name: str, value: str) -> float:
     return number
 
 
-def device_meant(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Return the preset that a name, or a short one such as `h100`, means; raises ConfigError if none."""
-    return device_named(USUAL.get(name.lower(), name))
+    return find_preset(USUAL.get(name.lower(), name))
 
 
 def usual_gbps(device: Device) -> float:

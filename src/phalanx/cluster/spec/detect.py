@@ -1,4 +1,4 @@
-"""What this host is made of, found without opening a device: cards by their driver's names, else processors."""
+"""What this host is made of, found without opening a device: GPUs by their driver's names, else processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.cluster.spec.cluster import Cluster, Node, usual_gbps
 from phalanx.cluster.spec.devices import DEVICES, GIB, Device
 from phalanx.errors import ConfigError
 
-CARDS = Path("/proc/driver/nvidia/gpus")
+GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSORS = Path("/proc/cpuinfo")
 HIGHEST_KHZ = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
 MEMORY = Path("/proc/meminfo")
@@ -39,11 +39,11 @@ CPU_GBPS = 10.0
 
 def detect(role: Role) -> Cluster:
     """Return the cluster that this process's job runs on, all its nodes taken to be as this one."""
-    cards = _cards()
-    if not cards:
+    gpus = _gpu_names()
+    if not gpus:
         node, assumed = cpu_node(role.local_world_size, is_bound=_is_bound(role))
     else:
-        node, assumed = _card_node(cards)
+        node, assumed = _gpu_node(gpus)
     if role.node_count > 1:
         assumed += (text("assumed nodes", count=role.node_count), text("assumed between", rate=f"{node.gbps:g}"))
     return Cluster(nodes=(node,) * role.node_count, assumed=assumed)
@@ -69,7 +69,7 @@ def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, 
     cycle = next((flops for flag, flops in FLOPS_A_CYCLE if flag in flags), USUAL_FLOPS_A_CYCLE)
     hertz = _hertz(info)
     peak = cores * cycle * hertz
-    made = Device(
+    device = Device(
         name=f"cpu-{cores:.3g}-core",
         flops={"fp32": peak, "bf16": peak * (2 if "avx512_bf16" in flags else 1)},
         sustained=SUSTAINED,
@@ -82,7 +82,7 @@ def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, 
         text("assumed cores", count=cycle, hertz=f"{hertz / 1e9:.2g}"),
         text("assumed memory", rate=f"{BYTES_A_CORE / 1e9:g}"),
     )
-    return Node(device=made, devices=devices, gbps=CPU_GBPS), assumed
+    return Node(device=device, devices=devices, gbps=CPU_GBPS), assumed
 
 
 def _hertz(info: str) -> float:
@@ -107,32 +107,32 @@ def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, M
     Raises:
         ConfigError: If it was not measured, or not with so many ranks.
     """
-    found = read_measured()
-    count = devices or found.ranks[-1]
-    said = _changed(found)
-    if not exactly and count not in found.ranks:
-        found, near = with_ranks(found, count)
-        said = (text("measured near", ranks=count, near=near), *said)
-    rates, size, stream = found.at(count), 1024, 2**23
+    measured = read_measured()
+    count = devices or measured.ranks[-1]
+    notes = _changes_since(measured)
+    if not exactly and count not in measured.ranks:
+        measured, near = with_ranks(measured, count)
+        notes = (text("measured near", ranks=count, near=near), *notes)
+    rates, size, stream = measured.at(count), 1024, 2**23
     link = stream / rates.collective_s("send", stream, count) if count > 1 else BYTES_A_CORE
     flops = {kind: 2 * size**3 / rates.matmul_s(size, size, size, kind) for kind in ("fp32", "bf16")}
-    made = Device(
+    device = Device(
         name=f"cpu-{rates.threads}-core-measured",
         flops=flops,
         sustained=1.0,
-        memory=found.memory / count,
+        memory=measured.memory / count,
         bandwidth=2 * stream / rates.operator_s("elementwise", stream),
         multiprocessors=rates.threads,
         link=link,
         measured=rates,
     )
-    return Node(device=made, devices=count, gbps=CPU_GBPS), found, said
+    return Node(device=device, devices=count, gbps=CPU_GBPS), measured, notes
 
 
-def _changed(found: Measured) -> tuple[str, ...]:
+def _changes_since(measured: Measured) -> tuple[str, ...]:
     pairs = (
-        ("torch", found.torch, importlib.metadata.version("torch")),
-        ("cores", str(found.cores), str(len(os.sched_getaffinity(0)))),
+        ("torch", measured.torch, importlib.metadata.version("torch")),
+        ("cores", str(measured.cores), str(len(os.sched_getaffinity(0)))),
     )
     return tuple(text("measured before", name=name, then=then, now=now) for name, then, now in pairs if then != now)
 
@@ -151,44 +151,44 @@ def memory_bytes() -> int:
 
 
 def _field(text: str, *names: str) -> str:
-    found = re.search(rf"^(?:{'|'.join(map(re.escape, names))})\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^(?:{'|'.join(map(re.escape, names))})\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
-def _cards() -> list[str]:
-    """Return the names of the cards this process may use."""
-    if not CARDS.is_dir():
+def _gpu_names() -> list[str]:
+    """Return the names of the GPUs this process may use."""
+    if not GPU_FOLDER.is_dir():
         return []
-    files = sorted(CARDS.glob("*/information"))
+    files = sorted(GPU_FOLDER.glob("*/information"))
     names = [_field(file.read_text(), "Model") for file in files]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
-    asked = [one.strip() for one in visible.split(",") if one.strip()]
-    if all(one.isdecimal() and int(one) < len(names) for one in asked):
-        return [names[int(one)] for one in asked]
-    return names[: len(asked)]  # Named by their UUID: cards of one host are alike.
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if all(entry.isdecimal() and int(entry) < len(names) for entry in entries):
+        return [names[int(entry)] for entry in entries]
+    return names[: len(entries)]  # Named by their UUID: GPUs of one host are alike.
 
 
-def _card_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
-    preset = preset_of(names[0])
+def _gpu_node(names: list[str]) -> tuple[Node, tuple[str, ...]]:
+    preset = preset_for_gpu(names[0])
     if len(set(names)) > 1:
-        raise ConfigError(text("cards differ", names=", ".join(names)))
+        raise ConfigError(text("gpus differ", names=", ".join(names)))
     gbps = usual_gbps(preset) * len(names)
-    assumed = text("assumed card", card=names[0], device=preset.name)
+    assumed = text("assumed gpu", gpu=names[0], device=preset.name)
     return Node(device=preset, devices=len(names), gbps=gbps), (assumed,)
 
 
-def preset_of(card: str) -> Device:
-    """Return the preset of a card by its driver's name, such as `NVIDIA A100-SXM4-40GB` or `NVIDIA H100 80GB HBM3`.
+def preset_for_gpu(gpu: str) -> Device:
+    """Return the preset of a GPU by its driver's name, such as `NVIDIA A100-SXM4-40GB` or `NVIDIA H100 80GB HBM3`.
 
     Raises:
         ConfigError: If there is none.
     """
-    words = set(re.findall(r"[A-Z]+\d+|\d+GB|PCIE", card.upper()))
-    kin = [one for name, one in DEVICES.items() if name.split("-")[0] in words]
-    stated = [one for one in kin if f"{round(one.memory / GIB)}GB" in words] or kin
-    shaped = [one for one in stated if ("PCIE" in one.name.upper()) == ("PCIE" in words)]
-    if not shaped:
-        raise ConfigError(text("card unknown", card=card, known=", ".join(DEVICES)))
-    return shaped[0]
+    words = set(re.findall(r"[A-Z]+\d+|\d+GB|PCIE", gpu.upper()))
+    family = [device for name, device in DEVICES.items() if name.split("-")[0] in words]
+    same_memory = [device for device in family if f"{round(device.memory / GIB)}GB" in words] or family
+    matches = [device for device in same_memory if ("PCIE" in device.name.upper()) == ("PCIE" in words)]
+    if not matches:
+        raise ConfigError(text("gpu unknown", gpu=gpu, known=", ".join(DEVICES)))
+    return matches[0]

@@ -56,8 +56,8 @@ class Device:
             ConfigError: If the device does not compute in that precision.
         """
         if precision not in self.flops:
-            known = ", ".join(self.flops)
-            raise ConfigError(text("device precision", precision=precision, device=self.name, known=known))
+            choices = ", ".join(self.flops)
+            raise ConfigError(text("device precision", precision=precision, device=self.name, known=choices))
         return self.flops[precision] * self.clock * self.sustained * (FP8_OVER_BF16 if precision == "fp8" else 1.0)
 
 
@@ -123,7 +123,7 @@ USUAL = {
 """The device that a short name usually means, where a cluster is written in words."""
 
 
-def device_named(name: str) -> Device:
+def find_preset(name: str) -> Device:
     """Return the device of a name; case does not count.
 
     Nothing is completed: an H20 is no H200.
@@ -131,11 +131,11 @@ def device_named(name: str) -> Device:
     Raises:
         ConfigError: If no device has that name; names those that it could begin, or the nearest.
     """
-    wanted = name.lower().replace("_", "-")
+    full_name = name.lower().replace("_", "-")
     for device in _PRESETS:
-        if device.name.lower() == wanted:
+        if device.name.lower() == full_name:
             return device
-    begun = [d.name for d in _PRESETS if d.name.lower().startswith(f"{wanted}-")]
+    begun = [d.name for d in _PRESETS if d.name.lower().startswith(f"{full_name}-")]
     why = text("device could be", names=", ".join(begun)) if begun else text("device not known")
     near = "" if begun else meant(name, [*DEVICES, *USUAL])
     raise ConfigError(text("device", name=name, why=why, nearest=near, known=", ".join(DEVICES)))

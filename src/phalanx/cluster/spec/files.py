@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.cluster.rank_table import rank_table
-from phalanx.cluster.spec.cluster import Cluster, Node, device_meant, usual_gbps
+from phalanx.cluster.spec.cluster import Cluster, Node, find_device, usual_gbps
 from phalanx.cluster.spec.devices import DEVICES, GIB, TERA, Device
 from phalanx.errors import ConfigError
 
@@ -79,49 +79,49 @@ def read(path: Path, device: str) -> Cluster:
         raise ConfigError(text("cluster broken", path=path, why=error)) from None
     if device:
         raise ConfigError(text("cluster says", device=device, path=path))
-    return described(content, str(path))
+    return parse_cluster(content, str(path))
 
 
-def described(content: Any, where: str) -> Cluster:
+def parse_cluster(content: Any, where: str) -> Cluster:
     """Return the cluster that a file's content describes; raises ConfigError if it is wrong."""
     try:
         file = _ClusterFile.model_validate(content)
     except ValidationError as error:
-        found = error.errors()[0]
-        path = ".".join(str(part) for part in found["loc"]) or text("the whole")
-        raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(found))) from None
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"]) or text("the whole")
+        raise ConfigError(text("cluster file", place=where, path=path, why=why_wrong(first))) from None
     own = {device.name: _device(device) for device in file.devices}
-    nodes = tuple(node for said in file.nodes for node in [_node(said, own, where)] * said.count)
+    nodes = tuple(node for node_file in file.nodes for node in [_node(node_file, own, where)] * node_file.count)
     return Cluster(nodes=nodes, usd_per_device_hour=file.usd_per_device_hour)
 
 
-def _node(said: _NodeFile, own: dict[str, Device], where: str) -> Node:
-    device = own.get(said.device) or device_meant(said.device)
-    gbps = said.gbps if said.gbps is not None else usual_gbps(device) * said.devices
-    if said.link_gb_s is not None:
-        device = replace(device, link=said.link_gb_s * 1e9)
-    strided = said.strided_gbps if said.strided_gbps is not None else gbps
+def _node(node_file: _NodeFile, own: dict[str, Device], where: str) -> Node:
+    device = own.get(node_file.device) or find_device(node_file.device)
+    gbps = node_file.gbps if node_file.gbps is not None else usual_gbps(device) * node_file.devices
+    if node_file.link_gb_s is not None:
+        device = replace(device, link=node_file.link_gb_s * 1e9)
+    strided = node_file.strided_gbps if node_file.strided_gbps is not None else gbps
     if strided > gbps:
         raise ConfigError(text("cluster strided", place=where, strided=f"{strided:g}", gbps=f"{gbps:g}"))
-    return Node(device=device, devices=said.devices, gbps=gbps, strided=strided / gbps)
+    return Node(device=device, devices=node_file.devices, gbps=gbps, strided=strided / gbps)
 
 
-def _device(said: _DeviceFile) -> Device:
-    like = device_meant(said.like)
-    if said.name in DEVICES:
-        raise ConfigError(text("cluster preset", name=said.name))
+def _device(device_file: _DeviceFile) -> Device:
+    like = find_device(device_file.like)
+    if device_file.name in DEVICES:
+        raise ConfigError(text("cluster preset", name=device_file.name))
 
     def first(own: float | None, scale: float, otherwise: float) -> float:
         return otherwise if own is None else own * scale
 
     return Device(
-        name=said.name,
-        flops={**like.flops, **{kind: rate * TERA for kind, rate in said.tflops.items()}},
-        sustained=first(said.sustained, 1, like.sustained),
-        memory=first(said.memory_gib, GIB, like.memory),
-        bandwidth=first(said.bandwidth_gb_s, 1e9, like.bandwidth),
-        multiprocessors=said.multiprocessors or like.multiprocessors,
-        link=first(said.link_gb_s, 1e9, like.link),
+        name=device_file.name,
+        flops={**like.flops, **{kind: rate * TERA for kind, rate in device_file.tflops.items()}},
+        sustained=first(device_file.sustained, 1, like.sustained),
+        memory=first(device_file.memory_gib, GIB, like.memory),
+        bandwidth=first(device_file.bandwidth_gb_s, 1e9, like.bandwidth),
+        multiprocessors=device_file.multiprocessors or like.multiprocessors,
+        link=first(device_file.link_gb_s, 1e9, like.link),
     )
 
 
@@ -134,15 +134,15 @@ def of_rank_table(table: rank_table.RankTable, device: str = "") -> Cluster:
     """
     counts = [len(ranks) for ranks in table.ranks_by_server]
     if device:
-        kind, gbps = device_meant(device), usual_gbps(device_meant(device))
+        kind, gbps = find_device(device), usual_gbps(find_device(device))
         assumed: tuple[str, ...] = (text("assumed named", device=device, path=table.source),)
     else:
         # Cores are shared out among as many ranks as the fullest server has.
         from phalanx.cluster.role.role import Role
         from phalanx.cluster.spec.detect import detect
 
-        found = detect(Role(local_world_size=max(counts)))
-        kind, gbps = found.nodes[0].device, found.nodes[0].gbps / found.nodes[0].devices
-        assumed = (text("assumed here", device=kind.name, path=table.source), *found.assumed)
+        host = detect(Role(local_world_size=max(counts)))
+        kind, gbps = host.nodes[0].device, host.nodes[0].gbps / host.nodes[0].devices
+        assumed = (text("assumed here", device=kind.name, path=table.source), *host.assumed)
     nodes = tuple(Node(device=kind, devices=count, gbps=gbps * count) for count in counts)
     return Cluster(nodes=nodes, assumed=(*assumed, *table.notices))

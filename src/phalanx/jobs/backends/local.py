@@ -64,7 +64,7 @@ class Local:
             gpus: Names of its GPUs, as CUDA_VISIBLE_DEVICES spells them; None looks.
             node: What runs a node; its arguments are the attempt's folder, `--node K` and `--secrets-fd N`.
         """
-        self.gpus = tuple(Machine.look(os.environ).cards if gpus is None else gpus)
+        self.gpus = tuple(Machine.detect(os.environ).gpus if gpus is None else gpus)
         self.machine = machine or this_machine(len(self.gpus))
         self._node = tuple(node)
 
@@ -224,7 +224,7 @@ class Local:
 
 def this_machine(gpus: int | None = None) -> Amount:
     """Return what this machine has to give, with so many GPUs, or those that are there."""
-    count = len(Machine.look(os.environ).cards) if gpus is None else gpus
+    count = len(Machine.detect(os.environ).gpus) if gpus is None else gpus
     return Amount(len(os.sched_getaffinity(0)) * 1000, memory_bytes() // 2**20, count)
 
 

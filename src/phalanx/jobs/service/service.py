@@ -187,13 +187,13 @@ class JobService(Jobs):
         return [usage.read(folder, number, offset) for number in nodes]
 
     def plan(self, job: str) -> str:
-        from phalanx.plan.files import left
+        from phalanx.plan.files import read_run_plan
         from phalanx.plan.report.explain import explain
         from phalanx.plan.report.picture import picture
 
         record = self.job(job)
         try:
-            plan = left(paths.launcher_logs(self._folder(record, None), 0)) if record.attempt else None
+            plan = read_run_plan(paths.launcher_logs(self._folder(record, None), 0)) if record.attempt else None
             return picture(explain(*plan)) if plan is not None else ""
         except (PlanError, ValueError, OSError) as error:
             # Any script may write into its logs' folder; its page is to be seen all the same.

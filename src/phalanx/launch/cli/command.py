@@ -23,14 +23,14 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None, wan
         # Until the job takes its signals into its own hands, Ctrl-C ends this process, and with it the fork server,
         # without a traceback of whatever was being imported.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     if name is None:
         name = "fleetrun" if os.path.basename(sys.argv[0]) == "fleetrun" else "phalanx run"
     server = None
-    if given and given[0] not in ("-h", "--help"):
-        from phalanx.launch.job.server_handle import ServerHandle
+    if command_line and command_line[0] not in ("-h", "--help"):
+        from phalanx.launch.job.fork_server_handle import ForkServerHandle
 
-        server = ServerHandle()
+        server = ForkServerHandle()
     from phalanx.launch.cli.flags import run
 
-    sys.exit(run(given, server, name=name, wants_servers=wants_servers))
+    sys.exit(run(command_line, server, name=name, wants_servers=wants_servers))

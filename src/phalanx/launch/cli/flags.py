@@ -12,7 +12,7 @@ import click
 from phalanx.cluster.allocation import COUNTS
 from phalanx.cluster.messages import messages
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.launch.job.server_handle import ServerHandle
+from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process import log_format
 from phalanx.launch.request.options import DEFAULT_PORT, Options
 
@@ -122,14 +122,14 @@ _CONTEXT: dict[str, Any] = {
     "-n",
     "--nproc_per_node",
     type=_Count("number of processes"),
-    help="Processes on this host. Default: one per card; on CPU 1, as one process uses every core.",
+    help="Processes on this host. Default: one per GPU; on CPU 1, as one process uses every core.",
 )
 @click.option(
     "--gpus",
     "--devices",
     "gpus",
     metavar="LIST",
-    help="Cards to use, e.g. 0,1, or all. Default: every visible card; with servers, none.",
+    help="GPUs to use, e.g. 0,1, or all. Default: every visible GPU; with servers, none.",
 )
 @click.option("--ips", metavar="LIST", help="Hosts of the job, the same list on each, e.g. 10.0.0.1,10.0.0.2.")
 @click.option("--nnodes", type=_Count("number of hosts"), help="Number of hosts, instead of --ips.")
@@ -215,11 +215,11 @@ _CONTEXT: dict[str, Any] = {
 @click.argument("training_script_args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, **values: Any) -> int:
-    """Start TRAINING_SCRIPT on every card or process of this host and watch over it.
+    """Start TRAINING_SCRIPT on every GPU or process of this host and watch over it.
 
     \b
       phalanx run -n 2 train.py --lr 0.1                     two processes here
-      phalanx run --gpus 0,1 train.py                        one process per card
+      phalanx run --gpus 0,1 train.py                        one process per GPU
       phalanx run --ips 10.0.0.1,10.0.0.2 -n 4 train.py      the same command on both hosts
       phalanx run --server_num 1 --worker_num 2 train.py     parameter servers
 
@@ -228,7 +228,7 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     first and why.
     """  # noqa: D301
     from phalanx.launch.job.console import Console
-    from phalanx.launch.job.job import InterruptedJobError, Job
+    from phalanx.launch.job.launcher import InterruptedJobError, Launcher
 
     run_as = ctx.obj
     if values.pop("is_module"):
@@ -237,7 +237,7 @@ def command(ctx: click.Context, /, **values: Any) -> int:
     console = Console()
     log_format.configure_launcher(options.log_format or "default", console)
     try:
-        return Job(options, run_as["server"], console).run()
+        return Launcher(options, run_as["server"], console).run()
     except InterruptedJobError as stop:
         console.write(f"stopped by {stop}\n")
         return 128 + stop.number
@@ -253,7 +253,7 @@ def _unknown_flag(error: click.NoSuchOption, arguments: Sequence[str], program: 
     return messages.text("unknown flag", flag=error.option_name, nearest=near, program=program)
 
 
-def run(arguments: Sequence[str], server: ServerHandle | None, *, name: str, wants_servers: bool) -> int:
+def run(arguments: Sequence[str], server: ForkServerHandle | None, *, name: str, wants_servers: bool) -> int:
     """Parse the command line and run the job.
 
     Returns:

@@ -22,7 +22,7 @@ from phalanx.launch.request.nodes import reachable
 from phalanx.launch.request.options import DEFAULT_PORT
 
 HCCN = Path("/etc/hccn.conf")
-"""Where hosts with network ports on their cards keep those addresses, as `address_0=192.1.27.6`."""
+"""Where hosts with network ports on their devices keep those addresses, as `address_0=192.1.27.6`."""
 
 _out = click.option("--out", metavar="FILE", help="Write there instead of on standard output.")
 
@@ -37,7 +37,7 @@ def command() -> None:
 @click.option(
     "--devices",
     type=click.IntRange(min=1),
-    help="Ranks on each host. Default: one per card of this host; on CPU 1.",
+    help="Ranks on each host. Default: one per GPU of this host; on CPU 1.",
 )
 @_out
 def make(hosts: str, devices: int | None, out: str | None) -> None:
@@ -46,28 +46,28 @@ def make(hosts: str, devices: int | None, out: str | None) -> None:
     if not listed:
         raise LaunchError(f"--hosts '{hosts}' lists no host. Write e.g. --hosts 10.0.0.1,10.0.0.2.")
     ports = device_addresses(HCCN.read_text()) if HCCN.exists() else {}
-    count = devices or len(ports) or len(Machine.look(os.environ).usable_cards) or 1
+    count = devices or len(ports) or len(Machine.detect(os.environ).usable_gpus) or 1
     servers = [reachable(host) for host in listed]
     for server in servers:
         if servers.count(server) > 1:
             raise LaunchError(
                 f"--hosts {hosts} lists {server} twice. List each host once; --devices says how many ranks."
             )
-    made = tuple(
+    table_devices = tuple(
         Device(
-            rank=place * count + device_id, server=server, device_id=device_id,
+            rank=node_rank * count + device_id, server=server, device_id=device_id,
             device_ip=ports.get(device_id, "") if network.is_own(server) else "",
         )
-        for place, server in enumerate(servers)
+        for node_rank, server in enumerate(servers)
         for device_id in range(count)
     )  # fmt: skip
-    text = RankTable(source="--hosts", layout="server", devices=made).to_json("server")
+    text = RankTable(source="--hosts", layout="server", devices=table_devices).to_json("server")
     _show_notices(rank_table.parse(text, f"--hosts {hosts}"))
     _write(text, out)
 
 
 def device_addresses(text: str) -> dict[int, str]:
-    """Return the address of each card's network port, by the card's number, from the text of /etc/hccn.conf."""
+    """Return the address of each device's network port, by its number, from the text of /etc/hccn.conf."""
     return {int(number): address for number, address in re.findall(r"^address_(\d+)=(\S+)$", text, re.MULTILINE)}
 
 
@@ -105,8 +105,10 @@ def convert(file: str, out: str | None) -> None:
     machine = platform.machine().lower()
     board_id = next((board_id for board_id, (_, names) in MACHINES.items() if machine in names), None)
     if board_id is None:
-        known = ", ".join(name for name, _ in MACHINES.values())
-        raise LaunchError(f"The older layout has board ids for {known}, and this machine is {machine}. Keep this one.")
+        machine_names = ", ".join(name for name, _ in MACHINES.values())
+        raise LaunchError(
+            f"The older layout has board ids for {machine_names}, and this machine is {machine}. Keep this one."
+        )
     _write(table.to_json("group", board_id), out)
 
 

@@ -15,12 +15,12 @@ from phalanx.cluster import network
 from phalanx.cluster.env.values import Environment, split_endpoint
 from phalanx.cluster.runtime_folder import own_secret
 from phalanx.errors import LaunchError
-from phalanx.launch.job.logs import shown
+from phalanx.launch.job.logs import relative_path
 from phalanx.launch.process.environment import JobFacts
 from phalanx.launch.request import machine
 from phalanx.launch.request.options import Options
-from phalanx.launch.request.request import ROLES, Request, RoleName
-from phalanx.launch.request.topology import Layout, Offer, Process
+from phalanx.launch.request.request import ROLES, LaunchRequest, RoleName
+from phalanx.launch.request.topology import NodeOffer, Process, Topology
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -28,26 +28,26 @@ ENDPOINTS = "endpoints.log"
 
 
 @dataclass
-class Stage:
+class AttemptResources:
     """The sockets of one attempt on this host. A context: leaving it closes our copies."""
 
-    request: Request
+    request: LaunchRequest
     store: socket.socket | None = None
     """Listening socket of the job's store; None on hosts other than the first."""
 
     endpoints: dict[RoleName, list[socket.socket]] = field(default_factory=dict)
     _open: ExitStack = field(default_factory=ExitStack)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> AttemptResources:
         nodes = self.request.nodes
         try:
             if nodes.rank == 0:
                 # With several hosts the user's port is where the launchers meet.
-                port = 0 if nodes.many else (self.request.port or 0)
+                port = 0 if nodes.is_multi_node else (self.request.port or 0)
                 self.store = self._bind(port, "--http_port", listen=True)
             for role in ROLES:
                 flag = f"--{role}s: port"
-                self.endpoints[role] = [self._bind(port, flag) for port in self._wanted_ports(role)]
+                self.endpoints[role] = [self._bind(port, flag) for port in self._ports_to_bind(role)]
         except BaseException:
             self._open.close()
             raise
@@ -56,7 +56,7 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def hand_over(self, *, keep_endpoints: bool) -> None:
+    def release_sockets(self, *, keep_endpoints: bool) -> None:
         """Close our copies, now that the processes have theirs.
 
         A listening socket that we still held would let the peers of a dead process connect, and wait for ever: which is
@@ -70,13 +70,13 @@ class Stage:
     def _bind(self, port: int, flag: str, *, listen: bool = False) -> socket.socket:
         return self._open.enter_context(machine.bind(self.request.nodes.address, port, flag=flag, listen=listen))
 
-    def _wanted_ports(self, role: RoleName) -> list[int]:
+    def _ports_to_bind(self, role: RoleName) -> list[int]:
         if not self.request.endpoints:
             return [0] * self.request.counts.get(role, 0)
         listed = [split_endpoint(endpoint, f"--{role}s") for endpoint in self.request.endpoints[role]]
         return [port for host, port in listed if host == self.request.nodes.address]
 
-    def offer(self, job_id: str, options: Options, secret: str) -> Offer:
+    def offer(self, job_id: str, options: Options, secret: str) -> NodeOffer:
         """Return what this host brings into the job."""
         terms = {
             "mode": self.request.mode,
@@ -90,19 +90,19 @@ class Stage:
             terms["--rank_table"] = f"(sha256 {options.table.digest})"
         if secret:
             terms["PHALANX_JOB_SECRET"] = f"(sha256 {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
-        return Offer(
+        return NodeOffer(
             node_rank=self.request.nodes.rank,
             address=self.request.nodes.address,
             hostname=socket.gethostname(),
-            endpoints={role: [_name(s) for s in found] for role, found in self.endpoints.items()},
+            endpoints={role: [_name(s) for s in bound] for role, bound in self.endpoints.items()},
             job_id=job_id,
             store_port=0 if self.store is None else int(self.store.getsockname()[1]),
             terms=terms,
         )
 
-    def sockets(self, layout: Layout) -> dict[str, socket.socket]:
+    def sockets(self, layout: Topology) -> dict[str, socket.socket]:
         """Return the socket of each local process's endpoint, by process id."""
-        by_name = {_name(s): s for found in self.endpoints.values() for s in found}
+        by_name = {_name(s): s for bound in self.endpoints.values() for s in bound}
         return {process.id: by_name[process.endpoint] for process in layout.local}
 
 
@@ -111,7 +111,7 @@ def _name(bound: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def job_secret(request: Request, variables: Mapping[str, str]) -> str:
+def job_secret(request: LaunchRequest, variables: Mapping[str, str]) -> str:
     """Return the secret that servers and workers of this job prove to each other, or "" where none is needed.
 
     One host makes its own. Launchers on several addresses of this host find the same one in a file of this user.
@@ -124,10 +124,10 @@ def job_secret(request: Request, variables: Mapping[str, str]) -> str:
         LaunchError: If servers and workers are on several hosts and the user gave no secret.
         RoleError: If what the user gave is no secret.
     """
-    given = Environment(variables).secret("PHALANX_JOB_SECRET").hex()
-    if given or (request.nodes.many and request.mode == "collective"):
-        return given
-    if not request.nodes.many:
+    secret = Environment(variables).secret("PHALANX_JOB_SECRET").hex()
+    if secret or (request.nodes.is_multi_node and request.mode == "collective"):
+        return secret
+    if not request.nodes.is_multi_node:
         return secrets.token_hex(32)
     if all(network.is_loopback(host) for host in request.nodes.hosts):
         return own_secret()
@@ -139,7 +139,14 @@ def job_secret(request: Request, variables: Mapping[str, str]) -> str:
 
 
 def facts(
-    request: Request, options: Options, layout: Layout, *, attempt: int, log_dir: str, gloo_path: str, secret: str
+    request: LaunchRequest,
+    options: Options,
+    layout: Topology,
+    *,
+    attempt: int,
+    log_dir: str,
+    gloo_path: str,
+    secret: str,
 ) -> JobFacts:
     """Return what the environment of this attempt's processes says besides the layout."""
     table, own = options.table, request.nodes.rank
@@ -152,8 +159,8 @@ def facts(
         timeout_s=options.timeout_s,
         gloo_path=gloo_path,
         interface=network.interface_towards(layout.master[0], network.system_routes()),
-        is_multi_host=request.nodes.many,
-        cards=request.cards,
+        is_multi_host=request.nodes.is_multi_node,
+        gpus=request.gpus,
         secret=secret,
         rank_table=options.rank_table or "" if table else "",
         device_ids=tuple(device.device_id for device in table.on(table.servers[own])) if table else (),
@@ -161,7 +168,7 @@ def facts(
     )
 
 
-def write_endpoints(layout: Layout, log_dir: str) -> None:
+def write_endpoints(layout: Topology, log_dir: str) -> None:
     """Write `endpoints.log`: every endpoint of the job, one a line, by role."""
     names: tuple[tuple[RoleName, str], ...] = (
         ("worker", "PADDLE_TRAINER_ENDPOINTS"),
@@ -174,24 +181,24 @@ def write_endpoints(layout: Layout, log_dir: str) -> None:
                 file.write("\n".join([f"{name}:", *layout.endpoints[role], ""]))
 
 
-def locals_of(layout: Layout, role: RoleName) -> list[Process]:
+def local_processes(layout: Topology, role: RoleName) -> list[Process]:
     """Return the processes of a role on this host."""
     return [process for process in layout.local if process.role == role]
 
 
-def log_hint(layout: Layout, mode: str, log_dir: str) -> str:
+def log_hint(layout: Topology, mode: str, log_dir: str) -> str:
     """Return the line that says where the logs are."""
-    place = shown(log_dir)
+    folder = relative_path(log_dir)
     if layout.local[0].env_file:
-        return f"each process has a folder of its own in {place}, with its output in train.log: {place}/rank_N"
+        return f"each process has a folder of its own in {folder}, with its output in train.log: {folder}/rank_N"
     if mode == "ps":
         return (
-            f"Please check servers, workers and heter_worker logs in {place}/workerlog.*, "
-            f"{place}/serverlog.* "
-            f"and {place}/heterlog.*"
+            f"Please check servers, workers and heter_worker logs in {folder}/workerlog.*, "
+            f"{folder}/serverlog.* "
+            f"and {folder}/heterlog.*"
         )
     return (
-        f"details about PADDLE_TRAINER_ENDPOINTS can be found in {place}/endpoints.log, and detail running "
+        f"details about PADDLE_TRAINER_ENDPOINTS can be found in {folder}/endpoints.log, and detail running "
         "logs "
-        f"maybe found in {shown(layout.local[0].log_file)}"
+        f"maybe found in {relative_path(layout.local[0].log_file)}"
     )

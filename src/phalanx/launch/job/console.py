@@ -54,14 +54,14 @@ class AlarmFilter:
 
 
 @dataclass(slots=True)
-class _Held:
+class _PendingAlarm:
     since: float
     text: str
     titles: list[str] = field(default_factory=list)
     count: int = 0
 
 
-class Folder:
+class AlarmAggregator:
     """Holds alarms a moment, so that the same text from many ranks, or many times, becomes one line."""
 
     def __init__(self, hold_s: float = 0.3, again_s: float = 5.0) -> None:
@@ -73,21 +73,21 @@ class Folder:
         """
         self._hold_s = hold_s
         self._again_s = again_s
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _PendingAlarm] = {}
         self._shown_at: dict[str, float] = {}
 
     def add(self, title: str, text: str, now: float) -> None:
         """Count one alarm of one process."""
-        held = self._held.setdefault(_VARYING.sub("", text), _Held(now, text))
-        held.count += 1
-        if title not in held.titles:
-            held.titles.append(title)
+        pending = self._held.setdefault(_VARYING.sub("", text), _PendingAlarm(now, text))
+        pending.count += 1
+        if title not in pending.titles:
+            pending.titles.append(title)
 
     def due(self, now: float) -> list[str]:
         """Return the lines to show now."""
         lines = []
-        for key, held in list(self._held.items()):
-            ready = held.since + self._hold_s
+        for key, pending in list(self._held.items()):
+            ready = pending.since + self._hold_s
             if key in self._shown_at:
                 ready = max(ready, self._shown_at[key] + self._again_s)
             if now >= ready:
@@ -96,17 +96,17 @@ class Folder:
 
     def drain(self, *, drop_tracebacks: bool) -> list[str]:
         """Return all that is held; a report that follows shows the traceback that matters by itself."""
-        kept = [key for key in self._held if not (drop_tracebacks and key.startswith(_TRACEBACK))]
-        lines = [self._pop(key, 0.0) for key in kept]
+        keys = [key for key in self._held if not (drop_tracebacks and key.startswith(_TRACEBACK))]
+        lines = [self._pop(key, 0.0) for key in keys]
         self._held.clear()
         return lines
 
     def _pop(self, key: str, now: float) -> str:
-        held = self._held.pop(key)
+        pending = self._held.pop(key)
         self._shown_at[key] = now
         if len(self._shown_at) > 1000:
             del self._shown_at[next(iter(self._shown_at))]
-        return fold(held.titles, held.text, held.count)
+        return fold(pending.titles, pending.text, pending.count)
 
 
 def fold(titles: list[str], text: str, count: int) -> str:
@@ -139,13 +139,13 @@ class Console:
         self._at_line_start = True
         self._live: _Tail | None = None
         self._others: list[tuple[str, _Tail, AlarmFilter]] = []
-        self._folder = Folder()
+        self._folder = AlarmAggregator()
 
     def write(self, text: str) -> int:
         """Write lines of the launcher; called by its log handler too."""
         if not self._at_line_start:
             sys.stdout.write("\n")
-        self._put(text)
+        self._write(text)
         return len(text)
 
     def flush(self) -> None:
@@ -165,7 +165,7 @@ class Console:
     def poll(self) -> None:
         """Show what is new."""
         if self._live is not None and (text := self._live.read()):
-            self._put(text)
+            self._write(text)
         now = time.monotonic()
         for title, tail, alarms in self._others:
             for alarm in alarms.feed(tail.read()):
@@ -183,7 +183,7 @@ class Console:
                 tail.close()
         self._live, self._others = None, []
 
-    def _put(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         try:
             sys.stdout.write(text)
             sys.stdout.flush()

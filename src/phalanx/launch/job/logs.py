@@ -25,7 +25,7 @@ ENDED = "ended.json"
 _BLOCK = 4096
 """Bytes without which a file can hardly grow."""
 
-_ROOM = 16 << 10
+_LAUNCHER_BYTES = 16 << 10
 """Bytes that a start needs for the launcher's own files."""
 
 _OURS = (
@@ -48,24 +48,24 @@ _OURS = (
 class LogFolder:
     """The folder this job writes to, locked for as long as the launcher lives."""
 
-    def __init__(self, asked: str) -> None:
+    def __init__(self, log_dir: str) -> None:
         """Take `asked`, or `asked.2`, `asked.3`, ... while other jobs that still run hold those before.
 
         Raises:
             LaunchError: If the folder cannot be made or written to, or is full.
         """
-        self.path, self._lock = _take(asked)
+        self.path, self._lock = _lock_folder(log_dir)
         self._is_full = self._is_gone = False
-        _check_room(self.path, asked)
-        if str(self.path) != os.path.abspath(asked):
-            logger.warning("%s is in use by another job that runs now; this one writes to %s", asked, self.path)
+        _check_disk_space(self.path, log_dir)
+        if str(self.path) != os.path.abspath(log_dir):
+            logger.warning("%s is in use by another job that runs now; this one writes to %s", log_dir, self.path)
         try:
             self._move("previous", replace=True)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
-            raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+            raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
 
-    def set_aside(self, attempt: int) -> None:
+    def archive_attempt(self, attempt: int) -> None:
         """Move the files of an attempt that failed to `attempt-N`, if there is room for a folder."""
         with self.tolerating(f"attempt-{attempt}"):
             self._move(f"attempt-{attempt}", replace=False)
@@ -87,7 +87,7 @@ class LogFolder:
         except OSError as error:
             logger.warning(messages.text("log file lost", what=self.path / name, why=error.strerror))
 
-    def watch_room(self) -> None:
+    def check_disk_space(self) -> None:
         """Warn when the folder is deleted, or its file system has become full: output of the ranks is lost then."""
         try:
             was_full, self._is_full = self._is_full, shutil.disk_usage(self.path).free < _BLOCK
@@ -100,18 +100,18 @@ class LogFolder:
             logger.warning(messages.text("log folder full", why=describe_full(self.path, _BLOCK)))
 
     def _move(self, name: str, *, replace: bool) -> None:
-        found = [p for pattern in _OURS for p in self.path.glob(pattern) if p.name != name]
+        paths = [p for pattern in _OURS for p in self.path.glob(pattern) if p.name != name]
         if not replace:
-            found = [p for p in found if not p.name.startswith("attempt-")]
-        if found:
-            _move_all(found, self.path / name, replace=replace)
+            paths = [p for p in paths if not p.name.startswith("attempt-")]
+        if paths:
+            _move_all(paths, self.path / name, replace=replace)
 
 
-def _move_all(found: list[Path], target: Path, *, replace: bool) -> None:
+def _move_all(paths: list[Path], target: Path, *, replace: bool) -> None:
     if replace:
         shutil.rmtree(target, ignore_errors=True)
     target.mkdir(exist_ok=True)
-    for path in found:
+    for path in paths:
         try:
             path.rename(target / path.name)
         except OSError as error:
@@ -122,37 +122,37 @@ def _move_all(found: list[Path], target: Path, *, replace: bool) -> None:
             _move_all(within, path / target.name, replace=replace)
 
 
-def _check_room(path: Path, asked: str) -> None:
+def _check_disk_space(path: Path, log_dir: str) -> None:
     """Raise LaunchError where not even the launcher's own files would find room."""
     probe = path / ".room"
     try:
-        with named_errors(probe, _ROOM):
-            probe.write_bytes(bytes(_ROOM))
+        with named_errors(probe, _LAUNCHER_BYTES):
+            probe.write_bytes(bytes(_LAUNCHER_BYTES))
         probe.unlink()
     except OSError as error:
-        why = describe_full(asked, _ROOM) if is_full(error) else error.strerror
-        raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+        why = describe_full(log_dir, _LAUNCHER_BYTES) if is_full(error) else error.strerror
+        raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
 
 
-def _take(asked: str) -> tuple[Path, TextIO]:
+def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
     for number in range(1, 1000):
-        path = Path(os.path.abspath(asked if number == 1 else f"{asked}.{number}"))
+        path = Path(os.path.abspath(log_dir if number == 1 else f"{log_dir}.{number}"))
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("a")
         except OSError as error:
             why = error.strerror
-            raise LaunchError(messages.text("log folder unwritable", folder=asked, why=why)) from None
+            raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             continue
         return path, lock
-    raise LaunchError(f"--log_dir {asked}: 999 jobs write there already. Choose another folder.")
+    raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")
 
 
-def shown(path: str) -> str:
+def relative_path(path: str) -> str:
     """Return `path` as a user in the current folder would type it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

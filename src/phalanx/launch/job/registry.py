@@ -21,7 +21,7 @@ from phalanx.launch.process import linux
 logger = logging.getLogger("phalanx.launch")
 
 
-class Entry:
+class RegistryEntry:
     """The entry of one running job; a context that removes it at the end. Without room for it there is a warning."""
 
     def __init__(self, folder: Path, job_id: str, script: str, mode: str) -> None:
@@ -50,7 +50,7 @@ class Entry:
                 logger.warning(messages.text("not listed", why=f"{error.filename}: {error.strerror}"))
             self._was_warned = True
 
-    def __enter__(self) -> Entry:
+    def __enter__(self) -> RegistryEntry:
         self.write([])
         return self
 
@@ -95,14 +95,14 @@ def last_event(path: str) -> dict[str, Any]:
 
 def collect() -> list[dict[str, Any]]:
     """Return every running job with its processes, each with its last step, loss and samples/s."""
-    found = jobs()
-    for job in found:
+    running = jobs()
+    for job in running:
         job["age_s"] = round(time.time() - job["started"], 1)
         for process in job["processes"]:
             event = last_event(process["events"])
             process |= {name: event.get(name) for name in ("step", "loss", "samples_per_s")}
             process["alive"] = linux.start_ticks(process["pid"]) is not None
-    return found
+    return running
 
 
 def render(listed: list[dict[str, Any]]) -> str:

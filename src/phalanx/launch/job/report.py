@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Sequence
 
 from phalanx.cluster.messages.messages import TABLE, text
-from phalanx.launch.job.logs import shown
-from phalanx.launch.job.root_cause import Ending
+from phalanx.launch.job.logs import relative_path
+from phalanx.launch.job.root_cause import ProcessExit
 
 _WIDTH = 88
 _TABLE_WIDTH = 87
@@ -32,7 +32,7 @@ def environment_table(rows: Sequence[tuple[str, str]]) -> str:
     values = min(widest, _TABLE_WIDTH - names - 2)
     border, rule = (f"    +{line * (names + values + 2)}+" for line in "=-")
     lines = [border, _row("Distributed Envs", "Value", names, values), rule]
-    lines += [_row(name, _cut(value, values), names, values) for name, value in rows]
+    lines += [_row(name, _shorten(value, values), names, values) for name, value in rows]
     return "\n".join([*lines, border]) + "\n"
 
 
@@ -40,14 +40,14 @@ def _row(name: str, value: str, names: int, values: int) -> str:
     return f"    | {name:<{names}}{value:>{values}} |"
 
 
-def _cut(value: str, width: int) -> str:
+def _shorten(value: str, width: int) -> str:
     if len(value) <= width:
         return value
     head = (width - 3) // 2
     return f"{value[:head]}...{value[-(width - 3 - head) :]}"
 
 
-def how(ending: Ending) -> str:
+def how(ending: ProcessExit) -> str:
     """Return in words how a process ended, a signal with what usually sends it."""
     if ending.code < 0:
         return _signal(-ending.code)
@@ -58,14 +58,14 @@ def how(ending: Ending) -> str:
 
 def fork_server_lost(pid: int, code: int) -> str:
     """Return in words that the fork server died, and how."""
-    said = _signal(-code) if code < 0 else text("ended with code", code=code)
-    return text("fork server lost", pid=pid, how=said)
+    reason = _signal(-code) if code < 0 else text("ended with code", code=code)
+    return text("fork server lost", pid=pid, how=reason)
 
 
 def _signal(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else "?"
-    said = text("ended by signal", number=number, name=name)
-    return f"{said}: {text(name)}" if name in TABLE else said
+    message = text("ended by signal", number=number, name=name)
+    return f"{message}: {text(name)}" if name in TABLE else message
 
 
 def _centred(title: str) -> str:
@@ -74,7 +74,7 @@ def _centred(title: str) -> str:
     return title.center(_WIDTH - wide, "=")
 
 
-def render(first: Ending, others: Sequence[Ending]) -> str:
+def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
     """Return the framed report of a failed job, in the user's language.
 
     Args:
@@ -96,5 +96,5 @@ def render(first: Ending, others: Sequence[Ending]) -> str:
         lines += ["", *first.traceback.rstrip("\n").split("\n")]
     elif first.last_lines:
         lines += ["", f"{text('last lines')}:", *(f"    {line}" for line in first.last_lines)]
-    lines += ["", f"{text('log file')}: {shown(first.log_file)}", "=" * _WIDTH]
+    lines += ["", f"{text('log file')}: {relative_path(first.log_file)}", "=" * _WIDTH]
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ _CAUSE, _ERROR, _CONSEQUENCE = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ProcessExit:
     """How one process ended. Plain values: it travels between hosts."""
 
     title: str
@@ -58,12 +58,12 @@ class Ending:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Ending:
+    def from_json(cls, values: dict[str, Any]) -> ProcessExit:
         """Undo `to_json`."""
         return cls(**{**values, "last_lines": tuple(values["last_lines"])})
 
 
-def _weight(ending: Ending) -> int:
+def _severity(ending: ProcessExit) -> int:
     if ending.kind == "peer":
         return _CONSEQUENCE
     if ending.code < 0 and -ending.code != signal.SIGABRT:
@@ -73,19 +73,19 @@ def _weight(ending: Ending) -> int:
     return _ERROR
 
 
-def is_consequence(ending: Ending) -> bool:
+def is_consequence(ending: ProcessExit) -> bool:
     """Return whether this ending says only that someone else is gone."""
-    return _weight(ending) == _CONSEQUENCE
+    return _severity(ending) == _CONSEQUENCE
 
 
-def first_failure(endings: Iterable[Ending]) -> Ending | None:
+def first_failure(endings: Iterable[ProcessExit]) -> ProcessExit | None:
     """Return the ending that started the failure, or None when nothing failed.
 
     When all failures only say that a peer is gone, and a process had ended with exit code 0 by itself, that early end
     is the cause: it closed its connections before its exit could be seen, so its time says nothing.
     """
-    seen: Sequence[Ending] = list(endings)
-    failures = sorted((e for e in seen if e.failed), key=lambda e: (_weight(e), e.time))
+    seen: Sequence[ProcessExit] = list(endings)
+    failures = sorted((e for e in seen if e.failed), key=lambda e: (_severity(e), e.time))
     if not failures:
         return None
     first = failures[0]

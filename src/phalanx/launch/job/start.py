@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.launch.job.server_handle import ServerHandle
+from phalanx.launch.job.fork_server_handle import ForkServerHandle
 from phalanx.launch.process import environment
 from phalanx.launch.process.environment import JobFacts
-from phalanx.launch.request.topology import Layout, Process
+from phalanx.launch.request.topology import Process, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Starter:
     """What every process of an attempt on this host is started with."""
 
-    server: ServerHandle
-    layout: Layout
+    server: ForkServerHandle
+    layout: Topology
     facts: JobFacts
     inherited: Mapping[str, str]
     """The launcher's environment."""

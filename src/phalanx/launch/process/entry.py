@@ -56,7 +56,7 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
     """
     code = 1
     try:
-        _start_afresh(message, fds)
+        _reset_process(message, fds)
         code = _run_script(message) if message["target"] == "script" else _run_service(message, fds)
     except BaseException:  # noqa: BLE001 -- nothing may escape into the server's own code after a fork
         traceback.print_exc()
@@ -67,13 +67,13 @@ def run_child(message: dict[str, Any], fds: list[int]) -> NoReturn:
 
 def _run_service(message: dict[str, Any], fds: list[int]) -> int:
     if message["target"] == "store":
-        return _hold_store(fds[0], **message["config"])
+        return _serve_store(fds[0], **message["config"])
     from phalanx.launch.process.node_link import join
 
     return join(fds, **message["config"])
 
 
-def _hold_store(listen_fd: int, host: str, port: int) -> NoReturn:
+def _serve_store(listen_fd: int, host: str, port: int) -> NoReturn:
     """Hold the job's key-value store, which so outlives every rank, until this process is told to end."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -82,7 +82,7 @@ def _hold_store(listen_fd: int, host: str, port: int) -> NoReturn:
         signal.pause()
 
 
-def _start_afresh(message: dict[str, Any], fds: list[int]) -> None:
+def _reset_process(message: dict[str, Any], fds: list[int]) -> None:
     """Undo what the child inherited from the server: signals, streams, environment, random state."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -121,24 +121,24 @@ def _run_script(message: dict[str, Any]) -> int:
     faulthandler.enable()
     log_format.configure_rank(message["log_format"])
     sys.argv = [message["script"], *message["args"]]
-    _watch_training()
+    _watch_isolated_ranks()
     failed = False
     try:
-        code = _run_to_its_end(message["script"])
+        code = _run_script_to_end(message["script"])
     except KeyboardInterrupt:
         _write_error_record(message, *_current_error())
-        _show(*_current_error())
+        _print_error(*_current_error())
         code = 128 + signal.SIGINT
     except BaseException:  # noqa: BLE001 -- whatever the script raises is its failure, to be recorded
         failed = True
-        _explain_memory(*_current_error())
+        _explain_out_of_memory(*_current_error())
         _write_error_record(message, *_current_error())
-        _show(*_current_error())
+        _print_error(*_current_error())
         code = 1
     return _finish(code, failed)
 
 
-def _watch_training() -> None:
+def _watch_isolated_ranks() -> None:
     """Have rank 0 say so when the workers of a job train without having met; with servers they meet there."""
     world_size = int(os.environ["PHALANX_WORLD_SIZE"])
     is_worker = os.environ["PHALANX_ROLE"] == "WORKER" and not os.environ.get("PHALANX_SERVER_ENDPOINTS")
@@ -149,7 +149,7 @@ def _watch_training() -> None:
         watch_steps(world_size)
 
 
-def _run_to_its_end(script: str) -> int:
+def _run_script_to_end(script: str) -> int:
     """Run a script and return its exit code; raises what it raises, and if it ended well with its task undone."""
     code = 0
     try:
@@ -157,7 +157,7 @@ def _run_to_its_end(script: str) -> int:
     except SystemExit as stop:
         code = _exit_code(stop)
     if code == 0:
-        _check_served()
+        _check_server_ran()
     return code
 
 
@@ -182,7 +182,7 @@ def _run_as_main(script: str) -> None:
     exec(code, module.__dict__)
 
 
-def _check_served() -> None:
+def _check_server_ran() -> None:
     """Raise if this is a parameter server whose script met the others and served nobody: they would wait for it."""
     context = sys.modules.get("phalanx.comm.context")
     if context is None or not context.is_initialized() or "phalanx.ps.server.main" in sys.modules:
@@ -215,7 +215,7 @@ def _current_error() -> tuple[type[BaseException], BaseException, types.Tracebac
     return kind, error.with_traceback(trace), trace
 
 
-def _explain_memory(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
+def _explain_out_of_memory(_: type[BaseException], error: BaseException, __: types.TracebackType | None) -> None:
     """Add what fills the memory to an error that says that it ran out, if the script distributed a model."""
     if "phalanx.parallel.apply" in sys.modules:
         from phalanx.parallel.memory.out_of_memory import explain_memory
@@ -224,7 +224,7 @@ def _explain_memory(_: type[BaseException], error: BaseException, __: types.Trac
             explain_memory(error)
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     rank_output.flush()
     sys.excepthook(kind, error, trace)
 
@@ -284,7 +284,7 @@ def _finish(code: int, failed: bool) -> int:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         if not failed and code == 0:
-            _check_card(sys.modules.get("torch"))
+            _check_gpu(sys.modules.get("torch"))
             _leave_process_group()
             gc.collect()
     except SystemExit as stop:
@@ -295,8 +295,8 @@ def _finish(code: int, failed: bool) -> int:
     return code
 
 
-def _check_card(torch: Any) -> None:
-    """Warn when the script computed on a card that the launcher gave to another rank.
+def _check_gpu(torch: Any) -> None:
+    """Warn when the script computed on a GPU that the launcher gave to another rank.
 
     Looked at in the end rather than caught in the act: torch itself is left alone.
     """
@@ -308,8 +308,7 @@ def _check_card(torch: Any) -> None:
     used = visible[index] if index < len(visible) else str(index)
     if used not in selected:
         logger.warning(
-            "This rank computed on card %s, but the launcher gave it %s. Choose cards with --gpus, not with "
-            "set_device.",
+            "This rank computed on GPU %s, but the launcher gave it %s. Choose GPUs with --gpus, not with set_device.",
             used,
             ",".join(selected),
         )

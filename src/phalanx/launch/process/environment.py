@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.launch.request.topology import Layout, Process
+from phalanx.launch.request.topology import Process, Topology
 
 RETRY_S = "60"
 """How long workers go on asking a server that is started again."""
@@ -29,7 +29,7 @@ class JobFacts:
     """Network interface on the way to the master; None leaves the choice to the libraries."""
 
     is_multi_host: bool
-    cards: tuple[tuple[str, ...], ...] = ()
+    gpus: tuple[tuple[str, ...], ...] = ()
     secret: str = field(default="", repr=False)
     """The job's secret, in hexadecimal digits; empty where nothing of ours needs one."""
 
@@ -43,7 +43,7 @@ class JobFacts:
     """Folder of the servers' state; empty when they keep none."""
 
 
-def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+def build(process: Process, layout: Topology, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables to set for one process; None removes one.
 
     Args:
@@ -70,11 +70,11 @@ def build(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[
     return variables
 
 
-def _local_world(process: Process, layout: Layout) -> int:
+def _local_world(process: Process, layout: Topology) -> int:
     return layout.local_counts[process.node_rank][process.role]
 
 
-def _ours(process: Process, layout: Layout, facts: JobFacts) -> dict[str, str | None]:
+def _ours(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str | None]:
     return {
         "PHALANX_RANK": str(process.rank),
         "PHALANX_WORLD_SIZE": str(layout.count(process.role)),
@@ -124,7 +124,7 @@ def events_file(process: Process, log_dir: str) -> str:
     return f"{log_dir}/events.{process.id}.jsonl"
 
 
-def _torchrun(process: Process, layout: Layout, facts: JobFacts) -> dict[str, str | None]:
+def _torchrun(process: Process, layout: Topology, facts: JobFacts) -> dict[str, str | None]:
     before = sum(counts[process.role] for counts in layout.local_counts[: process.node_rank])
     return {
         "RANK": str(process.rank),
@@ -145,7 +145,7 @@ def _torchrun(process: Process, layout: Layout, facts: JobFacts) -> dict[str, st
     }
 
 
-def _fleet(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
+def _fleet(process: Process, layout: Topology, facts: JobFacts, inherited: Mapping[str, str]) -> dict[str, str | None]:
     variables: dict[str, str | None] = {
         "PADDLE_TRAINER_ENDPOINTS": ",".join(layout.endpoints["worker"]),
         "PADDLE_TRAINERS_NUM": str(layout.count("worker")),
@@ -165,23 +165,23 @@ def _fleet(process: Process, layout: Layout, facts: JobFacts, inherited: Mapping
         }
         if process.role != "worker":
             variables |= {"POD_IP": host, "PADDLE_PORT": port}
-    return variables | _cards(process, facts)
+    return variables | _gpu_variables(process, facts)
 
 
-def _cards(process: Process, facts: JobFacts) -> dict[str, str | None]:
-    """Say which cards are this worker's.
+def _gpu_variables(process: Process, facts: JobFacts) -> dict[str, str | None]:
+    """Say which GPUs are this worker's.
 
-    In collective mode every rank sees all cards of the job, its own at the index of its local rank: that is where
+    In collective mode every rank sees all GPUs of the job, its own at the index of its local rank: that is where
     scripts written for torchrun look. Parameter-server workers see only their own; servers and heter workers none.
     """
-    if facts.mode == "ps" and (process.role != "worker" or not facts.cards):
+    if facts.mode == "ps" and (process.role != "worker" or not facts.gpus):
         return {"CUDA_VISIBLE_DEVICES": ""}
-    if not facts.cards:
+    if not facts.gpus:
         return {}
-    own = facts.cards[process.local_rank]
+    own = facts.gpus[process.local_rank]
     seen = own
     if facts.mode == "collective":
-        seen = tuple(cards[0] for cards in facts.cards) + tuple(card for cards in facts.cards for card in cards[1:])
+        seen = tuple(gpus[0] for gpus in facts.gpus) + tuple(gpu for gpus in facts.gpus for gpu in gpus[1:])
     visible, selected = ",".join(seen), ",".join(own)
     return {
         "CUDA_VISIBLE_DEVICES": visible,
@@ -231,7 +231,7 @@ _SHOWN = {
 _SHOWN["ps heter_worker"] = ("POD_IP", "PADDLE_PORT", *_SHOWN["ps worker"])
 
 
-def shown(process: Process, mode: str, variables: Mapping[str, str | None]) -> list[tuple[str, str]]:
+def table_rows(process: Process, mode: str, variables: Mapping[str, str | None]) -> list[tuple[str, str]]:
     """Return the rows of the environment table, from a fixed list: no secret can be among them."""
     names = _SHOWN[process.role if mode == "collective" else f"ps {process.role}"]
     return [(name, value) for name in names if (value := variables.get(name)) is not None]

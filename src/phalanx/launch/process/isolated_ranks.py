@@ -66,7 +66,7 @@ def _is_wrapped(optimizer: Optimizer) -> bool:
     plain = {nn.Parameter, torch.Tensor}
     if any(type(p) not in plain for group in optimizer.param_groups for p in group["params"]):
         return True
-    kinds = {type(made) for made in gc.get_objects()}
+    kinds = {type(item) for item in gc.get_objects()}
     return any(
         issubclass(kind, nn.Module) and kind.__module__.startswith("torch.") and "Parallel" in kind.__name__
         for kind in kinds

@@ -82,13 +82,13 @@ def descendants(root: int) -> list[int]:
         fields = _stat(int(name)) if name.isdigit() else None
         if fields is not None and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(int(name))
-    found: list[int] = []
+    pids: list[int] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(0), [])
-        found += below
+        pids += below
         queue += below
-    return found
+    return pids
 
 
 def reap() -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from typing import Any
 from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
 from phalanx.launch.process import wire
-from phalanx.launch.request.topology import Offer, check_terms
+from phalanx.launch.request.topology import NodeOffer, check_terms
 
 POLL_S = 0.1
 """How often the store is asked for news."""
@@ -110,7 +110,7 @@ def _open_store(launcher: socket.socket, listen_fd: int | None, host: str, port:
 
 def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: float) -> None:
     """Try until the first host listens; torch's own client would wait in silence."""
-    started = said = time.monotonic()
+    started = reported_at = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=SAY_S).close()
@@ -119,10 +119,10 @@ def _wait_for_port(launcher: socket.socket, host: str, port: int, timeout_s: flo
             why = error.strerror or "no answer"
         now = time.monotonic()
         if now - started > timeout_s:
-            place = f"{host}:{port}"
-            raise _LinkError(messages.text("first host silent", place=place, timeout_s=timeout_s, why=why))
-        if now - said >= SAY_S:
-            said = now
+            endpoint = f"{host}:{port}"
+            raise _LinkError(messages.text("first host silent", place=endpoint, timeout_s=timeout_s, why=why))
+        if now - reported_at >= SAY_S:
+            reported_at = now
             wire.send(launcher, {"waiting": [f"{host}:{port}"], "why": why})
         time.sleep(POLL_S)
 
@@ -143,7 +143,7 @@ class _Link:
     _met: bool = False
     _done: bool = False
     _offered_at: float = 0.0
-    _said_at: float = 0.0
+    _reported_at: float = 0.0
     _reported: int = 0
     _leaving: bool = False
 
@@ -155,10 +155,10 @@ class _Link:
                     message = wire.receive(self.launcher)
                     if message is None:
                         return
-                    self._hear(message[0])
+                    self._handle_message(message[0])
                 self._beat()
-                self._look()
-            self._say_goodbye()
+                self._poll_store()
+            self._leave()
         except RuntimeError as error:
             # torch raises plain RuntimeErrors and subclasses of it when the store's host is gone.
             if not self._leaving:
@@ -167,53 +167,53 @@ class _Link:
                 ) from error
         wire.send(self.launcher, {"bye": True})
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "offer" in message:
             self._attempt, self._met, self._done, self._reported = message["attempt"], False, False, 0
-            self._offered_at = self._said_at = time.monotonic()
+            self._offered_at = self._reported_at = time.monotonic()
             if self._attempt == 0 and self.store.add(f"claim/{self.node_rank}", 1) > 1:
                 raise _LinkError(
                     f"Two launchers say they are node {self.node_rank}. Give every host its own --node_rank."
                 )
-            self._put("offer", message["offer"])
+            self._publish("offer", message["offer"])
         elif "failed" in message:
-            self._put("failed", message["failed"])
+            self._publish("failed", message["failed"])
             self.store.add(f"{self._attempt}/failures", 1)
         elif "done" in message:
             self._done = True
-            self._put("done", True)
+            self._publish("done", True)
         elif "bye" in message:
             self._leaving = True
 
-    def _put(self, what: str, value: Any) -> None:
+    def _publish(self, what: str, value: Any) -> None:
         self.store.set(f"{self._attempt}/{what}/{self.node_rank}", json.dumps(value))
 
-    def _get(self, what: str, node: int) -> Any:
+    def _read(self, what: str, node: int) -> Any:
         key = f"{self._attempt}/{what}/{node}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def _look(self) -> None:
+    def _poll_store(self) -> None:
         """Tell the launcher what is new in the store."""
         if self._attempt < 0:
             return
         if not self._met:
-            self._look_for_offers()
+            self._poll_offers()
             return
         failures = int(self.store.add(f"{self._attempt}/failures", 0))
         if failures > self._reported:
             self._reported = failures
-            told = [self._get("failed", n) for n in range(self.node_count) if n != self.node_rank]
+            reports = [self._read("failed", n) for n in range(self.node_count) if n != self.node_rank]
             wire.send(
                 self.launcher,
-                {"failures": [e for endings in told if endings for e in endings], "attempt": self._attempt},
+                {"failures": [e for endings in reports if endings for e in endings], "attempt": self._attempt},
             )
-        if self._done and all(self._get("done", n) for n in range(self.node_count)):
+        if self._done and all(self._read("done", n) for n in range(self.node_count)):
             self._done = False
             wire.send(self.launcher, {"all_done": self._attempt})
         self._check_beats()
 
-    def _look_for_offers(self) -> None:
-        offers = [self._get("offer", n) for n in range(self.node_count)]
+    def _poll_offers(self) -> None:
+        offers = [self._read("offer", n) for n in range(self.node_count)]
         self._compare([offer for offer in offers if offer])
         if all(offers):
             self._met = True
@@ -231,10 +231,10 @@ class _Link:
                     names=", ".join(missing),
                 )
             )
-        if now - self._said_at >= SAY_S:
-            self._said_at = now
+        if now - self._reported_at >= SAY_S:
+            self._reported_at = now
             wire.send(self.launcher, {"waiting": missing, "why": messages.text("not started yet")})
-            self._look_elsewhere([n for n, offer in enumerate(offers) if offer is None], offers[self.node_rank])
+            self._probe_missing_hosts([n for n, offer in enumerate(offers) if offer is None], offers[self.node_rank])
 
     def _compare(self, offers: list[dict[str, Any]], elsewhere: Any = None) -> None:
         """End the link on every host when two were started with terms that differ."""
@@ -242,7 +242,7 @@ class _Link:
             refusal = self.store.get(_REFUSED).decode()
         else:
             try:
-                check_terms([Offer(**offer) for offer in offers])
+                check_terms([NodeOffer(**offer) for offer in offers])
                 return
             except LaunchError as error:
                 refusal = str(error)
@@ -250,15 +250,15 @@ class _Link:
             if store is not None:
                 store.set(_REFUSED, refusal)
         # The others read the same; that this host is gone would be news of less use to them.
-        self._say_goodbye(within_s=SAY_S / 2)
+        self._leave(within_s=SAY_S / 2)
         raise _TermsError(refusal)
 
-    def _look_elsewhere(self, missing: list[int], own: dict[str, Any]) -> None:
+    def _probe_missing_hosts(self, missing: list[int], own: dict[str, Any]) -> None:
         """See whether a late host holds a meeting of its own, having been given another list or another order."""
-        known = [n for n in missing if n < len(self.hosts) and n != self.node_rank]
-        if not known:
+        reachable = [n for n in missing if n < len(self.hosts) and n != self.node_rank]
+        if not reachable:
             return
-        node = known[int((self._said_at - self._offered_at) / SAY_S) % len(known)]
+        node = reachable[int((self._reported_at - self._offered_at) / SAY_S) % len(reachable)]
         with contextlib.suppress(OSError, RuntimeError):  # Nothing listens there, or no store: the host is just late.
             socket.create_connection((self.hosts[node], self.port), timeout=ELSEWHERE_S).close()
             from torch._C._distributed_c10d import TCPStore
@@ -279,17 +279,17 @@ class _Link:
             if node == self.node_rank or self.store.check([f"bye/{node}"]) or not self.store.check([key]):
                 continue
             value, now = self.store.get(key), time.monotonic()
-            known = self._beats.get(node)
-            if known is None or known[0] != value:
+            previous = self._beats.get(node)
+            if previous is None or previous[0] != value:
                 self._beats[node] = (value, now)
-            elif now - known[1] > LOST_AFTER_S:
+            elif now - previous[1] > LOST_AFTER_S:
                 raise _LinkError(
                     f"The launcher on {self.names[node]} (node {node}) is gone: no sign of life for "
                     f"{LOST_AFTER_S:g} s. "
                     "Look at that host: it may be down, out of memory, or cut off."
                 )
 
-    def _say_goodbye(self, within_s: float = BYE_S) -> None:
+    def _leave(self, within_s: float = BYE_S) -> None:
         """Leave; the first host last, as the store goes with it."""
         self.store.set(f"bye/{self.node_rank}", "1")
         deadline = time.monotonic() + within_s

@@ -1,4 +1,4 @@
-"""What this machine offers a job: cores, cards, addresses, ports. Looked at without importing torch."""
+"""What this machine offers a job: cores, GPUs, addresses, ports. Looked at without importing torch."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts the launcher decides by; made by `look`, or by hand in a test."""
+    """Facts the launcher decides by; made by `detect`, or by hand in a test."""
 
     cores: int
-    cards: tuple[str, ...] = ()
-    """Names of the cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs this process may use, as CUDA_VISIBLE_DEVICES spells them."""
 
     has_cuda_build: bool = False
     """Whether the installed torch was built with CUDA."""
 
     hidden_by: str = ""
-    """The setting that hides cards, for messages."""
+    """The setting that hides GPUs, for messages."""
 
     pod_ip: str = ""
     """POD_IP of the environment: this host's address when the list has several that are ours."""
 
     @classmethod
-    def look(cls, environment: Mapping[str, str]) -> Machine:
-        """Look at this machine."""
+    def detect(cls, environment: Mapping[str, str]) -> Machine:
+        """Return the facts of this machine."""
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        present = tuple(str(i) for i in range(_cards_present()))
-        cards = present if visible is None else _visible(visible, present)
+        present = tuple(str(i) for i in range(_count_gpus()))
+        gpus = present if visible is None else _visible(visible, present)
         return cls(
             cores=len(os.sched_getaffinity(0)),
-            cards=cards,
+            gpus=gpus,
             has_cuda_build=is_cuda_build(torch_libraries()),
             hidden_by="" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
             pod_ip=environment.get("POD_IP", ""),
         )
 
     @property
-    def usable_cards(self) -> tuple[str, ...]:
-        """The cards torch can use here."""
-        return self.cards if self.has_cuda_build else ()
+    def usable_gpus(self) -> tuple[str, ...]:
+        """The GPUs torch can use here."""
+        return self.gpus if self.has_cuda_build else ()
 
 
-def _cards_present() -> int:
+def _count_gpus() -> int:
     listed = Path("/proc/driver/nvidia/gpus")
     if listed.is_dir():
         return len(list(listed.iterdir()))
@@ -70,14 +70,14 @@ def _cards_present() -> int:
 
 
 def _visible(setting: str, present: tuple[str, ...]) -> tuple[str, ...]:
-    """The cards left by CUDA_VISIBLE_DEVICES; CUDA stops reading at the first entry it does not know."""
-    kept: list[str] = []
+    """The GPUs left by CUDA_VISIBLE_DEVICES; CUDA stops reading at the first entry it does not know."""
+    gpus: list[str] = []
     for entry in (part.strip() for part in setting.split(",")):
         is_name = entry.startswith(("GPU-", "MIG-"))
         if not present or not (is_name or entry in present):
             break
-        kept.append(entry)
-    return tuple(kept)
+        gpus.append(entry)
+    return tuple(gpus)
 
 
 def resolve(host: str) -> str:
@@ -95,7 +95,7 @@ def resolve(host: str) -> str:
         ) from None
 
 
-def is_numeric(host: str) -> bool:
+def is_ipv4(host: str) -> bool:
     """Return whether `host` is an IPv4 address rather than a name."""
     return host.replace(".", "").isdigit()
 
@@ -108,7 +108,7 @@ def resolve_within(host: str, timeout_s: float) -> str:
     Raises:
         LaunchError: If it still means nothing after `timeout_s`.
     """
-    started = said = time.monotonic()
+    started = reported_at = time.monotonic()
     while True:
         try:
             return resolve(host)
@@ -116,14 +116,14 @@ def resolve_within(host: str, timeout_s: float) -> str:
             now = time.monotonic()
             if now - started >= timeout_s:
                 raise
-        if now - said >= SAY_S:
-            said = now
+        if now - reported_at >= SAY_S:
+            reported_at = now
             logger.info(messages.text("waiting"))
             logger.info(messages.text("waiting because", names=[host], why=messages.text("unknown name")))
         time.sleep(POLL_S)
 
 
-def is_ours(address: str) -> bool:
+def is_own_address(address: str) -> bool:
     """Return whether `address` belongs to this host, that is, whether a socket can be bound to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -161,25 +161,25 @@ def bind(address: str, port: int, *, flag: str, listen: bool = False) -> socket.
     Raises:
         LaunchError: If the port is taken; names the process that has it.
     """
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if port:
             # A run that just ended leaves its fixed port in TIME_WAIT. For port 0 the option would let the
             # system hand out a port that another bound, not yet listening socket has.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((address, port))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
         if listen:
-            made.listen(1024)
+            bound.listen(1024)
     except OSError as error:
-        made.close()
+        bound.close()
         raise _bind_error(address, port, flag, error) from None
-    return made
+    return bound
 
 
 def _bind_error(address: str, port: int, flag: str, error: OSError) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
-        held = network.port_owner(port)
-        return LaunchError(messages.text("port in use", flag=flag, port=port, address=address, owner=held))
+        owner = network.port_owner(port)
+        return LaunchError(messages.text("port in use", flag=flag, port=port, address=address, owner=owner))
     if error.errno == errno.EADDRNOTAVAIL:
         return LaunchError(f"{flag} {port}: {address} is not an address of this host. Correct the address.")
     return LaunchError(f"{flag} {port} on {address} cannot be bound ({error.strerror}). Choose another port.")

@@ -10,7 +10,7 @@ from phalanx.launch.request import machine as hosts
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
 
-_ANYWHERE = "192.0.2.1"
+_DOCUMENTATION_ADDRESS = "192.0.2.1"
 """An address for documentation: no host has it, so packets to it leave by the default route."""
 
 
@@ -30,14 +30,14 @@ class Nodes:
     """What a scheduler calls each host; empty where nobody named them."""
 
     @property
-    def many(self) -> bool:
+    def is_multi_node(self) -> bool:
         """Whether other launchers take part."""
         return self.count > 1
 
     def name(self, rank: int) -> str:
         """Return what to call host `rank` in a message."""
-        known = self.names or self.hosts
-        return known[rank] if rank < len(known) else f"node {rank}"
+        names = self.names or self.hosts
+        return names[rank] if rank < len(names) else f"node {rank}"
 
 
 def collective_nodes(options: Options, machine: Machine) -> Nodes:
@@ -54,24 +54,24 @@ def collective_nodes(options: Options, machine: Machine) -> Nodes:
             raise LaunchError(
                 f"--nnodes is {options.nnodes}, but --ips lists {len(listed)} hosts. Drop --nnodes or correct the list."
             )
-        return choose(options, machine, listed)
+        return match_host(options, machine, listed)
     if options.nnodes is None or options.nnodes == 1:
         _check_node_rank(options, 1)
         address = options.master_addr or "127.0.0.1"
-        if not hosts.is_ours(hosts.resolve(address)):
+        if not hosts.is_own_address(hosts.resolve(address)):
             raise LaunchError(
                 f"--master_addr {address} is not this host, and --nnodes is 1. Add --nnodes N --node_rank K."
             )
         return Nodes((hosts.resolve(address),), 1, 0, hosts.resolve(address))
-    return _counted(options, machine)
+    return _counted_nodes(options, machine)
 
 
-def _counted(options: Options, machine: Machine) -> Nodes:
+def _counted_nodes(options: Options, machine: Machine) -> Nodes:
     assert options.nnodes is not None
     if options.master_addr is None or options.node_rank is None:
         missing = "--master_addr" if options.master_addr is None else "--node_rank"
         raise LaunchError(
-            f"{options.named('nnodes')} needs the first host's address and this host's place, but {missing} "
+            f"{options.describe_option('nnodes')} needs the first host's address and this host's place, but {missing} "
             "is missing. Write e.g. --nnodes 2 --node_rank 0 --master_addr 10.0.0.1, or --ips 10.0.0.1,10.0.0.2."
         )
     _check_node_rank(options, options.nnodes)
@@ -88,16 +88,16 @@ def _first_host(options: Options, machine: Machine) -> str:
     """
     name = options.master_addr
     assert name is not None
-    if "master_addr" not in options.origins or hosts.is_numeric(name):
+    if "master_addr" not in options.origins or hosts.is_ipv4(name):
         master = reachable(name)
     else:
         master = _scheduled(options, name)
         if options.node_rank == 0 and master.startswith("127."):
-            return machine.pod_ip or hosts.address_towards(_ANYWHERE)
-    if options.node_rank == 0 and not hosts.is_ours(master):
+            return machine.pod_ip or hosts.address_towards(_DOCUMENTATION_ADDRESS)
+    if options.node_rank == 0 and not hosts.is_own_address(master):
         raise LaunchError(
-            f"{options.named('node_rank')} is the host of {options.named('master_addr')}, which is not an address of "
-            "this host. Correct one of them."
+            f"{options.describe_option('node_rank')} is the host of "
+            f"{options.describe_option('master_addr')}, which is not an address of this host. Correct one of them."
         )
     return master
 
@@ -108,8 +108,8 @@ def _scheduled(options: Options, name: str) -> str:
         return hosts.resolve_within(name, 0.0 if options.node_rank == 0 else options.timeout_s)
     except LaunchError:
         raise LaunchError(
-            f"{options.named('master_addr')} is the first host of this job, and no name this host can resolve. Set "
-            "MASTER_ADDR, or give --master_addr, with that host's IPv4 address on every host."
+            f"{options.describe_option('master_addr')} is the first host of this job, and no name this host can "
+            "resolve. Set MASTER_ADDR, or give --master_addr, with that host's IPv4 address on every host."
         ) from None
 
 
@@ -119,10 +119,12 @@ def listed_nodes(options: Options, machine: Machine, endpoints: list[str]) -> No
     Raises:
         LaunchError: As `collective_nodes`.
     """
-    return choose(options, machine, tuple(dict.fromkeys(split_endpoint(e, "an endpoint list")[0] for e in endpoints)))
+    return match_host(
+        options, machine, tuple(dict.fromkeys(split_endpoint(e, "an endpoint list")[0] for e in endpoints))
+    )
 
 
-def choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
+def match_host(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes:
     """Return the listed hosts, and which of them this is.
 
     Raises:
@@ -135,7 +137,7 @@ def choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes
             raise LaunchError(
                 f"Host {name} ({address}) is listed twice. List each host once; -n says how many processes it runs."
             )
-    ours = [rank for rank, address in enumerate(addresses) if hosts.is_ours(address)]
+    ours = [rank for rank, address in enumerate(addresses) if hosts.is_own_address(address)]
     if options.node_rank is not None:
         rank = options.node_rank
         if rank not in ours:
@@ -164,7 +166,9 @@ def choose(options: Options, machine: Machine, listed: tuple[str, ...]) -> Nodes
 
 def _check_node_rank(options: Options, count: int) -> None:
     if options.node_rank is not None and not 0 <= options.node_rank < count:
-        raise LaunchError(f"{options.named('node_rank')} is outside 0..{count - 1}: the job has {count} host(s).")
+        raise LaunchError(
+            f"{options.describe_option('node_rank')} is outside 0..{count - 1}: the job has {count} host(s)."
+        )
 
 
 def reachable(host: str) -> str:

@@ -46,7 +46,7 @@ class Options:
     """Which environment variable filled a field that the user left open."""
 
     table: RankTable | None = None
-    """What hosts, processes and cards were taken from."""
+    """What hosts, processes and GPUs were taken from."""
 
     host_names: tuple[str, ...] = ()
     """Every host in order, for messages, where a scheduler lists them."""
@@ -55,11 +55,11 @@ class Options:
     """Started as `launch_ps`, so parameter-server mode is meant whatever the flags."""
 
     @property
-    def misplaced(self) -> str:
+    def misplaced_flag(self) -> str:
         """The first of the script's arguments that looks as if it were meant for the launcher, or ""."""
         return next((a for a in self.training_script_args if a.partition("=")[0].replace("-", "_") in _MISPLACED), "")
 
-    def named(self, name: str) -> str:
+    def describe_option(self, name: str) -> str:
         """Return a field as the user would find it: `--node_rank 1`, or `PET_NODE_RANK=1`."""
         value = getattr(self, name)
         return f"{self.origins[name]}={value}" if name in self.origins else f"--{name} {value}"

@@ -13,18 +13,18 @@ from phalanx.cluster.rank_table import rank_table
 from phalanx.cluster.rank_table.rank_table import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.request.machine import Machine
-from phalanx.launch.request.nodes import choose
+from phalanx.launch.request.nodes import match_host
 from phalanx.launch.request.options import Options
 from phalanx.launch.request.request import detect_mode
 
 logger = logging.getLogger("phalanx.launch")
 
-_SAID_BY_TABLE = ("ips", "nnodes", "master_addr", "gpus")
+_SET_BY_TABLE = ("ips", "nnodes", "master_addr", "gpus")
 """Flags that say what a table says as a whole."""
 
 
 def fill(options: Options, environment: Mapping[str, str], machine: Machine) -> Options:
-    """Return `options` with hosts, processes and cards of `--rank_table`, else of RANK_TABLE_FILE, where there is one.
+    """Return `options` with hosts, processes and gpus of `--rank_table`, else of RANK_TABLE_FILE, where there is one.
 
     Where a scheduler said which hosts take part, no table is needed, and none is read.
 
@@ -38,24 +38,24 @@ def fill(options: Options, environment: Mapping[str, str], machine: Machine) -> 
     """
     source = "--rank_table" if options.rank_table is not None else rank_table.VARIABLE
     path = options.rank_table or Environment(environment).text(rank_table.VARIABLE)
-    if path is None or _is_left_aside(options, environment, source):
+    if path is None or _skips_table(options, environment, source):
         return options
     table = rank_table.load_named(environment) if options.rank_table is None else rank_table.load(path)
     for notice in table.notices:
         logger.warning("%s", notice)
     table.check_machine(platform.machine())
-    return _filled(options, machine, table, source)
+    return _fill_from(options, machine, table, source)
 
 
-def _is_left_aside(options: Options, environment: Mapping[str, str], source: str) -> bool:
+def _skips_table(options: Options, environment: Mapping[str, str], source: str) -> bool:
     """Whether something else says what to start; says so, and refuses what cannot be meant together."""
     mode, _ = detect_mode(options)
     if options.origins:
         first = next(iter(options.origins))
-        said = options.named(first)
-        logger.warning("%s is not read: %s says what takes part. Unset that to start from the table.", source, said)
+        setting = options.describe_option(first)
+        logger.warning("%s is not read: %s says what takes part. Unset that to start from the table.", source, setting)
         return True
-    typed = [f"--{name}" for name in _SAID_BY_TABLE if getattr(options, name) is not None]
+    typed = [f"--{name}" for name in _SET_BY_TABLE if getattr(options, name) is not None]
     if options.rank_table is not None:
         if typed:
             raise LaunchError(f"--rank_table and {typed[0]} both say what takes part. Keep one of them.")
@@ -74,19 +74,20 @@ def _is_left_aside(options: Options, environment: Mapping[str, str], source: str
     return False
 
 
-def _filled(options: Options, machine: Machine, table: RankTable, source: str) -> Options:
-    nodes = choose(options, machine, table.servers)
-    here = table.on(table.servers[nodes.rank])
-    if options.nproc_per_node not in (None, len(here)):
+def _fill_from(options: Options, machine: Machine, table: RankTable, source: str) -> Options:
+    nodes = match_host(options, machine, table.servers)
+    devices = table.on(table.servers[nodes.rank])
+    if options.nproc_per_node not in (None, len(devices)):
         raise LaunchError(
-            f"{options.named('nproc_per_node')} asks for {options.nproc_per_node} processes, but {table.source} lists "
-            f"{len(here)} devices of this host ({nodes.address}). Drop the flag, or correct the table."
+            f"{options.describe_option('nproc_per_node')} asks for {options.nproc_per_node} processes, "
+            f"but {table.source} lists {len(devices)} devices of this host "
+            f"({nodes.address}). Drop the flag, or correct the table."
         )
-    cards = ",".join(str(device.device_id) for device in here) if machine.usable_cards else None
-    filled = {"ips", "gpus"} if cards else {"ips"}
+    gpus = ",".join(str(device.device_id) for device in devices) if machine.usable_gpus else None
+    filled = {"ips", "gpus"} if gpus else {"ips"}
     if options.nproc_per_node is None:
         filled.add("nproc_per_node")
     return replace(
         options, table=table, rank_table=os.path.abspath(table.source), node_rank=nodes.rank,
-        ips=",".join(table.servers), nproc_per_node=len(here), gpus=cards, origins=dict.fromkeys(filled, source),
+        ips=",".join(table.servers), nproc_per_node=len(devices), gpus=gpus, origins=dict.fromkeys(filled, source),
     )  # fmt: skip

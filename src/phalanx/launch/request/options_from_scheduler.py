@@ -37,44 +37,44 @@ def fill(options: Options, environment: Mapping[str, str]) -> Options:
     # The hosts are all named already, or there is only this one.
     if options.ips or options.nnodes == 1 or options.servers or options.workers:
         return options
-    found = read_allocation(environment, options.world_size_counts)
+    allocation = read_allocation(environment, options.world_size_counts)
     if detect_mode(options)[0] == "ps":
-        _check_one_node(found)
+        _check_one_node(allocation)
         return options
-    if options.nnodes is not None and options.nnodes != found.node_count:
+    if options.nnodes is not None and options.nnodes != allocation.node_count:
         return options
-    return _filled(options, found)
+    return _fill_from(options, allocation)
 
 
-def _check_one_node(found: Allocation) -> None:
-    if found.node_count > 1:
+def _check_one_node(allocation: Allocation) -> None:
+    if allocation.node_count > 1:
         raise LaunchError(
             f"--server_num and --worker_num start processes on this host only, but "
-            f"{found.origins['node_count']}={found.node_count} says the job has {found.node_count} hosts. Say where "
-            "each process runs with --servers ip:port,... and --workers ip:port,..."
+            f"{allocation.origins['node_count']}={allocation.node_count} says the job has {allocation.node_count} "
+            "hosts. Say where each process runs with --servers ip:port,... and --workers ip:port,..."
         )
 
 
-def _filled(options: Options, found: Allocation) -> Options:
+def _fill_from(options: Options, allocation: Allocation) -> Options:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for fact, name in _FIELDS.items():
         # One host needs no place and no port to meet at.
-        if fact != "procs_per_node" and found.node_count == 1:
+        if fact != "procs_per_node" and allocation.node_count == 1:
             continue
-        value = getattr(found, fact)
-        if fact in found.origins and getattr(options, name) is None:
-            values[name], origins[name] = value, found.origins[fact]
-    if found.node_count > 1:
-        values["host_names"] = found.host_names
-        _note_batch_script(found)
+        value = getattr(allocation, fact)
+        if fact in allocation.origins and getattr(options, name) is None:
+            values[name], origins[name] = value, allocation.origins[fact]
+    if allocation.node_count > 1:
+        values["host_names"] = allocation.host_names
+        _note_batch_script(allocation)
     return replace(options, origins=origins, **values)
 
 
-def _note_batch_script(found: Allocation) -> None:
-    if found.in_batch_script and found.node_rank == 0:
+def _note_batch_script(allocation: Allocation) -> None:
+    if allocation.in_batch_script and allocation.node_rank == 0:
         logger.warning(
             "this is the first of %d nodes; a batch script runs on this one only. To start on all: "
             "srun --ntasks-per-node=1 phalanx run ...; to use this one alone: --nnodes 1",
-            found.node_count,
+            allocation.node_count,
         )

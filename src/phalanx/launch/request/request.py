@@ -9,7 +9,7 @@ from typing import Literal
 from phalanx.cluster.env.values import split_endpoint
 from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
-from phalanx.launch.request.devices import deal_cards, ranks_per_node
+from phalanx.launch.request.devices import assign_gpus, ranks_per_node
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.nodes import Nodes, collective_nodes, listed_nodes
 from phalanx.launch.request.options import DEFAULT_PORT, Options
@@ -24,7 +24,7 @@ _COLLECTIVE_FLAGS = ("rank_table", "ips", "nproc_per_node", "nnodes", "master_ad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class LaunchRequest:
     """One launcher's share of a job, checked."""
 
     mode: Mode
@@ -41,10 +41,10 @@ class Request:
     ranks: tuple[tuple[int, ...], ...] = ()
     """Ranks of each host's workers, by node and local rank, where a table says them; else they follow the nodes."""
 
-    cards: tuple[tuple[str, ...], ...] = ()
-    """Cards of each local worker; empty on CPU."""
+    gpus: tuple[tuple[str, ...], ...] = ()
+    """GPUs of each local worker; empty on CPU."""
 
-    given: tuple[str, ...] = ()
+    mode_flags: tuple[str, ...] = ()
     """The flags that decided the mode, for the log."""
 
     @property
@@ -58,13 +58,13 @@ class Request:
         return sum(self.counts.values())
 
 
-def resolve(options: Options, machine: Machine) -> Request:
+def resolve(options: Options, machine: Machine) -> LaunchRequest:
     """Check what the user asked for against the machine.
 
     Raises:
         ConfigError: For the first thing that cannot work; says what was asked, what was found and what to do.
     """
-    mode, given = detect_mode(options)
+    mode, mode_flags = detect_mode(options)
     if mode == "collective" and options.server_dir is not None:
         raise LaunchError(
             f"--server_dir {options.server_dir} is for parameter servers, and none were asked for. "
@@ -82,15 +82,15 @@ def resolve(options: Options, machine: Machine) -> Request:
     else:
         nodes = collective_nodes(options, machine)
         counts = _ps_counts(options)
-    return Request(
+    return LaunchRequest(
         mode=mode,
         nodes=nodes,
         port=options.http_port,
         counts=counts,
         endpoints=endpoints,
         ranks=options.table.ranks_by_server if options.table else (),
-        cards=deal_cards(options, machine, counts["worker"], only_if_asked=mode == "ps"),
-        given=given,
+        gpus=assign_gpus(options, machine, counts["worker"], only_if_asked=mode == "ps"),
+        mode_flags=mode_flags,
     )
 
 

@@ -13,7 +13,7 @@ LOG_STEMS: dict[RoleName, str] = {"server": "serverlog", "worker": "workerlog", 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class NodeOffer:
     """What one node brings into the job; exchanged between launchers, so plain values only."""
 
     node_rank: int
@@ -61,7 +61,7 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Topology:
     """The whole job."""
 
     job_id: str
@@ -83,7 +83,7 @@ class Layout:
         return len(self.endpoints[role])
 
 
-def check_terms(offers: Sequence[Offer]) -> None:
+def check_terms(offers: Sequence[NodeOffer]) -> None:
     """Raise LaunchError if the nodes were started with settings that differ where they must not."""
     first = offers[0]
     for offer in offers[1:]:
@@ -97,15 +97,15 @@ def check_terms(offers: Sequence[Offer]) -> None:
                 )
 
 
-def arrange(
-    offers: Sequence[Offer],
+def build_topology(
+    offers: Sequence[NodeOffer],
     node_rank: int,
     listed: dict[RoleName, tuple[str, ...]],
     log_dir: str,
     *,
     ranks: Sequence[Sequence[int]] = (),
     per_rank_dir: bool = False,
-) -> Layout:
+) -> Topology:
     """Give every process its rank.
 
     Ranks follow the user's endpoint list where there is one, or a rank table, else the nodes in order.
@@ -140,7 +140,7 @@ def arrange(
                     env_file="" if not per_rank_dir else f"{own}/env.log",
                 )
             )
-    return Layout(
+    return Topology(
         job_id=offers[0].job_id,
         master=(offers[0].address, offers[0].store_port),
         hostnames=tuple(offer.hostname for offer in offers),

@@ -22,9 +22,12 @@ from phalanx.plan.stages import shares_of, stage_of
 from phalanx.plan.value import AllReduce, Frozen, OnRanks, ParamRule, Plan, Push, Server, Shard, Table
 from phalanx.strategy.table import as_text
 
+_JSON_KEYS = {"location": "place"}
+"""Keys of a row in JSON that differ from its fields."""
+
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RuleRow:
     """One rule and what it covers."""
 
     match: str
@@ -34,7 +37,7 @@ class Row:
     rank_bytes: int
     """Of what one rank holds, the largest slice where slices differ; 0 on servers."""
 
-    place: str
+    location: str
     update: str
 
 
@@ -80,7 +83,7 @@ class Explanation:
     """What a Plan does to one model; prints as a table and dumps as JSON."""
 
     plan: Plan
-    rows: tuple[Row, ...]
+    rows: tuple[RuleRow, ...]
     gradients: int
     """Gradients that are reduced over ranks; of the rank with most, where stages differ."""
 
@@ -108,7 +111,9 @@ class Explanation:
         return json.dumps(
             {
                 "mesh": {axis.name: axis.size for axis in self.plan.mesh},
-                "rules": [{name: getattr(row, name) for name in Row.__slots__} for row in self.rows],
+                "rules": [
+                    {_JSON_KEYS.get(name, name): getattr(row, name) for name in RuleRow.__slots__} for row in self.rows
+                ],
                 "gradients": self.gradients,
                 "collectives_per_step": self.collectives,
                 "reduced_bytes_per_step": self.reduced_bytes,
@@ -133,7 +138,7 @@ class Explanation:
             grid.add_column(name, justify="left" if name in ("parameters", "lives", "updated by") else "right")
         for row in self.rows:
             sizes = (f"{row.tensors}", f"{row.elements:,}", f"{row.bytes / 1e6:.1f}", f"{row.rank_bytes / 1e6:.1f}")
-            grid.add_row(row.match, *sizes, row.place, row.update)
+            grid.add_row(row.match, *sizes, row.location, row.update)
         parts: list[RenderableType] = [grid, *self._tables()]
         if self.kinds:
             parts.append(fractions_table(self.kinds))
@@ -142,7 +147,7 @@ class Explanation:
         lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
         if self.activation_bytes is not None:
             lines.append(Text(f"one forward pass keeps {self.activation_bytes:,} bytes of activations"))
-        lines += [Text(line) for line in (*self._stages(), *self._cut())]
+        lines += [Text(line) for line in (*self._stages(), *self._placement_lines())]
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
 
@@ -157,7 +162,7 @@ class Explanation:
             for row in self.stages
         ]
 
-    def _cut(self) -> Iterator[str]:
+    def _placement_lines(self) -> Iterator[str]:
         for row in self.tokens:
             sees = "; attention sees all" if row.style == "context" else ""
             yield f"{row.match}: each rank along {row.axis}={row.ranks} computes 1/{row.ranks} of the tokens{sees}"
@@ -196,20 +201,22 @@ def explain(
     """
     shares = shares_of(plan, shape)
     rounds = [all_reduce_buckets(plan, share) for share in shares] if plan.world_size > 1 else [[]]
-    buckets = max(rounds, key=lambda found: sum(param.bytes for bucket in found for param in bucket.params))
-    held = [{param.name for param in share.params} for share in shares]
+    buckets = max(
+        rounds, key=lambda bucket_round: sum(param.bytes for bucket in bucket_round for param in bucket.params)
+    )
+    names_by_rank = [{param.name for param in share.params} for share in shares]
     covered: dict[str, tuple[ParamRule, list[ParamShape]]] = {}
     for param in shape.params:
         rule = plan.rule_for(param.name)
         covered.setdefault(rule.match, (rule, []))[1].append(param)
     rows = (
-        Row(
+        RuleRow(
             match=rule.match,
             tensors=len(params),
             elements=sum(p.count for p in params),
             bytes=sum(p.bytes for p in params),
-            rank_bytes=max(sum(_rank_bytes(p, plan) for p in params if p.name in names) for names in held),
-            place=_place(rule, plan),
+            rank_bytes=max(sum(_rank_bytes(p, plan) for p in params if p.name in names) for names in names_by_rank),
+            location=_location(rule, plan),
             update=_update(rule, plan),
         )
         for rule, params in covered.values()
@@ -233,7 +240,7 @@ def _stages(plan: Plan, shape: ModelShape, ranks: int) -> Iterator[StageRow]:
     units = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
     for stage in sorted(set(units.values())) if ranks > 1 else ():
         bytes_held = sum(param.bytes for param in shape.params if stage_of(plan, param.name) == stage)
-        names = tuple(name for name, found in units.items() if found == stage)
+        names = tuple(name for name, unit_stage in units.items() if unit_stage == stage)
         yield StageRow(stage, plan.schedule.holder(stage, ranks), names, bytes_held)
 
 
@@ -270,7 +277,7 @@ def _home(plan: Plan) -> str:
     return f"{plan.servers} server{'s' * (plan.servers > 1)}" if plan.servers else "this process"
 
 
-def _place(rule: ParamRule, plan: Plan) -> str:
+def _location(rule: ParamRule, plan: Plan) -> str:
     if not isinstance(rule.place, OnRanks):
         return f"{_home(plan)}, table {rule.place.table}"
     if rule.managed == "module":

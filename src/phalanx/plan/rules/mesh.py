@@ -36,22 +36,22 @@ def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[
     Raises:
         PlanError: If the degrees do not make up the ranks; says which were asked for.
     """
-    said = _degrees(strategy)
+    degrees = _degrees(strategy)
     if world_size == 1:
         return (Axis(name=DATA_AXIS, size=1),)
-    taken = math.prod(said.values())
-    filling = _filling(strategy, said)
-    if filling not in said and world_size % taken == 0:
-        said[filling] = world_size // taken
-    if math.prod(said.values()) != world_size:
-        asked = " x ".join(f"{name}={size}" for name, size in said.items()) or "dp"
+    taken = math.prod(degrees.values())
+    filling = _filling(strategy, degrees)
+    if filling not in degrees and world_size % taken == 0:
+        degrees[filling] = world_size // taken
+    if math.prod(degrees.values()) != world_size:
+        product = " x ".join(f"{name}={size}" for name, size in degrees.items()) or "dp"
         raise PlanError(
-            f"the strategy asks for {asked} ranks, which do not make up the {world_size} that were launched. Correct "
+            f"the strategy asks for {product} ranks, which do not make up the {world_size} that were launched. Correct "
             f"hybrid_configs, or launch with -n {taken}."
         )
     order = [name for name in strategy.hybrid_configs.get("order", _ORDER) if name in _NAMES]
     order += [name for name in _ORDER if name not in order]
-    axes = [Axis(name=_NAMES[name], size=said[name]) for name in order if said.get(name, 1) > 1]
+    axes = [Axis(name=_NAMES[name], size=degrees[name]) for name in order if degrees.get(name, 1) > 1]
     return tuple(axes) or (Axis(name=DATA_AXIS, size=1),)
 
 
@@ -63,7 +63,7 @@ def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
 def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
     """Return the degrees a strategy says, by Fleet's short names; -1 and left out are not said."""
     hybrid = strategy.hybrid_configs
-    said = {
+    degrees = {
         "dp": hybrid.get("dp_degree", -1),
         "pp": hybrid.get("pp_degree", -1),
         "sharding": _one_degree(
@@ -85,32 +85,32 @@ def _degrees(strategy: DistributedStrategy) -> dict[str, int]:
             ),
         ),
     }
-    found = {name: size for name, size in said.items() if size > 0}
-    if strategy.tensor_parallel and "mp" not in found:
+    positive = {name: size for name, size in degrees.items() if size > 0}
+    if strategy.tensor_parallel and "mp" not in positive:
         raise PlanError(
             "strategy.tensor_parallel needs to know over how many ranks. Set tensor_parallel_configs = "
             '{"tensor_parallel_degree": 2}, or hybrid_configs = {"mp_degree": 2}.'
         )
-    if strategy.context_parallel and "sep" not in found:
+    if strategy.context_parallel and "sep" not in positive:
         raise PlanError(
             "strategy.context_parallel needs to know over how many ranks. Set context_parallel_configs = "
             '{"degree": 2}, or hybrid_configs = {"sep_degree": 2}.'
         )
-    return found
+    return positive
 
 
-def _one_degree(*said: tuple[str, int]) -> int:
-    degrees = {size for _, size in said if size > 0}
+def _one_degree(*settings: tuple[str, int]) -> int:
+    degrees = {size for _, size in settings if size > 0}
     if len(degrees) > 1:
-        words = " and ".join(f"{name} says {size}" for name, size in said)
+        words = " and ".join(f"{name} says {size}" for name, size in settings)
         raise PlanError(f"{words}: one degree is meant. Make them equal, or remove one.")
     return degrees.pop() if degrees else -1
 
 
-def _filling(strategy: DistributedStrategy, said: dict[str, int]) -> str:
+def _filling(strategy: DistributedStrategy, degrees: dict[str, int]) -> str:
     """Return which kind takes the ranks that nobody asked for."""
-    if strategy.pipeline and "pp" not in said:
+    if strategy.pipeline and "pp" not in degrees:
         return "pp"
-    if strategy.sharding and "sharding" not in said:
+    if strategy.sharding and "sharding" not in degrees:
         return "sharding"
     return "dp"

@@ -145,8 +145,8 @@ def _exceptions(shape: ModelShape, update: Update, push: Push) -> tuple[ParamRul
 
 
 def _reasons(strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis, ...]) -> tuple[Reason, ...]:
-    place = Position(mesh, rank=0)
-    ranks, shares = place.count([axis.name for axis in mesh]), place.count(batch_axes(mesh))
+    position = Position(mesh, rank=0)
+    ranks, shares = position.count([axis.name for axis in mesh]), position.count(batch_axes(mesh))
     effect = f"each rank computes 1/{shares} of every global batch"
     reasons = [Reason(setting=f"world size {ranks}", effect=effect)]
     if strategy.gradient_scale == "sum":

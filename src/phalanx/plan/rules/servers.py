@@ -67,12 +67,12 @@ def server_reasons(strategy: DistributedStrategy, shape: ModelShape, servers: in
     """Return what a reader of the Plan should know about tables and servers."""
     sparse = any(param.table for param in shape.params)
     if not servers:
-        said = "its table is in this process: the job has one worker and no server"
-        return (Reason(setting="SparseEmbedding", effect=said),) if sparse else ()
+        note = "its table is in this process: the job has one worker and no server"
+        return (Reason(setting="SparseEmbedding", effect=note),) if sparse else ()
     push = push_from_strategy(strategy, servers)
     steps = f" ({push.steps} steps)" if push.steps else ""
-    asked = "no a_sync" if strategy.a_sync is None and push.mode == "async" else "a_sync"
-    reasons = [Reason(setting=asked, effect=f"workers push to the servers in mode {push.mode}{steps}")]
+    setting = "no a_sync" if strategy.a_sync is None and push.mode == "async" else "a_sync"
+    reasons = [Reason(setting=setting, effect=f"workers push to the servers in mode {push.mode}{steps}")]
     if dense_on_servers(strategy, servers):
         effect = "dense parameters live on the servers; buffers are each worker's own"
     else:

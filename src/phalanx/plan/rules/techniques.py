@@ -72,22 +72,24 @@ def modules_from_strategy(
     strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis, ...]
 ) -> tuple[ModuleRule, ...]:
     """Return how modules are computed: precision, recomputation, gathering, stages. One rule says all of a module."""
-    said: dict[str, dict[str, Any]] = {}
+    settings_by_module: dict[str, dict[str, Any]] = {}
     if strategy.recompute:
         recompute = strategy.recompute_configs
         for name in recompute.get("checkpoints") or units(shape):
             kind = "selective" if recompute.get("selective", False) else "full"
-            said.setdefault(name, {}).update(recompute=kind, offload=recompute.get("enable_offload", False))
+            settings_by_module.setdefault(name, {}).update(
+                recompute=kind, offload=recompute.get("enable_offload", False)
+            )
     if strategy.sharding:
         for name in strategy.sharding_configs.get("units") or units(shape):
-            said.setdefault(name, {}).update(unit=True)
+            settings_by_module.setdefault(name, {}).update(unit=True)
     stages = _axis_size(mesh, STAGE_AXIS)
     if stages > 1 or strategy.pipeline:
         configs = strategy.pipeline_configs
-        wanted = stages * configs.get("virtual", 1)
-        for name, stage in cut_stages(shape, wanted, tuple(configs.get("cuts", ()))).items():
-            said.setdefault(name, {}).update(stage=stage)
-    rules = tuple(ModuleRule(match=name, **settings) for name, settings in said.items())
+        total = stages * configs.get("virtual", 1)
+        for name, stage in cut_stages(shape, total, tuple(configs.get("cuts", ()))).items():
+            settings_by_module.setdefault(name, {}).update(stage=stage)
+    rules = tuple(ModuleRule(match=name, **settings) for name, settings in settings_by_module.items())
     return (*_precision(strategy), *rules)
 
 

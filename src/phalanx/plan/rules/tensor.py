@@ -72,47 +72,49 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
     is_hybrid = axis in plan.step.batch_axes
     if is_hybrid:
         _check_hybrid(styled, axis)
-        styled = [one for one in styled if one.weight is not None]  # a dropout between layers sees a rank's own rows
+        styled = [
+            layer for layer in styled if layer.weight is not None
+        ]  # a dropout between layers sees a rank's own rows
     modules = tuple(
         ModuleRule(
-            match=one.module,
-            style=one.style,
-            inputs=_layout(axis, None if is_hybrid else one.inputs),
-            outputs=_layout(axis, None if is_hybrid else one.outputs),
+            match=layer.module,
+            style=layer.style,
+            inputs=_layout(axis, None if is_hybrid else layer.inputs),
+            outputs=_layout(axis, None if is_hybrid else layer.outputs),
         )
-        for one in styled
-        if one.style != "column" or not one.others  # such a module computes what it did
+        for layer in styled
+        if layer.style != "column" or not layer.others  # such a module computes what it did
     )
-    params = (rule for one in styled for rule in _param_rules(plan, one, axis))
-    names = ", ".join(f"{one.module or 'the model'} ({one.style})" for one in styled[:4])
+    params = (rule for layer in styled for rule in _param_rules(plan, layer, axis))
+    names = ", ".join(f"{layer.module or 'the model'} ({layer.style})" for layer in styled[:4])
     more = f" and {len(styled) - 4} more" if len(styled) > 4 else ""
     how = "each gathers the rows of all ranks" if is_hybrid else "their ranks read the same rows"
-    said = Reason(
+    reason = Reason(
         setting=f"px.shard over {axis}={plan.axis_size(axis)}", effect=f"{names}{more} are cut over ranks; {how}"
     )
     return plan.model_copy(
         update={
             "params": (*plan.params, *params),
             "modules": (*plan.modules, *modules),
-            "because": (*plan.because, said),
+            "because": (*plan.because, reason),
         }
     )
 
 
 def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
-    found = {a.name: a.size for a in plan.mesh}
-    if axis in found:
-        if size not in (None, found[axis]):
+    axis_sizes = {a.name: a.size for a in plan.mesh}
+    if axis in axis_sizes:
+        if size not in (None, axis_sizes[axis]):
             raise PlanError(
-                f"px.shard asks for {size} ranks along {axis!r}, but the mesh has {axis}={found[axis]}. Leave size "
-                "out, or change the mesh."
+                f"px.shard asks for {size} ranks along {axis!r}, but the mesh has {axis}={axis_sizes[axis]}. Leave "
+                "size out, or change the mesh."
             )
         return plan
-    data = found.get(DATA_AXIS, 1)
+    data = axis_sizes.get(DATA_AXIS, 1)
     if size is None and plan.world_size > 1 and axis != MODEL_AXIS:
-        hint = did_you_mean(axis, {*found, MODEL_AXIS})
+        hint = did_you_mean(axis, {*axis_sizes, MODEL_AXIS})
         raise PlanError(
-            f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(found)}.{hint} An axis of your own needs "
+            f"px.shard asks for axis {axis!r}, and the mesh has {', '.join(axis_sizes)}.{hint} A custom axis needs "
             "size=, the ranks along it."
         )
     size = size or data
@@ -121,34 +123,34 @@ def _with_axis(plan: Plan, axis: str, size: int | None) -> Plan:
     if data % size:
         raise PlanError(
             f"px.shard asks for {size} ranks along {axis!r}, which do not divide the {data} ranks of axis "
-            f"{DATA_AXIS!r}. Launch with a multiple of {size}, or choose another size.{did_you_mean(axis, found)}"
+            f"{DATA_AXIS!r}. Launch with a multiple of {size}, or choose another size.{did_you_mean(axis, axis_sizes)}"
         )
     sizes = [Axis(name=a.name, size=a.size // size if a.name == DATA_AXIS else a.size) for a in plan.mesh]
     return plan.model_copy(update={"mesh": (*sizes, Axis(name=axis, size=size))})
 
 
 def _check_hybrid(styled: Sequence[Styled], axis: str) -> None:
-    for one in styled:
-        if one.style in ("vocab", *ON_TOKENS):
+    for layer in styled:
+        if layer.style in ("vocab", *ON_TOKENS):
             raise PlanError(
-                f"module {one.module!r} has style {one.style!r}, which needs ranks that read the same rows, but rows "
-                f'are split along {axis!r}. Use another axis: px.shard(..., axis="model").'
+                f"module {layer.module!r} has style {layer.style!r}, which needs ranks that read the same samples, but "
+                f'samples are split along {axis!r}. Use another axis: px.shard(..., axis="model").'
             )
 
 
-def _param_rules(plan: Plan, one: Styled, axis: str) -> Iterator[ParamRule]:
-    if one.weight is not None:
-        yield _cut(plan, one.weight, axis, CUT_DIM[one.style])
-    if one.bias is not None and one.style != "row":
-        yield _cut(plan, one.bias, axis, 0)
-    summed = one.others
-    if one.bias is not None and one.style == "row" and one.outputs is not None:
-        summed = (one.bias,)
+def _param_rules(plan: Plan, layer: Styled, axis: str) -> Iterator[ParamRule]:
+    if layer.weight is not None:
+        yield _shard_rule(plan, layer.weight, axis, CUT_DIM[layer.style])
+    if layer.bias is not None and layer.style != "row":
+        yield _shard_rule(plan, layer.bias, axis, 0)
+    summed = layer.others
+    if layer.bias is not None and layer.style == "row" and layer.outputs is not None:
+        summed = (layer.bias,)
     for name in summed:
-        yield _summed(plan, name, axis)
+        yield _summed_rule(plan, name, axis)
 
 
-def _cut(plan: Plan, name: str, axis: str, dim: int) -> ParamRule:
+def _shard_rule(plan: Plan, name: str, axis: str, dim: int) -> ParamRule:
     rule = plan.rule_for(name)
     if not isinstance(rule.place, OnRanks) or isinstance(rule.update, (Push, Average)):
         raise PlanError(
@@ -163,7 +165,7 @@ def _where(rule: ParamRule) -> str:
     return "on servers" if not isinstance(rule.place, OnRanks) else f"with update {rule.update.kind!r}"
 
 
-def _summed(plan: Plan, name: str, axis: str) -> ParamRule:
+def _summed_rule(plan: Plan, name: str, axis: str) -> ParamRule:
     """Return the rule of a whole parameter that each rank uses for a part of the sequence: terms are added."""
     rule = plan.rule_for(name)
     if isinstance(rule.update, Frozen):

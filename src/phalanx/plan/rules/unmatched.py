@@ -32,14 +32,14 @@ def check_rules(plan: Plan, *, params: Mapping[str, str], modules: Collection[st
         _covered("rule of no module", module.match, modules)
 
 
-def _covered(key: str, pattern: str, known: Collection[str]) -> list[str]:
+def _covered(key: str, pattern: str, names: Collection[str]) -> list[str]:
     """Return the names that a pattern matches; raises PlanError if there is none and it is not `*`."""
-    covered = [name for name in known if matches(pattern, name)]
+    covered = [name for name in names if matches(pattern, name)]
     if not covered and pattern != "*":
-        raise PlanError(text(key, rule=pattern, nearest=_nearest(pattern, known)))
+        raise PlanError(text(key, rule=pattern, nearest=_nearest(pattern, names)))
     return covered
 
 
-def _nearest(pattern: str, known: Collection[str]) -> str:
-    named = [name for name in known if name]
+def _nearest(pattern: str, names: Collection[str]) -> str:
+    named = [name for name in names if name]
     return ", ".join(difflib.get_close_matches(pattern, named, n=_MOST_NAMES, cutoff=0.0)) or "-"

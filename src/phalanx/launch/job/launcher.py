@@ -17,35 +17,35 @@ from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch.job import attempt_resources, registry, report
-from phalanx.launch.job.attempt import POLL_S, STOP_GRACE_S, Attempt, Outcome
 from phalanx.launch.job.console import Console
-from phalanx.launch.job.logs import LogFolder, shown
+from phalanx.launch.job.fork_server_handle import ForkServerHandle, ForkServerLostError
+from phalanx.launch.job.local_attempt import POLL_S, STOP_GRACE_S, LocalAttempt, Outcome
+from phalanx.launch.job.logs import LogFolder, relative_path
 from phalanx.launch.job.root_cause import first_failure
-from phalanx.launch.job.server_handle import ForkServerLostError, ServerHandle
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment, wire
-from phalanx.launch.process.link_handle import LinkHandle
 from phalanx.launch.process.linux import StopSignals
+from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request import machine, options_from_rank_table, options_from_scheduler
 from phalanx.launch.request.machine import Machine
 from phalanx.launch.request.options import Options
-from phalanx.launch.request.request import ROLES, Request, check_script, resolve
-from phalanx.launch.request.topology import Layout, Offer, arrange
+from phalanx.launch.request.request import ROLES, LaunchRequest, check_script, resolve
+from phalanx.launch.request.topology import NodeOffer, Topology, build_topology
 from phalanx.versions import require_torch
 
 logger = logging.getLogger("phalanx.launch")
 
 
-class Job:
+class Launcher:
     """One job as this host's launcher sees it."""
 
-    def __init__(self, options: Options, server: ServerHandle, console: Console) -> None:
+    def __init__(self, options: Options, server: ForkServerHandle, console: Console) -> None:
         self._options = options
         self._server = server
         self._console = console
         self._inherited: Mapping[str, str] = dict(os.environ)
         self._job_id = uuid.uuid4().hex[:12]
-        self._link: LinkHandle | None = None
+        self._link: NodeLinkHandle | None = None
         self._restarts = options.max_restarts
 
     def run(self) -> int:
@@ -58,18 +58,18 @@ class Job:
         Raises:
             PhalanxError: If the job cannot be started, or another host is missing or lost.
         """
-        here = Machine.look(self._inherited)
+        host = Machine.detect(self._inherited)
         require_torch()
         check_script(self._options.training_script)
         self._options = options_from_scheduler.fill(self._options, self._inherited)
-        self._options = options_from_rank_table.fill(self._options, self._inherited, here)
-        request = resolve(self._options, here)
+        self._options = options_from_rank_table.fill(self._options, self._inherited, host)
+        request = resolve(self._options, host)
         self._secret = attempt_resources.job_secret(request, self._inherited)
         self._stop_grace_s = Environment(self._inherited).integer("PHALANX_STOP_GRACE_S", minimum=1) or STOP_GRACE_S
-        threads = self._fix_threads(request, here)
+        threads = self._fix_threads(request, host)
         self._console.write(report.banner(self._options.banner_items()))
-        self._say_mode(request, here)
-        if flag := self._options.misplaced:
+        self._log_mode(request, host)
+        if flag := self._options.misplaced_flag:
             logger.warning(
                 "%s stands after the script, so the script gets it. To give it to the launcher: phalanx run %s ... %s",
                 flag,
@@ -81,7 +81,7 @@ class Job:
         self._logs = LogFolder(self._options.log_dir)
         runtime = self._runtime_folder()
         self._gloo_path = str(runtime / f"gloo-{self._job_id}")
-        with registry.Entry(runtime, self._job_id, self._options.training_script, request.mode) as self._entry:
+        with registry.RegistryEntry(runtime, self._job_id, self._options.training_script, request.mode) as self._entry:
             try:
                 return self._run_attempts(request)
             except PhalanxError as error:
@@ -98,37 +98,37 @@ class Job:
             logger.warning(messages.text("not listed", why=error))
             return self._logs.path
 
-    def _fix_threads(self, request: Request, here: Machine) -> str:
+    def _fix_threads(self, request: LaunchRequest, host: Machine) -> str:
         """Give each local process its share of the cores, before the libraries that read it are loaded; say which."""
         chosen = self._inherited.get("OMP_NUM_THREADS")
-        threads = chosen or str(max(1, here.cores // max(1, request.local_processes)))
+        threads = chosen or str(max(1, host.cores // max(1, request.local_processes)))
         self._server.configure({"OMP_NUM_THREADS": threads, "PHALANX_LANG": messages.language()})
-        source = "from your environment" if chosen else f"of {here.cores} cores"
-        said = f"OMP_NUM_THREADS={threads} for each process ({source})"
-        if request.mode == "ps" or request.cards or self._options.nproc_per_node is not None:
-            return said
-        return f"{said}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
+        source = "from your environment" if chosen else f"of {host.cores} cores"
+        setting = f"OMP_NUM_THREADS={threads} for each process ({source})"
+        if request.mode == "ps" or request.gpus or self._options.nproc_per_node is not None:
+            return setting
+        return f"{setting}. No -n given: 1 process, as one process uses every core. -n 2 starts two."
 
-    def _say_mode(self, request: Request, here: Machine) -> None:
-        cards = len(here.usable_cards)
+    def _log_mode(self, request: LaunchRequest, host: Machine) -> None:
+        gpus = len(host.usable_gpus)
         if request.mode == "ps":
-            logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.given), cards)
-            if cards and not request.cards:
-                logger.info("Workers compute on the CPU. --gpus gives them cards; servers never need one.")
+            logger.info("Run parameter-sever mode. pserver arguments:%s, cuda count:%d", list(request.mode_flags), gpus)
+            if gpus and not request.gpus:
+                logger.info("Workers compute on the CPU. --gpus gives them GPUs; servers never need one.")
             return
-        if request.given:
-            logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.given), cards)
+        if request.mode_flags:
+            logger.info("Run collective mode. gpu arguments:%s, cuda count:%d", list(request.mode_flags), gpus)
         else:
-            compiled = "compiled with cuda" if here.has_cuda_build else "not compiled with cuda"
+            compiled = "compiled with cuda" if host.has_cuda_build else "not compiled with cuda"
             logger.warning("Not found distinct arguments and %s. Default use collective mode", compiled)
-        self._console.write(f"launch train in {'GPU' if request.cards else 'CPU'} mode\n")
+        self._console.write(f"launch train in {'GPU' if request.gpus else 'CPU'} mode\n")
         origins = self._options.origins
-        if request.nodes.many and "node_rank" in origins:
+        if request.nodes.is_multi_node and "node_rank" in origins:
             sources = ", ".join(origins[name] for name in ("node_rank", "nnodes") if name in origins)
             logger.info("this is node %d of %d (from %s)", request.nodes.rank, request.nodes.count, sources)
 
-    def _run_attempts(self, request: Request) -> int:
-        if request.nodes.many:
+    def _run_attempts(self, request: LaunchRequest) -> int:
+        if request.nodes.is_multi_node:
             self._link = self._join_link(request)
         attempt = 0
         while True:
@@ -139,7 +139,7 @@ class Job:
                 if not self._restarts or self._link is not None:
                     raise
                 self._console.finish(failed=True)
-                self._say_restart(str(lost), request, attempt)
+                self._log_restart(str(lost), request, attempt)
                 self._server.restart()
             else:
                 # With servers, single processes were started again as long as they might.
@@ -148,10 +148,10 @@ class Job:
                     return self._end(outcome)
                 first = first_failure(outcome.endings)
                 assert first is not None
-                self._say_restart(f"{first.title} {report.how(first)}.", request, attempt)
+                self._log_restart(f"{first.title} {report.how(first)}.", request, attempt)
             self._restarts -= 1
             if request.mode == "collective":  # servers go on from what is there
-                self._logs.set_aside(attempt)
+                self._logs.archive_attempt(attempt)
             attempt += 1
 
     def _end(self, outcome: Outcome) -> int:
@@ -176,8 +176,10 @@ class Job:
         self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.how(first))
         return first.exit_code
 
-    def _say_restart(self, why: str, request: Request, attempt: int) -> None:
-        logs = shown(str(self._logs.path / f"attempt-{attempt}" if request.mode == "collective" else self._logs.path))
+    def _log_restart(self, why: str, request: LaunchRequest, attempt: int) -> None:
+        logs = relative_path(
+            str(self._logs.path / f"attempt-{attempt}" if request.mode == "collective" else self._logs.path)
+        )
         total = self._options.max_restarts
         logger.warning(
             "%s Restarting the whole job, restart %d of %d; logs of the failed attempt are in %s",
@@ -187,35 +189,35 @@ class Job:
             logs,
         )
 
-    def _run_attempt(self, request: Request, attempt: int) -> Outcome:
+    def _run_attempt(self, request: LaunchRequest, attempt: int) -> Outcome:
         restarts = self._restarts if request.mode == "ps" else 0
-        with attempt_resources.Stage(request) as stage:
+        with attempt_resources.AttemptResources(request) as stage:
             starter = self._starter(stage, attempt)
             layout, facts = starter.layout, starter.facts
             with self._logs.tolerating(attempt_resources.ENDPOINTS):
                 attempt_resources.write_endpoints(layout, facts.log_dir)
-            trial = Attempt(
+            trial = LocalAttempt(
                 starter=starter,
                 console=self._console,
                 stops=self._stops,
                 link=self._link,
                 restarts=restarts,
                 stop_grace_s=self._stop_grace_s,
-                watch_room=self._logs.watch_room,
-                on_started=lambda pids: self._entry.write(_listing(layout, facts, pids)),
+                check_disk_space=self._logs.check_disk_space,
+                on_started=lambda pids: self._entry.write(_process_rows(layout, facts, pids)),
             )
             try:
                 trial.start(stage.store)
-                stage.hand_over(keep_endpoints=restarts > 0)
+                stage.release_sockets(keep_endpoints=restarts > 0)
                 if attempt == 0:
-                    self._say_layout(layout, facts)
+                    self._log_topology(layout, facts)
                 return trial.wait()
             finally:
                 self._restarts -= restarts - trial.restarts
 
-    def _starter(self, stage: attempt_resources.Stage, attempt: int) -> Starter:
+    def _starter(self, stage: attempt_resources.AttemptResources, attempt: int) -> Starter:
         log_dir = str(self._logs.path)
-        layout = self._arrange(stage, attempt, log_dir)
+        layout = self._build_topology(stage, attempt, log_dir)
         facts = attempt_resources.facts(
             stage.request,
             self._options,
@@ -236,11 +238,11 @@ class Job:
             endpoints=stage.sockets(layout),
         )
 
-    def _arrange(self, stage: attempt_resources.Stage, attempt: int, log_dir: str) -> Layout:
+    def _build_topology(self, stage: attempt_resources.AttemptResources, attempt: int, log_dir: str) -> Topology:
         request = stage.request
         offer = stage.offer(self._job_id, self._options, self._secret)
         offers = [offer] if self._link is None else self._exchange(self._link, attempt, offer)
-        return arrange(
+        return build_topology(
             offers,
             request.nodes.rank,
             request.endpoints,
@@ -249,7 +251,7 @@ class Job:
             per_rank_dir=self._options.per_rank_dir,
         )
 
-    def _exchange(self, link: LinkHandle, attempt: int, offer: Offer) -> list[Offer]:
+    def _exchange(self, link: NodeLinkHandle, attempt: int, offer: NodeOffer) -> list[NodeOffer]:
         """Meet the other hosts; returns what each brings."""
         link.offer(attempt, offer)
         while (offers := link.offers(attempt)) is None:
@@ -262,7 +264,7 @@ class Job:
                 link.take()
         return offers
 
-    def _join_link(self, request: Request) -> LinkHandle:
+    def _join_link(self, request: LaunchRequest) -> NodeLinkHandle:
         """Start the process that talks to the other hosts."""
         ours, theirs = wire.pair()
         nodes, port = request.nodes, request.meeting_port
@@ -292,21 +294,21 @@ class Job:
             if meeting is not None:
                 meeting.close()
         logger.info("meeting %d hosts at %s:%d", nodes.count, nodes.hosts[0], port)
-        return LinkHandle(ours)
+        return NodeLinkHandle(ours)
 
-    def _say_layout(self, layout: Layout, facts: environment.JobFacts) -> None:
+    def _log_topology(self, layout: Topology, facts: environment.JobFacts) -> None:
         for role in ROLES:
-            here = attempt_resources.locals_of(layout, role)
-            if not here:
+            processes = attempt_resources.local_processes(layout, role)
+            if not processes:
                 continue
             start = "Local start" if facts.mode == "collective" else f"Local {role} start"
             logger.info(
                 "%s %d processes. First process distributed environment info (Only For Debug):",
                 start,
-                len(here),
+                len(processes),
             )
-            variables = environment.build(here[0], layout, facts, self._inherited)
-            self._console.write(report.environment_table(environment.shown(here[0], facts.mode, variables)))
+            variables = environment.build(processes[0], layout, facts, self._inherited)
+            self._console.write(report.environment_table(environment.table_rows(processes[0], facts.mode, variables)))
         logger.info(attempt_resources.log_hint(layout, facts.mode, facts.log_dir))
 
 
@@ -318,7 +320,7 @@ class InterruptedJobError(Exception):
         self.number = number
 
 
-def _listing(layout: Layout, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
+def _process_rows(layout: Topology, facts: environment.JobFacts, pids: dict[str, int]) -> list[dict[str, Any]]:
     """What the registry tells about each process."""
     return [
         {

@@ -19,7 +19,7 @@ class ForkServerLostError(PeerLostError):
     """The fork server died, and every process of the job on this host with it."""
 
 
-class ServerHandle:
+class ForkServerHandle:
     """A running fork server; one per process, which must have no other children.
 
     Closing it, or the death of this process, ends the server and everything it started.

@@ -18,11 +18,11 @@ from phalanx.errors import InternalError
 from phalanx.launch.job import logs
 from phalanx.launch.job.console import Console
 from phalanx.launch.job.report import how
-from phalanx.launch.job.root_cause import Ending, is_consequence
+from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
-from phalanx.launch.process.link_handle import LinkHandle
 from phalanx.launch.process.linux import StopSignals
+from phalanx.launch.process.node_link_handle import NodeLinkHandle
 from phalanx.launch.request.topology import Process
 
 logger = logging.getLogger("phalanx.launch")
@@ -40,7 +40,7 @@ STOP_GRACE_S = 30
 """The same when the user or a scheduler ends the job, unless PHALANX_STOP_GRACE_S says otherwise: time to save. As long
 as Kubernetes and Slurm wait."""
 
-SAY_AFTER_S = 2.0
+WARN_AFTER_S = 2.0
 """How long processes may take to end before that is mentioned."""
 
 NODE_SETTLE_S = 1.0
@@ -49,7 +49,7 @@ NODE_SETTLE_S = 1.0
 LINGER_S = 20
 """How long workers may go on after another ended well before that is mentioned."""
 
-ROOM_S = 1.0
+DISK_CHECK_S = 1.0
 """How often to look whether there is room for logs."""
 
 LAST_LINES = 20
@@ -61,27 +61,27 @@ _OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 class Outcome:
     """How an attempt ended: a success, a failure, or a stop from outside."""
 
-    endings: list[Ending]
+    endings: list[ProcessExit]
     failed: bool = False
     stopped_by: int = 0
     """The signal that ended the launcher's job, or 0."""
 
 
 @dataclass(kw_only=True)
-class Attempt:
+class LocalAttempt:
     """Processes of one attempt on this host."""
 
     starter: Starter
     console: Console
     stops: StopSignals
-    link: LinkHandle | None
+    link: NodeLinkHandle | None
     restarts: int
     """How many processes may be started again, each alone; 0 where the whole job is started again instead."""
 
     stop_grace_s: float
     """Between asking processes to end that need not hurry, and killing them."""
 
-    watch_room: Callable[[], None]
+    check_disk_space: Callable[[], None]
     """Called every few seconds, to look whether there is room for logs."""
 
     on_started: Callable[[dict[str, int]], None]
@@ -90,13 +90,13 @@ class Attempt:
     _alive: dict[str, Process] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
     _starts: dict[str, int] = field(default_factory=dict)
-    _endings: list[Ending] = field(default_factory=list)
+    _exits: list[ProcessExit] = field(default_factory=list)
     _stopping: bool = False
     _failed_at: float | None = None
-    _elsewhere: list[Ending] = field(default_factory=list)
-    _told: bool = False
-    _noted: bool = False
-    _room_at: float = 0.0
+    _remote_exits: list[ProcessExit] = field(default_factory=list)
+    _is_reported: bool = False
+    _is_warned: bool = False
+    _next_disk_check: float = 0.0
 
     def __post_init__(self) -> None:
         self.server, self.layout, self.facts = self.starter.server, self.starter.layout, self.starter.facts
@@ -133,42 +133,42 @@ class Attempt:
         Raises:
             LaunchError: If torch cannot be imported.
         """
-        while not self._over():
-            self._turn(POLL_S)
+        while not self._is_over():
+            self._poll(POLL_S)
         stopped_by = self.stops.take()
         failed = self._failed_at is not None
         if not failed and not stopped_by:
             self._finish_servers()
             failed = self._failed_at is not None
         # Where another host's launcher was stopped, the ranks here save with its.
-        is_stop = stopped_by or any(e.role == "launcher" for e in self._elsewhere)
+        is_stop = stopped_by or any(e.role == "launcher" for e in self._remote_exits)
         # A closed terminal (SIGHUP) is no reason to lose what scripts save at a SIGTERM.
         self._end_all(signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM, may_save=bool(is_stop))
         if failed:
-            self._tell([e for e in self._endings if e.failed or e.code == 0])
-            self._hear_others()
+            self._report_failure([e for e in self._exits if e.failed or e.code == 0])
+            self._collect_remote_failures()
         elif stopped_by:
-            self._tell([self._own_ending(stopped_by)])
+            self._report_failure([self._own_exit(stopped_by)])
         self.console.finish(failed=failed)
-        return Outcome(endings=self._endings + self._elsewhere, failed=failed, stopped_by=stopped_by)
+        return Outcome(endings=self._exits + self._remote_exits, failed=failed, stopped_by=stopped_by)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         if self.stops.pending:
             return True
         if self._failed_at is not None:
-            causes = [e for e in self._endings if e.failed and not is_consequence(e)]
-            settle = 0.0 if causes or self._elsewhere else SETTLE_S
+            causes = [e for e in self._exits if e.failed and not is_consequence(e)]
+            settle = 0.0 if causes or self._remote_exits else SETTLE_S
             return time.monotonic() >= self._failed_at + settle
         if any(p.role == "worker" for p in self._alive.values()):
             return False
         if self.link is None:
             return True
-        if not self._told:
-            self._told = True
-            self.link.done(self.facts.attempt)
+        if not self._is_reported:
+            self._is_reported = True
+            self.link.report_done(self.facts.attempt)
         return self.link.all_done
 
-    def _turn(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float) -> None:
         """Take what has happened, waiting for it at most `timeout_s`."""
         with selectors.DefaultSelector() as ready:
             ready.register(self.server.socket, selectors.EVENT_READ, self._server_event)
@@ -179,18 +179,18 @@ class Attempt:
                 key.data()
         self.console.poll()
         self._note_lingering()
-        if time.monotonic() > self._room_at:
-            self._room_at = time.monotonic() + ROOM_S
-            self.watch_room()
+        if time.monotonic() > self._next_disk_check:
+            self._next_disk_check = time.monotonic() + DISK_CHECK_S
+            self.check_disk_space()
 
     def _note_lingering(self) -> None:
         """Say once that some workers ended well long ago while others go on: often they wait for one another."""
-        if self._noted or self._stopping or self._failed_at is not None:
+        if self._is_warned or self._stopping or self._failed_at is not None:
             return
-        ended = [e for e in self._endings if e.role == "worker" and time.time() - e.time > LINGER_S]
+        ended = [e for e in self._exits if e.role == "worker" and time.time() - e.time > LINGER_S]
         alive = [p.title for p in self._alive.values() if p.role == "worker"]
         if ended and alive:
-            self._noted = True
+            self._is_warned = True
             names = ", ".join(e.title for e in ended)
             logger.warning(
                 "%s ended with exit code 0 over %d s ago, while %s still run(s)", names, LINGER_S, ", ".join(alive)
@@ -203,24 +203,24 @@ class Attempt:
             if len(self._pids.keys() & {p.id for p in self.layout.local}) == len(self.layout.local):
                 self.on_started(self._pids)
         if "exited" in event:
-            self._exited(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
+            self._on_exit(event["exited"], os.waitstatus_to_exitcode(event["status"]), event["time"])
 
-    def _exited(self, name: str, code: int, at: float) -> None:
+    def _on_exit(self, name: str, code: int, at: float) -> None:
         if name == self.starter.store_id and not self._stopping:
             raise InternalError(f"The job's store ended by itself; see {self.facts.log_dir}/launcher.store.")
         process = self._alive.pop(name, None)
         if process is None:
             return
-        ending = self._ending(process, code, at)
+        ending = self._process_exit(process, code, at)
         is_news = ending.failed and self._failed_at is None and not self._stopping
         if is_news and self.restarts:
-            self._start_again(process, ending)
+            self._restart_process(process, ending)
             return
-        self._endings.append(ending)
+        self._exits.append(ending)
         if is_news:
             self._failed_at = time.monotonic()
 
-    def _start_again(self, process: Process, ending: Ending) -> None:
+    def _restart_process(self, process: Process, ending: ProcessExit) -> None:
         self.restarts -= 1
         logger.warning(
             "%s %s. Starting it again, the others go on; restarts left: %d", ending.title, how(ending), self.restarts
@@ -228,9 +228,9 @@ class Attempt:
         _make_log(process)
         self._start(process)
 
-    def _ending(self, process: Process, code: int, at: float) -> Ending:
+    def _process_exit(self, process: Process, code: int, at: float) -> ProcessExit:
         record = _read_record(environment.error_file(process, self.facts.log_dir))
-        return Ending(
+        return ProcessExit(
             title=process.title,
             role=process.role,
             rank=process.rank,
@@ -250,9 +250,9 @@ class Attempt:
     def _link_event(self) -> None:
         assert self.link is not None
         self.link.take()
-        failures = [Ending.from_json(e) for e in self.link.failures(self.facts.attempt)]
+        failures = [ProcessExit.from_json(e) for e in self.link.failures(self.facts.attempt)]
         if failures:
-            self._elsewhere = failures
+            self._remote_exits = failures
             if self._failed_at is None:
                 self._failed_at = time.monotonic()
 
@@ -269,11 +269,11 @@ class Attempt:
         self._stopping = True
         self.server.signal([*self._alive], number)
         grace_s = self.stop_grace_s if may_save else FAILURE_GRACE_S
-        started, said = time.monotonic(), not may_save
+        started, is_reported = time.monotonic(), not may_save
         while self._alive and time.monotonic() < started + grace_s and not self.stops.pending:
-            self._turn(POLL_S)
-            if self._alive and not said and time.monotonic() > started + SAY_AFTER_S:
-                said = True
+            self._poll(POLL_S)
+            if self._alive and not is_reported and time.monotonic() > started + WARN_AFTER_S:
+                is_reported = True
                 logger.info("waiting up to %g s for %s to end; a second signal kills", grace_s, self._alive_titles())
         if self._alive and may_save:
             logger.warning(
@@ -283,26 +283,26 @@ class Attempt:
             )
         self.server.signal([*self._alive, self.starter.store_id], signal.SIGKILL)
         while self._alive:
-            self._turn(POLL_S)
+            self._poll(POLL_S)
 
     def _alive_titles(self) -> str:
         return ", ".join(process.title for process in self._alive.values())
 
-    def _tell(self, endings: list[Ending]) -> None:
+    def _report_failure(self, endings: list[ProcessExit]) -> None:
         """Tell the other hosts that the attempt is over here, and why."""
         if self.link is not None:
-            self.link.fail(self.facts.attempt, [ending.to_json() for ending in endings])
+            self.link.report_failure(self.facts.attempt, [ending.to_json() for ending in endings])
 
-    def _hear_others(self) -> None:
+    def _collect_remote_failures(self) -> None:
         """Give the other hosts time to say what failed there."""
         deadline = time.monotonic() + NODE_SETTLE_S
         while self.link is not None and time.monotonic() < deadline:
-            self._turn(POLL_S)
+            self._poll(POLL_S)
 
-    def _own_ending(self, number: int) -> Ending:
+    def _own_exit(self, number: int) -> ProcessExit:
         """What to tell the other hosts when someone stops this launcher."""
         node = self.layout.node_rank
-        return Ending(
+        return ProcessExit(
             title=f"the launcher of node {node}",
             role="launcher",
             rank=node,

@@ -13,27 +13,27 @@ from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError, PeerLostError
 from phalanx.launch.process import wire
 from phalanx.launch.process.node_link import BYE_S, POLL_S
-from phalanx.launch.request.topology import Offer
+from phalanx.launch.request.topology import NodeOffer
 
 logger = logging.getLogger("phalanx.launch")
 
 
-class LinkHandle:
+class NodeLinkHandle:
     """News from the other hosts, and ours to them."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self.all_done = False
-        self._offers: dict[int, list[Offer]] = {}
+        self._offers: dict[int, list[NodeOffer]] = {}
         self._failures: dict[int, list[dict[str, Any]]] = {}
         self._left = False
 
-    def offer(self, attempt: int, offer: Offer) -> None:
+    def offer(self, attempt: int, offer: NodeOffer) -> None:
         """Tell the others what this host brings into an attempt."""
         self.all_done = False
         self._send({"offer": offer.to_json(), "attempt": attempt})
 
-    def offers(self, attempt: int) -> list[Offer] | None:
+    def offers(self, attempt: int) -> list[NodeOffer] | None:
         """Return what every host brings, by node rank, or None while some are missing."""
         return self._offers.get(attempt)
 
@@ -41,11 +41,11 @@ class LinkHandle:
         """Return the endings other hosts reported for an attempt that failed there."""
         return self._failures.get(attempt, [])
 
-    def fail(self, attempt: int, endings: list[dict[str, Any]]) -> None:
+    def report_failure(self, attempt: int, endings: list[dict[str, Any]]) -> None:
         """Tell the others that this attempt failed here."""
         self._send({"failed": endings, "attempt": attempt})
 
-    def done(self, attempt: int) -> None:
+    def report_done(self, attempt: int) -> None:
         """Tell the others that every worker here ended well."""
         self._send({"done": attempt})
 
@@ -73,7 +73,7 @@ class LinkHandle:
             logger.info(messages.text("waiting"))
             logger.info(messages.text("waiting because", names=message["waiting"], why=message["why"]))
         elif "offers" in message:
-            self._offers[message["attempt"]] = [Offer(**offer) for offer in message["offers"]]
+            self._offers[message["attempt"]] = [NodeOffer(**offer) for offer in message["offers"]]
         elif "failures" in message:
             self._failures[message["attempt"]] = message["failures"]
         elif "all_done" in message:
