@@ -308,7 +308,7 @@ def save_persistables(directory: str | Path, *, mode: str = "full") -> None:
 
     Raises:
         RoleError: On a server.
-        ConfigError: If a job without servers holds a model in parts, or workers train apart.
+        ConfigError: If a job without servers shards a model, or workers take local steps.
     """
     _need_worker("save_persistables")
     from phalanx.parallel import tables
@@ -337,7 +337,7 @@ def load(directory: str | Path, var_names: Sequence[str] | None = None) -> None:
 
     Raises:
         RoleError: On a server.
-        DataError: If the folder holds no whole snapshot.
+        DataError: If the folder holds no complete snapshot.
     """
     _need_worker("load")
     from phalanx.parallel import tables

@@ -339,7 +339,7 @@ def test_the_applied_plan_is_shown_as_a_table():
     table, same = run_ranks(explained, 2)
     assert "Memory of rank 0 between steps" in table
     assert table == same.replace("Memory of rank 1", "Memory of rank 0")
-    for line in ("Plan over data=2", "2 gradients travel in 1 all-reduces per step", "nothing (frozen)"):
+    for line in ("Plan over data=2", "2 gradients in 1 all-reduces per step", "nothing (frozen)"):
         assert line in table
 
 

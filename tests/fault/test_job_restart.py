@@ -17,7 +17,7 @@ from phalanx.jobs.connect import open_jobs
 from phalanx.jobs.control.controller import ensure_controller
 from phalanx.jobs.models import Actor
 from phalanx.jobs.service.service import JobService
-from phalanx.jobs.sources.file_lock import try_lock
+from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import Cause, JobState
 from phalanx.jobs.store import JobDatabase
@@ -57,7 +57,7 @@ def controllers(home: Path) -> list[int]:
 
 
 def _is_free(lock: Path) -> bool:
-    with try_lock(lock) as taken:
+    with liveness_lock(lock) as taken:
         return taken is not None
 
 

@@ -87,7 +87,8 @@ def test_a_killed_server_comes_back_under_its_address_while_workers_go_on(folder
     assert len(served) == 3
     assert len(set(served)) == 1
     assert re.search(
-        r"WARNING .*server 0 ended by signal 9 \(SIGKILL\).*Starting it again, the others go on; restarts left: 3",
+        r"WARNING .*server 0 ended by signal 9 \(SIGKILL\).*"
+        r"Starting it again, the others keep running; restarts left: 3",
         done.out,
     )
     first, again = (environment(folder, f"PSERVER.0.{attempt}") for attempt in (0, 1))

@@ -21,7 +21,7 @@ from phalanx.auto.planner.picture import COLOURS, picture_of_plan
 from phalanx.auto.planner.result import Planned
 from phalanx.auto.planner.strategies import Listing, ways_of
 from phalanx.auto.solver.problem import Choices
-from phalanx.auto.units import percent, read_size, size_in_words
+from phalanx.auto.units import percent, read_size
 from phalanx.cluster.spec.cluster import read_cluster
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.model_shape import shape_of
@@ -29,6 +29,7 @@ from phalanx.parallel.tensor.styles import check_styles
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.rules.tensor import Styled, with_cut_layers
+from phalanx.units import format_bytes
 from tensor_models import Transformer
 
 
@@ -364,8 +365,8 @@ def test_memory_may_be_said_in_words():
 
 def test_percentages_and_sizes_are_said_with_their_digits():
     assert [percent(gap) for gap in (0.0, 0.123, 9.96, 12.3, 99.7, 200.0)] == ["0", "0.12", "10", "12", "100", "200"]
-    assert size_in_words(1.0641 * 2**30, up=True) == "1.065 GiB"
-    assert size_in_words(1.0641 * 2**30) == "1.064 GiB"
+    assert format_bytes(1.0641 * 2**30, up=True) == "1.065 GiB"
+    assert format_bytes(1.0641 * 2**30) == "1.064 GiB"
 
 
 @pytest.mark.parametrize("limits", [("pp=1", "micro=4"), ("micro>=3",), ("micro=4", "zero=1", "pp=1")])

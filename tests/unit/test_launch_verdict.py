@@ -79,7 +79,7 @@ def test_the_report_speaks_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_early_end_is_told() -> None:
-    assert report.how(ending(1, 0, 1.0)) == "ended early with exit code 0, while others still waited for it"
+    assert report.describe_exit(ending(1, 0, 1.0)) == "ended early with exit code 0, while others still waited for it"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from phalanx.errors import PlanError
 from phalanx.plan import ModelShape, ParamShape, Plan, explain, load_plan, plan_from_strategy, save_plan
-from phalanx.plan.rules.rules import ACTING
 from phalanx.plan.value import (
     AllReduce,
     Average,
@@ -33,7 +32,6 @@ from phalanx.plan.value import (
     matches,
 )
 from phalanx.strategy import DistributedStrategy
-from phalanx.strategy.conflicts import TECHNIQUES
 
 
 def shape(*params, dtype="float32"):
@@ -253,12 +251,6 @@ def test_a_plan_with_servers_survives_a_file(tmp_path):
     plan = plan_from_strategy(DistributedStrategy(a_sync=False), WIDE, 2, 1)
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
-
-
-def test_a_technique_that_nothing_would_carry_out_is_refused():
-    for technique in sorted(set(TECHNIQUES) - ACTING):
-        with pytest.raises(PlanError, match=rf"strategy\.{technique} is not available in this version; turn it off"):
-            plan_from_strategy(DistributedStrategy(**{technique: True}), SMALL, 2)
 
 
 @pytest.mark.parametrize(

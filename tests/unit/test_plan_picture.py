@@ -24,7 +24,7 @@ def test_what_a_run_leaves_is_read_back_and_drawn(tmp_path):
     drawn = picture(explain(plan, shape))
     words = "".join(ET.fromstring(drawn).itertext())
     assert "Plan over" in words
-    assert "whole on every rank" in words
+    assert "replicated" in words
     assert "a rank holds 0.502 MiB" in words
 
 

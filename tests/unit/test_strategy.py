@@ -14,9 +14,10 @@ from phalanx.errors import StrategyError, StrategyTypeError
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Push
 from phalanx.strategy import DistributedStrategy, check_strategy, conflicts
-from phalanx.strategy.conflicts import TECHNIQUES, verdict
+from phalanx.strategy.conflicts import verdict
 from phalanx.strategy.menu import NOT_YET, RENAMED, WITHOUT_EFFECT
 from phalanx.strategy.page import fill_page
+from phalanx.strategy.techniques import TECHNIQUES
 
 
 def test_every_default_is_valid_and_copies_compare_equal():

@@ -126,7 +126,7 @@ def test_rows_are_gathered_where_ranks_read_rows_of_their_own():
     plan = plan_of(px.shard(mlp(), {"*": "column", "5": "row"}))
     assert [(axis.name, axis.size) for axis in plan.mesh] == [("data", 4)]
     assert flows(plan) == {"0": (None, None), "2": (None, None), "5": (None, None)}
-    assert "each gathers the rows of all ranks" in plan.because[-1].effect
+    assert "each gathers the samples of all ranks" in plan.because[-1].effect
 
 
 def test_a_strategy_with_a_model_axis_gives_the_axis():
@@ -193,7 +193,7 @@ def test_a_pattern_that_cannot_act_is_an_error(styles, message):
         ({"axis": "model", "size": 3}, {}, "asks for 3 ranks along 'model', which do not divide the 4 ranks"),
         ({"axis": "modle"}, {}, "asks for axis 'modle', and the mesh has data. Did you mean 'model'"),
         ({"axis": "data", "size": 2}, {}, "asks for 2 ranks along 'data', but the mesh has data=4"),
-        ({}, {}, "module 'tokens' has style 'vocab', which needs ranks that read the same rows"),
+        ({}, {}, "module 'tokens' has style 'vocab', which needs ranks that read the same samples"),
         (
             {"axis": "model"},
             {"localsgd": True},

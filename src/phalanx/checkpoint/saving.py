@@ -28,9 +28,9 @@ from phalanx.checkpoint.tensors.file import write_tensors
 from phalanx.checkpoint.tensors.names import inner
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
 from phalanx.errors import ConfigError, PeerLostError
+from phalanx.files import sync_directory
 from phalanx.parallel.checks.consistency import make_consistent
 from phalanx.parallel.optim.ema import EMA, kept_average
-from phalanx.ps.snapshot.durable import sync_directory
 
 logger = logging.getLogger("phalanx.checkpoint")
 

@@ -14,7 +14,8 @@ from phalanx.cluster.messages import messages
 from phalanx.jobs.attempt.usage import Usage
 from phalanx.jobs.models import Attempt, Event, Failure, Job
 from phalanx.jobs.states import JobState
-from phalanx.ui.formatting import gib, needs, span
+from phalanx.ui.formatting import needs, span
+from phalanx.units import format_gib
 
 _COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.STOPPED: "yellow"}
 
@@ -139,9 +140,9 @@ def _usage(usage: Sequence[Usage]) -> None:
             node.node,
             moment(datetime.fromtimestamp(last.time, UTC)),
             f"{last.cpu:.1f}",
-            gib(last.memory),
-            gib(last.peak),
-            "" if last.gpu is None else f"{last.gpu:.1f}, {gib(last.gpu_memory or 0)}",
+            format_gib(last.memory),
+            format_gib(last.peak),
+            "" if last.gpu is None else f"{last.gpu:.1f}, {format_gib(last.gpu_memory or 0)}",
         ]
         for node in usage
         for last in node.samples

@@ -1,7 +1,8 @@
 """Wait for the other ranks over a key-value store, saying who is missing, until all are there or all give up.
 
 Every rank posts an `Announcement` under its number. The first rank that sees all of them, or whose patience ends,
-writes the verdict; the write is atomic and everyone obeys what was written first, so all ranks go on or all fail alike.
+writes the verdict; the write is atomic and all ranks obey what was
+written first: all continue, or all fail alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SLICE_S = 0.5
 GO = "go"
 
 
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """The little a key-value store must do; values are text."""
 
     def set_once(self, key: str, value: str) -> str:
@@ -82,7 +83,7 @@ class Expected:
 
 
 def meet(
-    store: Store,
+    store: RendezvousStore,
     me: Announcement,
     expected: Sequence[Expected],
     *,
@@ -114,7 +115,7 @@ def meet(
     keys = {e.rank: f"here/{e.rank}" for e in expected}
     if (holder := store.set_once(keys[me.rank], me.to_json())) != me.to_json():
         message = _twice(Announcement.from_json(holder), me)
-        # After a "go" the others have left; only the one that came too much can be told.
+        # After a "go" the others have left; only the extra process can be told.
         raise ConfigError(message) if _is_go(store) else _fail(store, "config", message)
     if not _wait(store, list(keys.values()), expected, timeout_s, clock, say, probe):
         missing = [e for e in expected if not store.has([keys[e.rank]])]
@@ -128,7 +129,7 @@ def meet(
 
 
 def _wait(
-    store: Store,
+    store: RendezvousStore,
     keys: Sequence[str],
     expected: Iterable[Expected],
     timeout_s: float,
@@ -159,17 +160,17 @@ def _raise(error: Exception) -> bool:
     raise error
 
 
-def _fail(store: Store, kind: str, message: str) -> Exception:
+def _fail(store: RendezvousStore, kind: str, message: str) -> Exception:
     return _obey(store.set_once("verdict", json.dumps({"kind": kind, "message": message})))
 
 
-def _is_go(store: Store) -> bool:
+def _is_go(store: RendezvousStore) -> bool:
     return store.has(["verdict"]) and store.get("verdict") == GO
 
 
 def _obey(verdict: str) -> Exception:
     if verdict == GO:
-        return PeerLostError("This rank came after the others had started without it; the job must be started anew.")
+        return PeerLostError("This rank came after the others had started without it; start the job again.")
     failure = json.loads(verdict)
     return (ConfigError if failure["kind"] == "config" else PeerLostError)(failure["message"])
 

@@ -83,7 +83,7 @@ def measure(counts: Sequence[int], *, quick: bool, tell: Callable[[int, float, s
     Args:
         counts: Numbers of ranks.
         quick: Few points and few samples.
-        tell: Called as it goes on, with the place in `counts`, the share done and the part that is measured.
+        tell: Called during the measurement, with the index in `counts`, the share done and the part that is measured.
 
     Raises:
         BackendError: If ranks cannot be started or fail; with the last lines they said.

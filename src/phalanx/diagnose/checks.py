@@ -9,6 +9,7 @@ from typing import Literal
 from phalanx.cluster import network
 from phalanx.cluster.env.settings import TABLE
 from phalanx.errors import ConfigError
+from phalanx.units import format_bytes
 from phalanx.versions import require_torch
 
 State = Literal["ok", "warning", "failed"]
@@ -88,7 +89,7 @@ def shared_memory(total: int | None, free: int) -> Check:
     if total is None:
         advice = "Mount a tmpfs at /dev/shm: loader workers pass batches through it."
         return Check(name="/dev/shm", state="failed", observed="absent", advice=advice)
-    observed = f"{_size(free)} free of {_size(total)}"
+    observed = f"{format_bytes(free)} free of {format_bytes(total)}"
     if free < SHM_WANTED:
         state: State = "failed" if free < SHM_NEEDED else "warning"
         advice = (
@@ -148,7 +149,3 @@ def dead_flags(env: Mapping[str, str]) -> Check:
         return Check(name="old FLAGS", state="ok", observed="none set")
     advice = " ".join(f"{s.name}: {s.meaning_en}." for s in variables)
     return Check(name="old FLAGS", state="warning", observed=", ".join(s.name for s in variables), advice=advice)
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count >> 20} MiB"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from phalanx.units import parse_bytes
+
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _MOST_BYTES, _MOST_SECONDS = 2**60, 10.0 * 366 * 86400
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -15,8 +17,7 @@ def to_bytes(text: str | int) -> int:
     Raises:
         ValueError: If it is no positive amount.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?|Ki)?[Bb]?", str(text).strip())
-    count = 0.0 if match is None else float(match[1]) * _BYTES[match[2] or ""]
+    count = parse_bytes(str(text)) or 0.0
     if not 0 < count <= _MOST_BYTES:
         raise ValueError(f"{text!r} is no amount of memory; write it as 8Gi, 500Mi or 2G")
     return int(count)

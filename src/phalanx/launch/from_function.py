@@ -26,7 +26,7 @@ from phalanx.errors import LaunchError, PeerLostError
 from phalanx.launch.process.environment import JobFacts, build
 from phalanx.launch.process.linux import die_with_parent
 from phalanx.launch.request import machine
-from phalanx.launch.request.topology import Layout, Offer, arrange
+from phalanx.launch.request.topology import NodeOffer, Topology, build_topology
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def _store() -> Any:
 
 
 def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folder: str) -> Mapping[str, str | None]:
-    offer = Offer(
+    offer = NodeOffer(
         node_rank=0,
         address=_ADDRESS,
         hostname=socket.gethostname(),
@@ -130,7 +130,7 @@ def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folde
         job_id=os.path.basename(folder),
         store_port=port,
     )
-    layout: Layout = arrange([offer], 0, {}, folder)
+    topology: Topology = build_topology([offer], 0, {}, folder)
     facts = JobFacts(
         mode="collective",
         log_dir=folder,
@@ -141,7 +141,7 @@ def _environment(rank: int, endpoints: Sequence[socket.socket], port: int, folde
         interface="lo",
         is_multi_host=False,
     )
-    return build(layout.local[rank], layout, facts, os.environ)
+    return build(topology.local[rank], topology, facts, os.environ)
 
 
 def _start(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, variables: Mapping[str, str | None]) -> _Rank:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from phalanx.comm.context import Context
 from phalanx.comm.transfers import check_not_alone
 from phalanx.data.stream.stream import digest
 from phalanx.errors import ConfigError
+from phalanx.files import file_lock
 from phalanx.parallel.apply import applied_to, distributed_models
 from phalanx.parallel.model_shape import is_handle, is_module_held
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
@@ -199,16 +198,8 @@ def _alone_in(directory: Path) -> Iterator[None]:
             f"save: the folder {str(directory)!r} cannot be made: {error.strerror}. Name one that this worker "
             "and all servers can write to."
         ) from None
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("save: waiting until another worker has saved to %s", directory)
-            fcntl.flock(folder, fcntl.LOCK_EX)
+    with file_lock(directory, lambda: logger.info("save: waiting until another worker has saved to %s", directory)):
         yield
-    finally:
-        os.close(folder)
 
 
 def _is_saved(directory: Path, mode: str, counts: dict[str, list[int]], since: float) -> bool:

@@ -1,4 +1,4 @@
-"""Which gradients travel together: cut parameters into buckets of about equal bytes."""
+"""Gradient buckets: parameters grouped into about equal bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DDP's)."""
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients that travel in one all-reduce."""
+    """Gradients that are reduced in one all-reduce."""
 
     params: tuple[ParamShape, ...]
     axes: tuple[str, ...]
@@ -66,7 +66,7 @@ def cut_buckets(params: Sequence[ParamShape], bucket_bytes: int) -> list[list[in
 
 
 def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
-    """Return the buckets in which a Plan's all-reduced gradients travel, in the order in which they are issued.
+    """Return the buckets of a Plan's all-reduced gradients, in the order in which they are issued.
 
     Parameters with different all-reduce settings, or reduced along different axes, never share a bucket.
     """
@@ -84,7 +84,7 @@ def all_reduce_buckets(plan: Plan, shape: ModelShape) -> list[GradientBucket]:
 
 
 def _all_reduce_of(update: Update) -> AllReduce | None:
-    """Return how gradients are averaged; ranks that train apart later average them at first."""
+    """Return how gradients are averaged; ranks that take local steps later average them at first."""
     if isinstance(update, Average) and update.begin_step > 1:
         return AllReduce(reduce=update.reduce)
     return update if isinstance(update, AllReduce) else None

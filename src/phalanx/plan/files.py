@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.errors import PlanError
+from phalanx.files import write_atomically
 from phalanx.plan import value as values
 from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import Plan, Value
@@ -29,7 +30,11 @@ _FIELDS = {
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a Plan as indented JSON; defaults are left out, so the file says only what was decided."""
-    Path(path).write_text(json.dumps({"version": plan.version, **non_defaults(plan)}, indent=2) + "\n")
+    Path(path).write_text(_to_json(plan))
+
+
+def _to_json(plan: Plan) -> str:
+    return json.dumps({"version": plan.version, **non_defaults(plan)}, indent=2) + "\n"
 
 
 def non_defaults(value: Any) -> Any:
@@ -77,9 +82,7 @@ def _describe_error(error: ErrorDetails) -> str:
 def write_run_plan(plan: Plan, shape: ModelShape, folder: Path) -> None:
     """Write a Plan (`plan.json`) and the shape of its model (`shape.json`) beside a run's logs, for who watches it."""
     (folder / _SHAPE).write_bytes(_shapes.dump_json(shape))
-    beside = folder / f"{_PLAN}.new"
-    save_plan(plan, beside)
-    beside.replace(folder / _PLAN)  # comes last and whole: a reader who sees it finds both
+    write_atomically(folder / _PLAN, _to_json(plan))  # last: a reader who sees it finds both
 
 
 def read_run_plan(folder: Path) -> tuple[Plan, ModelShape] | None:

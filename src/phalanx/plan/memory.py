@@ -1,4 +1,4 @@
-"""How many bytes one rank holds under a Plan between two steps, to the byte: parameters, gradients, optimizer state."""
+"""Exact bytes that one rank holds under a Plan between two steps: parameters, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Memory:
 
     parameters: int
     gradients: int
-    """With the flags, marks and paddings that travel with them."""
+    """With the flags, marks and padding of their buckets."""
 
     optimizer: int = 0
     """State that the optimizer keeps, float32 copies of parameters in lower precision among it."""
 
     residuals: int = 0
-    """What waits to travel (deep gradient compression), and its momentum."""
+    """What has not been sent yet (deep gradient compression), and its momentum."""
 
     averages: int = 0
-    """The running mean of the weights."""
+    """The exponential moving average of the weights."""
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ def memory_of(
         shape: The model's parameters as they are trained, whole.
         rank: Which rank; where a dim does not divide, the last hold less.
         state: What its optimizer keeps, once it has made a step; nothing when None.
-        averaged: Whether a running mean of the weights is kept.
+        averaged: Whether an EMA of the weights is kept.
     """
     share = _share(plan, shape, rank)
     along = _sharded_along(plan, shape)

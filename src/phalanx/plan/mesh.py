@@ -73,7 +73,7 @@ def reduced_along(plan: Plan, rule: ParamRule) -> tuple[str, ...]:
 
 
 def slice_shape(plan: Plan, param: ParamShape, rank: int | None = None) -> tuple[int, ...]:
-    """Return the shape of what a rank holds of a parameter on ranks; of the largest slice when no rank is said.
+    """Return the shape of what a rank holds of a parameter on ranks; of the largest slice when no rank is given.
 
     A shape that its layer holds is that of a slice already.
 

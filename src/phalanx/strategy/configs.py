@@ -105,7 +105,7 @@ class AmpConfigs(TypedDict, total=False):
 
 
 class RecomputeConfigs(TypedDict, total=False):
-    """Activations that are computed again in the backward pass instead of kept."""
+    """Activation checkpointing: activations that are recomputed in the backward pass instead of kept."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
@@ -136,7 +136,7 @@ class GradientMergeConfigs(TypedDict, total=False):
 
 
 class LocalSgdConfigs(TypedDict, total=False):
-    """Ranks that train apart and average their parameters."""
+    """Ranks that take local steps and average their parameters."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
@@ -144,11 +144,11 @@ class LocalSgdConfigs(TypedDict, total=False):
     """1. Steps between two averages."""
 
     begin_step: Count
-    """1. First step in which ranks train apart; before it, gradients are averaged as usual."""
+    """1. First step in which ranks take local steps; before it, gradients are averaged as usual."""
 
 
 class AdaptiveLocalSgdConfigs(TypedDict, total=False):
-    """Ranks that train apart for a number of steps that follows the loss."""
+    """Ranks that take local steps; their number follows the loss."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
@@ -156,11 +156,11 @@ class AdaptiveLocalSgdConfigs(TypedDict, total=False):
     """1. Steps between the first two averages."""
 
     begin_step: Count
-    """1. First step in which ranks train apart; before it, gradients are averaged as usual."""
+    """1. First step in which ranks take local steps; before it, gradients are averaged as usual."""
 
 
 class DgcConfigs(TypedDict, total=False):
-    """Gradients of which only the largest entries travel."""
+    """Gradients of which only the largest entries are sent."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
@@ -245,7 +245,7 @@ class PipelineConfigs(TypedDict, total=False):
     """1. Micro-batches of one step."""
 
     micro_batch_size: Count
-    """Rows of a micro-batch; the batch cut into `accumulate_steps` when left out."""
+    """Samples of a micro-batch; the batch split into `accumulate_steps` when left out."""
 
     schedule_mode: Literal["1F1B", "F-then-B", "GPipe", "Interleaved", "ZeroBubble"]
     """1F1B. `F-then-B` is Fleet's word for GPipe."""
@@ -261,7 +261,7 @@ class PipelineConfigs(TypedDict, total=False):
 
 
 class TensorParallelConfigs(TypedDict, total=False):
-    """Layers that are cut over ranks."""
+    """Layers that are sharded over ranks."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
@@ -286,7 +286,7 @@ class HybridConfigs(TypedDict, total=False):
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 
     dp_degree: Degree
-    """Copies that read rows of their own; -1 takes what the others leave."""
+    """Data-parallel replicas; -1 takes what the others leave."""
 
     mp_degree: Count
     pp_degree: Count
@@ -321,7 +321,7 @@ class ClipConfigs(TypedDict, total=False):
 
 
 class EmaConfigs(TypedDict, total=False):
-    """Ours. A running mean of the parameters."""
+    """Ours. An exponential moving average of the parameters."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
 

@@ -58,4 +58,4 @@ def _fusion(strategy: DistributedStrategy) -> Iterator[str]:
     alone = [name for name in ("sharding", "localsgd", "adaptive_localsgd", "dgc") if name in strategy.techniques]
     for name in _FUSION:
         if alone and name in strategy.model_fields_set:
-            yield f"strategy.{name} does not act: with {alone[0]}, gradients do not travel in all-reduces of buckets."
+            yield f"strategy.{name} does not act: with {alone[0]}, gradients are not all-reduced in buckets."

@@ -74,7 +74,7 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     },
     "pipeline_configs": {
         "p2p_cache_shape": "shapes are known before the first step",
-        "enable_partial_send_recv": "whole activations travel",
+        "enable_partial_send_recv": "full activations are sent",
     },
     "tensor_parallel_configs": {"tensor_init_seed": "shards are cut from the values the layer was made with"},
     "hybrid_configs": {

@@ -18,7 +18,7 @@ from phalanx.strategy.menu import WITHOUT_EFFECT
 
 
 def fill_page(page: str) -> str:
-    """Return the text of the page with its generated parts made anew."""
+    """Return the text of the page with its generated parts up to date."""
     for name, text in (("settings", settings_table()), ("pairs", conflicts.table())):
         page = re.sub(
             rf"(<!-- {name}: [^\n]* -->\n).*?(\n<!-- end of {name} -->)",

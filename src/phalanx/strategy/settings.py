@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phalanx.errors import StrategyError, StrategyTypeError, did_you_mean
 from phalanx.strategy import configs as shapes
 from phalanx.strategy.checks import check_together, is_above_zero
-from phalanx.strategy.conflicts import TECHNIQUES
 from phalanx.strategy.files import read_settings, write_settings
 from phalanx.strategy.idle import idle_settings
 from phalanx.strategy.menu import INSTEAD, NEEDS, NOT_YET, RENAMED, WITHOUT_EFFECT
 from phalanx.strategy.table import printed, strategy_table
+from phalanx.strategy.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,10 +32,10 @@ class DistributedStrategy(BaseModel):
     """Compile the forward pass and the loss (`torch.compile`)."""
 
     fuse_all_reduce_ops: bool = True
-    """Let gradients travel together; one all-reduce per gradient when False."""
+    """Bucket gradients; one all-reduce per gradient when False."""
 
     fuse_grad_size_in_MB: shapes.Positive = 25.0  # noqa: N815 (Fleet's spelling)
-    """MiB of gradients that travel together. Fleet's default is 32; ours is torch DDP's."""
+    """MiB of gradients in a bucket. Fleet's default is 32; ours is torch DDP's."""
 
     fuse_grad_size_in_TFLOPS: shapes.Positive | None = None  # noqa: N815
     """Accepted and reported: buckets are cut by bytes only."""
@@ -78,17 +78,17 @@ class DistributedStrategy(BaseModel):
     amp_configs: shapes.AmpConfigs = Field(default_factory=shapes.AmpConfigs)
 
     recompute: bool = False
-    """Compute the activations of named modules again in the backward pass instead of keeping them."""
+    """Activation checkpointing: recompute named modules in the backward pass instead of keeping their activations."""
 
     recompute_configs: shapes.RecomputeConfigs = Field(default_factory=shapes.RecomputeConfigs)
 
     gradient_merge: bool = False
-    """Add up the gradients of `k_steps` batches before one update."""
+    """Accumulate the gradients of `k_steps` batches before one update."""
 
     gradient_merge_configs: shapes.GradientMergeConfigs = Field(default_factory=shapes.GradientMergeConfigs)
 
     localsgd: bool = False
-    """Let ranks train apart and average their parameters every `k_steps` steps."""
+    """Let ranks take local steps and average their parameters every `k_steps` steps."""
 
     localsgd_configs: shapes.LocalSgdConfigs = Field(default_factory=shapes.LocalSgdConfigs)
 
@@ -122,7 +122,7 @@ class DistributedStrategy(BaseModel):
     """Ranks of one host; what the job says when 1."""
 
     sync_batch_norm: bool = False
-    """Normalise over the rows of all ranks."""
+    """Normalise over the samples of all ranks."""
 
     sharding: bool = False
     """Let each rank hold a part of optimizer state, gradients and parameters (ZeRO)."""
@@ -130,12 +130,12 @@ class DistributedStrategy(BaseModel):
     sharding_configs: shapes.ShardingConfigs = Field(default_factory=shapes.ShardingConfigs)
 
     pipeline: bool = False
-    """Cut the model into stages that pass micro-batches on."""
+    """Split the model into stages that pass micro-batches on."""
 
     pipeline_configs: shapes.PipelineConfigs = Field(default_factory=shapes.PipelineConfigs)
 
     tensor_parallel: bool = False
-    """Cut the layers that `px.shard` names over ranks."""
+    """Shard the layers that `px.shard` names over ranks."""
 
     tensor_parallel_configs: shapes.TensorParallelConfigs = Field(default_factory=shapes.TensorParallelConfigs)
 
@@ -153,7 +153,7 @@ class DistributedStrategy(BaseModel):
     clip_configs: shapes.ClipConfigs = Field(default_factory=shapes.ClipConfigs)
 
     ema: bool = False
-    """Keep a running mean of the parameters."""
+    """Keep an exponential moving average of the parameters."""
 
     ema_configs: shapes.EmaConfigs = Field(default_factory=shapes.EmaConfigs)
 

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.strategy.conflicts import TECHNIQUES
+from phalanx.strategy.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
     from phalanx.strategy.settings import DistributedStrategy

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from phalanx.jobs.models import Event, Job
 from phalanx.jobs.states import JobState
 from phalanx.ui.i18n import Say
+from phalanx.units import format_gib
 
 
 def when(time: datetime | None) -> Markup:
@@ -91,12 +92,7 @@ def needs(job: Job) -> str:
     if resources.get("cpu"):
         parts.append(f"{resources['cpu']:g} cpu")
     if resources.get("memory"):
-        parts.append(gib(resources["memory"]))
+        parts.append(format_gib(resources["memory"]))
     if resources.get("gpu"):
         parts.append(f"{resources['gpu']} gpu")
     return f"{resources.get('nodes', 1)} × ({', '.join(parts)})"
-
-
-def gib(amount: float) -> str:
-    """Return bytes as GiB."""
-    return f"{amount / 2**30:.1f} GiB"

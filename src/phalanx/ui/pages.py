@@ -17,6 +17,7 @@ from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
 from phalanx.ui import formatting
 from phalanx.ui.session import ROOT, ConsoleSession, current_session
+from phalanx.units import format_gib
 
 routes = APIRouter(include_in_schema=False)
 
@@ -234,7 +235,7 @@ def _queue(session: ConsoleSession) -> dict[str, Any]:
 
 
 def _amounts(name: str, used: float, total: float) -> str:
-    return f"{formatting.gib(used)} / {formatting.gib(total)}" if name == "memory" else f"{used:g} / {total:g}"
+    return f"{format_gib(used)} / {format_gib(total)}" if name == "memory" else f"{used:g} / {total:g}"
 
 
 @routes.get("/w/{workspace}/datasets")

@@ -27,9 +27,9 @@ from phalanx.auto.solver.pipeline_problem import StagedChoices
 from phalanx.auto.solver.problem import ROUNDING, Choices
 from phalanx.auto.solver.solve import Solved, solve
 from phalanx.auto.solver.solve_pipeline import solve_staged
-from phalanx.auto.units import size_in_words
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import PlanError
+from phalanx.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,11 +289,11 @@ def _too_large(
     found = least_of_space([ways.choices for _, ways in space], _LEAST_S)
     if found.least is None and found.bound == math.inf:
         return PlanError(none_left(limits, text("layers left", count=len(space))))
-    said = {"bound": size_in_words(found.bound), "room": size_in_words(room)}
+    said = {"bound": format_bytes(found.bound), "room": format_bytes(room)}
     if found.least is None:
         return PlanError(text("nothing fits in time", **said, found=""))
     (at, ways), least = space[found.place], found.least
-    said |= {"least": size_in_words(least.peak, up=True), "where": str(at), "bytes": str(math.ceil(least.peak))}
+    said |= {"least": format_bytes(least.peak, up=True), "where": str(at), "bytes": str(math.ceil(least.peak))}
     said["part"] = text(f"plan {most_held(ways.choices, least)}")
     seconds = _seconds(ways.choices, least)
     solved = Solved(pick=least.pick, seconds=seconds, bound=seconds, stages=least.stages)

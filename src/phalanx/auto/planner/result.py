@@ -20,12 +20,13 @@ from phalanx.auto.planner.table import planned_table
 from phalanx.auto.planner.to_plan import written
 from phalanx.auto.planner.traffic import traffic
 from phalanx.auto.simulate.values import Simulated
-from phalanx.auto.units import in_words, some
+from phalanx.auto.units import some
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.table import as_text
+from phalanx.units import format_seconds
 
 MIB = 2**20
 
@@ -153,7 +154,7 @@ class Planned:
             return text("why not impossible", limits=said, why=error)
         mine = self.searched.best
         if (other.arrangement, other.ways) == (mine.arrangement, mine.ways):
-            return text("why not same", limits=said, arrangement=mine.arrangement, step=in_words(mine.seconds))
+            return text("why not same", limits=said, arrangement=mine.arrangement, step=format_seconds(mine.seconds))
         changes = {name: other.parts[name] - mine.parts[name] for name in mine.parts}
         cause = max(changes, key=lambda name: changes[name])
         return text(
@@ -161,7 +162,7 @@ class Planned:
             limits=said,
             arrangement=other.arrangement,
             cut=self._cut(other),
-            step=in_words(other.seconds),
+            step=format_seconds(other.seconds),
             change=f"{other.seconds / mine.seconds - 1:+.1%}",
             memory=f"{(other.peak - mine.peak) / MIB:+.1f} MiB",
             cause=text(f"plan {cause}"),
@@ -242,7 +243,7 @@ class Planned:
         if self.usd_per_step is not None:
             yield text("plan price", usd=f"{self.usd_per_step:.4g}")
         if self.alone_s is not None and self.alone_s < self.seconds:
-            yield text("plan alone", step=in_words(self.alone_s))
+            yield text("plan alone", step=format_seconds(self.alone_s))
         if captured.reasons:
             yield text("plan captured", level=captured.level, why=captured.reasons[0])
         if self.searched.best.arrangement.stages > 1:

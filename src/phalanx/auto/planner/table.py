@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.auto.planner.planner import Candidate, Searched
-from phalanx.auto.units import in_words, percent, size_in_words
+from phalanx.auto.units import percent
 from phalanx.cluster.messages.messages import text
+from phalanx.units import format_bytes, format_seconds
 
 
 def planned_table(
@@ -35,9 +36,9 @@ def planned_table(
     head = text(
         "plan head",
         where=where,
-        step=in_words(best.seconds),
+        step=format_seconds(best.seconds),
         gap=percent(found.gap),
-        memory=size_in_words(best.peak),
+        memory=format_bytes(best.peak),
         cause=text(f"plan {max(best.parts, key=lambda name: best.parts[name])}"),
     )
     grid = Table(box=box.SIMPLE, pad_edge=False, title=text("plan fastest"), title_justify="left")
@@ -46,7 +47,7 @@ def planned_table(
     grid.add_column(text("plan a rank"), justify="right", no_wrap=True)
     for one in found.candidates:
         said = (Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2)) for line in _lines(one, cut(one)))
-        grid.add_row(Group(str(one.arrangement), *said), in_words(one.seconds), size_in_words(one.peak))
+        grid.add_row(Group(str(one.arrangement), *said), format_seconds(one.seconds), format_bytes(one.peak))
     dimensions = (f"{text(f'space {name}')} {', '.join(map(str, values))}" for name, values in space.items())
     searched = text(
         "plan searched",
@@ -60,6 +61,8 @@ def planned_table(
 def _lines(candidate: Candidate, cut: str) -> Iterable[str]:
     """Yield where the seconds go, and the layers that are cut."""
     parts = {name: seconds for name, seconds in candidate.parts.items() if seconds >= 0.0005 * candidate.seconds}
-    yield text("list between").join(f"{text(f'plan {name}')} {in_words(seconds)}" for name, seconds in parts.items())
+    yield text("list between").join(
+        f"{text(f'plan {name}')} {format_seconds(seconds)}" for name, seconds in parts.items()
+    )
     if cut:
         yield text("plan cut", layers=cut)

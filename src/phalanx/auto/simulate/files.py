@@ -15,9 +15,9 @@ from phalanx.auto.simulate.picture import picture_of, rate_in_words
 from phalanx.auto.simulate.run import simulate_run
 from phalanx.auto.simulate.trace import trace_of
 from phalanx.auto.simulate.values import Simulated
-from phalanx.auto.units import in_words, size_in_words
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import ConfigError
+from phalanx.units import format_bytes, format_seconds
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -55,12 +55,12 @@ def draw_simulated(simulated: Simulated, predicted_s: float, trace: Path | None,
     """
     price = "" if simulated.usd_per_step is None else text("timeline price", usd=f"{simulated.usd_per_step:.4g}")
     said = {
-        "step": in_words(simulated.simulation.step_time_s),
+        "step": format_seconds(simulated.simulation.step_time_s),
         "idle": f"{simulated.simulation.idle_share:.1%}",
-        "memory": size_in_words(max(simulated.simulation.peaks)),
+        "memory": format_bytes(max(simulated.simulation.peaks)),
         "rate": rate_in_words(simulated),
         "price": price,
-        "predicted": in_words(predicted_s),
+        "predicted": format_seconds(predicted_s),
     }
     if trace is not None:
         write_file(trace, json.dumps(trace_of(simulated)))

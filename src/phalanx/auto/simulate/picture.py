@@ -9,8 +9,8 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from phalanx.auto.simulate.values import Simulated, Slice
-from phalanx.auto.units import in_words, size_in_words
 from phalanx.cluster.messages.messages import text
+from phalanx.units import format_bytes, format_seconds
 
 COLOURS = {
     "forward": "#4e79a7",
@@ -66,7 +66,7 @@ def _row_height(ranks: int) -> float:
 
 def _heading(simulated: Simulated) -> Iterator[str]:
     simulation = simulated.simulation
-    said = text("timeline title", name=simulated.name, step=in_words(simulation.step_time_s))
+    said = text("timeline title", name=simulated.name, step=format_seconds(simulation.step_time_s))
     yield f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{escape(said)}</text>'
     pipeline = simulation.pipeline
     facts = text(
@@ -96,7 +96,7 @@ def _axis(shown: float, bottom: float) -> Iterator[str]:
     step = 10 ** math.floor(math.log10(shown / 5))
     step = next(step * factor for factor in (1, 2, 5, 10) if shown / (step * factor) <= 8)
     for number in range(int(shown / step) + 1):
-        x, said = _LEFT + number * step / shown * _TIME, in_words(number * step)
+        x, said = _LEFT + number * step / shown * _TIME, format_seconds(number * step)
         yield f'<path d="M{x:.2f} {_TOP - 4}V{bottom + 5:g}" stroke="#bbb" stroke-width="0.7"/>'
         yield f'<text x="{x:.2f}" y="{bottom + 19:g}" text-anchor="middle" font-size="11">{said}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{_TOP - 8}" font-size="11">{escape(text("timeline peak"))}</text>'
@@ -108,7 +108,7 @@ def _labels(simulated: Simulated, rank: int, top: float, row: float) -> Iterator
     said = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     size, middle = min(12.0, row - 1), top + row / 2 + min(12.0, row - 1) / 3
     label = escape(text("timeline each rank") if simulated.layers else text("timeline stage", stages=said))
-    peak = size_in_words(simulated.simulation.peaks[rank])
+    peak = format_bytes(simulated.simulation.peaks[rank])
     yield f'<text x="{_LEFT - 8}" y="{middle:.1f}" text-anchor="end" font-size="{size:g}">{label}</text>'
     yield f'<text x="{_LEFT + _TIME + 8}" y="{middle:.1f}" font-size="{size:g}">{peak}</text>'
 

@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.checkpoint.export.optimizer_file import export_optimizer
 from phalanx.checkpoint.export.whole_file import write_whole
-from phalanx.checkpoint.folder.manifest import write_durable
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.local import MODEL, ModelView
 from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.cluster.disk import named_errors
 from phalanx.errors import ConfigError
+from phalanx.files import write_atomically
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.model_shape import is_handle, is_module_held
 from phalanx.parallel.session import ForwardWatch
-from phalanx.ps.snapshot.durable import sync_directory
 
 logger = logging.getLogger("phalanx.checkpoint")
 
@@ -176,14 +176,10 @@ def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module]
     make_consistent(model, verb)
 
     def write_on_first(_: list[Any]) -> None:
-        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_durable(part, write(_plain_copy(model)))
-            part.rename(path)
-            sync_directory(path.parent)
-        finally:
-            part.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part, data = path.with_name(f"{path.name}.{secrets.token_hex(4)}"), write(_plain_copy(model))
+        with named_errors(part, len(data)):
+            write_atomically(path, data, temporary=part)
 
     with as_saved(model):
         ranks.decide("export", lambda: _require_whole(model), write_on_first, timeout_s=WRITE_TIMEOUT_S)

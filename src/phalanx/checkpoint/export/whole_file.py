@@ -18,7 +18,6 @@ from phalanx.checkpoint.tensors.chunk import Box
 from phalanx.checkpoint.tensors.file import dtype_of, lay_out
 from phalanx.checkpoint.tensors.local import Held
 from phalanx.checkpoint.tensors.write_plan import Entry
-from phalanx.ps.snapshot.durable import sync_directory
 
 
 def write_whole(

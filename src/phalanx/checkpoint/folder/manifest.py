@@ -25,7 +25,7 @@ from phalanx.checkpoint.tensors.chunk import Box
 from phalanx.checkpoint.tensors.file import Slot, Written, dtype_of
 from phalanx.cluster.disk import named_errors
 from phalanx.errors import DataError
-from phalanx.ps.snapshot.durable import sync_directory, sync_file
+from phalanx.files import sync_directory, sync_file, write_atomically
 
 COMPLETE = "complete.json"
 VERSION = 1
@@ -108,19 +108,18 @@ def write_manifest(folder: Path, marker_terms: dict[str, Any], body: dict[str, A
     """
     text = json.dumps({"version": VERSION, "phalanx": __version__, "torch": torch.__version__, **body}).encode()
     name = f"manifest-{marker_terms['save']}.json"
-    write_durable(folder / name, text)
+    _write_durable(folder / name, text)
     marker = Marker(**marker_terms, manifest=name, sha256=hashlib.sha256(text).hexdigest())
-    part = folder / f"{COMPLETE}.{marker.save}"
-    write_durable(part, json.dumps(asdict(marker), indent=1).encode())
     # Files must have their names on disk before the marker has its own.
     sync_directory(folder)
-    part.rename(folder / COMPLETE)
-    sync_directory(folder)
+    part, data = folder / f"{COMPLETE}.{marker.save}", json.dumps(asdict(marker), indent=1)
+    with named_errors(part, len(data)):
+        write_atomically(folder / COMPLETE, data, temporary=part)
     sync_directory(folder.parent)
     return marker
 
 
-def write_durable(path: Path, data: bytes) -> None:
+def _write_durable(path: Path, data: bytes) -> None:
     """Write a new file, and wait until it is on disk."""
     with named_errors(path, len(data)), path.open("xb") as file:
         file.write(data)

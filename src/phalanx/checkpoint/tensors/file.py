@@ -23,6 +23,7 @@ from torch import Tensor
 
 from phalanx.cluster.disk import named_errors
 from phalanx.errors import ConfigError, DataError
+from phalanx.files import sync_file
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a file that have one CRC-32.
@@ -169,7 +170,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, l
                 rest = part
                 while rest:
                     rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
+        sync_file(file)
     return Written(path.name, total, BLOCK_BYTES, checksums.all()), [begins[name] for name in tensors]
 
 

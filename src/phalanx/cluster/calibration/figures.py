@@ -11,7 +11,6 @@ import json
 import math
 import os
 import socket
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.messages.wrong_values import why_wrong
 from phalanx.errors import ConfigError
+from phalanx.files import write_atomically
 
 SCHEMA: Literal[4] = 4
 """Version of the file; goes up with every change that an older reader would misread."""
@@ -147,7 +147,7 @@ class Rates(_Frozen):
         dtype: Precision = "fp32",
         pointwise: bool = False,
     ) -> float:
-        """Return the seconds of a convolution. Those of bfloat16 are reckoned like matrix products of the same size.
+        """Return the seconds of a convolution. Those of bfloat16 are estimated from matrix products of the same size.
 
         Args:
             m: Places of the output, all images together.
@@ -269,11 +269,9 @@ class Measured(_Frozen):
         return self.rates[ranks]
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            file.write(self.model_dump_json(by_alias=True, indent=1) + "\n")
-        os.replace(file.name, path)
+        write_atomically(path, self.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
 def measured_file() -> Path:

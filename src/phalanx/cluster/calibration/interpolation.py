@@ -16,7 +16,7 @@ _EXCHANGES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard
 
 
 def with_ranks(measured: Measured, ranks: int) -> tuple[Measured, int]:
-    """Return a machine with figures for this number of ranks too, and the number of ranks they are reckoned from.
+    """Return a machine with figures for this number of ranks too, and the number of ranks they are estimated from.
 
     That is the nearest by quotient, the larger of two. What several ranks exchange is only known from several.
 

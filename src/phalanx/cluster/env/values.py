@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.addresses import parse_endpoint
 from phalanx.errors import RoleError
 
 _LISTS = {
@@ -124,13 +125,13 @@ def split_endpoint(endpoint: str, source: str) -> tuple[str, int]:
     Raises:
         RoleError: If the text is not `host:port`.
     """
-    host, colon, port = endpoint.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65535):
+    address = parse_endpoint(endpoint)
+    if address is None:
         raise RoleError(
             f"{source} must list host:port entries with ports from 1 to 65535, found {endpoint!r}. "
             "Write for example 10.0.0.1:6170."
         )
-    return host.strip("[]"), int(port)
+    return address
 
 
 def expand_hosts(compact: str) -> list[str]:

@@ -133,24 +133,24 @@ def parse(content: str, source: str) -> RankTable:
 
 def _unusual(table: RankTable) -> list[str]:
     """Return what works here and not, or slower, on the machines that rank tables are for: 8 devices in two fours."""
-    notices = []
+    notices: list[str] = []
     for server in table.servers:
         ids = [device.device_id for device in table.on(server)]
         if len(ids) not in (1, 2, 4) and len(ids) % 8:
-            found.append(text("table devices count", source=table.source, server=server, count=len(ids)))
+            notices.append(text("table devices count", source=table.source, server=server, count=len(ids)))
         elif 1 < len(ids) <= 4 and min(ids) < 4 <= max(ids):
-            said = ", ".join(map(str, sorted(ids)))
-            found.append(text("table devices fours", source=table.source, server=server, devices=said))
-    return found
+            numbers = ", ".join(map(str, sorted(ids)))
+            notices.append(text("table devices fours", source=table.source, server=server, devices=numbers))
+    return notices
 
 
 def _decode(content: str, source: str) -> tuple[Any, tuple[str, ...]]:
     lines: list[int] = []
 
-    def blank(found: re.Match[str]) -> str:
-        if found[0] != ",":
-            return found[0]
-        lines.append(content.count("\n", 0, found.start()) + 1)
+    def blank(match: re.Match[str]) -> str:
+        if match[0] != ",":
+            return match[0]
+        lines.append(content.count("\n", 0, match.start()) + 1)
         return " "
 
     # A blank in place of each comma: the lines and columns of other mistakes stay what they are.
@@ -179,14 +179,14 @@ def _check_ranks(devices: list[Device], source: str) -> None:
                     other=device.device_id, other_server=device.server, last=len(devices) - 1,
                 )
             )  # fmt: skip
-        if place in places:
+        if slot in places:
             raise ConfigError(
                 text(
                     "table device twice", source=source, device=device.device_id, server=device.server,
-                    rank=places[place].rank, other=device.rank,
+                    rank=places[slot].rank, other=device.rank,
                 )
             )  # fmt: skip
-        seen[device.rank] = places[place] = device
+        seen[device.rank] = places[slot] = device
     missing = next((rank for rank in range(len(devices)) if rank not in seen), None)
     if missing is not None:
         raise ConfigError(

@@ -86,7 +86,7 @@ def cpu_node(devices: int, *, is_bound: bool = False) -> tuple[Node, tuple[str, 
 
 
 def _hertz(info: str) -> float:
-    """Return the highest frequency of a core where the system says it: every rank that asks is told the same."""
+    """Return the highest frequency of a core where the system says it: every rank gets the same."""
     try:
         return float(HIGHEST_KHZ.read_text()) * 1e3
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ def measured_node(devices: int | None, *, exactly: bool = True) -> tuple[Node, M
         exactly: Whether so many must have been measured; else figures of the nearest number will do.
 
     Returns:
-        The node, the figures, and in words what changed since, or what they were reckoned from.
+        The node, the figures, and in words what changed since, or what they were estimated from.
 
     Raises:
         ConfigError: If it was not measured, or not with so many ranks.

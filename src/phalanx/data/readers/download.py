@@ -5,11 +5,9 @@ path = px.data.download("https://host/cifar-10-binary.tar.gz", "data", sha256="c
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import logging
-import os
 import shutil
 import time
 import urllib.error
@@ -23,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx.data.readers.archive import unpack_into
 from phalanx.errors import ConfigError, DataError, PeerLostError
+from phalanx.files import file_lock, sync_file
+from phalanx.units import format_mb
 
 logger = logging.getLogger("phalanx.data")
 
@@ -119,13 +119,7 @@ def _checked_digest(sha256: str | None) -> str | None:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    # The kernel lets go of the lock when its holder ends, however that happens.
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process has %s in hand; waiting for it", name)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with file_lock(path, lambda: logger.info("another process has %s in hand; waiting for it", name)):
         yield
 
 
@@ -152,13 +146,12 @@ def _fetch(wanted: _Wanted) -> None:
         digest = _digest_of_part(wanted.part, start)
         with wanted.part.open("ab" if start else "wb") as file:
             got = _copy(wanted, answer, file, digest, start, total)
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
     if total is not None and got < total:
         raise PeerLostError(_broken_off(wanted, f"the answer ended after {got} of {total} bytes"))
     _check_digest(wanted, digest.hexdigest(), start)
     wanted.part.replace(wanted.path)
-    logger.info("%s: %s", wanted.path, _megabytes(got))
+    logger.info("%s: %s", wanted.path, format_mb(got))
 
 
 @contextmanager
@@ -197,7 +190,7 @@ def _copy(wanted: _Wanted, answer: Any, file: Any, digest: Any, start: int, tota
         file.write(piece)
         if time.monotonic() - said > _SILENCE_S:
             said = time.monotonic()
-            logger.info("%s: %s of %s", wanted.name, _megabytes(got), "?" if total is None else _megabytes(total))
+            logger.info("%s: %s of %s", wanted.name, format_mb(got), "?" if total is None else format_mb(total))
     return got
 
 
@@ -239,10 +232,6 @@ def _broken_off(wanted: _Wanted, reason: str) -> str:
     return (
         f"Asked to download {wanted.url}: {reason}. Check the network, then {again}, or put the file at {wanted.path}."
     )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):

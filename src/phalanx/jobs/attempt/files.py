@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import BackendError
+from phalanx.files import write_atomically
 from phalanx.jobs import paths
 from phalanx.jobs.backend import Submission
 from phalanx.jobs.spec import TrainingJob
@@ -171,10 +172,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")  # jobs write here too
     except FileNotFoundError:
         return ""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file by renaming, so that no reader sees half of it; writers in two processes do not collide."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
+from phalanx.files import write_atomically
 from phalanx.jobs import paths
 
 LIMIT = 1 << 20
@@ -69,9 +70,7 @@ def append(folder: Path, node: int, sample: Sample) -> None:
 def _thin(file: Path) -> None:
     """Drop every second sample: the older ones are, the further apart they come to lie. A reader sees all or half."""
     lines = file.read_bytes().splitlines(keepends=True)
-    partial = file.with_suffix(".part")
-    partial.write_bytes(b"".join(lines[(len(lines) - 1) % 2 :: 2]))
-    partial.rename(file)
+    write_atomically(file, b"".join(lines[(len(lines) - 1) % 2 :: 2]))
 
 
 def read(folder: Path, node: int, offset: int = 0) -> Usage:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from phalanx.cluster.spec.detect import memory_bytes
 from phalanx.errors import BackendError, SpecError
+from phalanx.files import write_atomically
 from phalanx.jobs import paths
 from phalanx.jobs.attempt import files as attempt_files
 from phalanx.jobs.attempt import launch_command
@@ -28,7 +29,7 @@ from phalanx.jobs.attempt.failures import lost_node_failure, oom_failure
 from phalanx.jobs.backend import Phase, Status, Submission
 from phalanx.jobs.models import Failure
 from phalanx.jobs.scheduling.queue import Amount, need_of
-from phalanx.jobs.sources.file_lock import try_lock
+from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.launch.process.linux import start_ticks
 from phalanx.launch.request.machine import Machine
@@ -156,7 +157,7 @@ class Local:
     def _start(self, submission: Submission, node: int) -> int | None:
         """Start a node, or find it; return its pid, None for one that has gone again."""
         folder = submission.folder
-        with try_lock(_lock_file(folder, node)) as lock:
+        with liveness_lock(_lock_file(folder, node)) as lock:
             if lock is None:
                 return _running_pid(folder, node)
             if _was_started(folder, node):
@@ -166,7 +167,7 @@ class Local:
                 child = self._spawn(submission, node, lock, gpus)
         _CHILDREN[_lock_file(folder, node)] = child
         note = {"pid": child.pid, "ticks": start_ticks(child.pid), "oom_kills": _oom_kills()}
-        attempt_files.write_atomically(_pid_file(folder, node), json.dumps(note))
+        write_atomically(_pid_file(folder, node), json.dumps(note))
         return child.pid
 
     def _spawn(self, submission: Submission, node: int, lock: int, gpus: dict[str, int]) -> subprocess.Popen[bytes]:
@@ -202,7 +203,7 @@ class Local:
             if len(locked) == count:
                 break
             name = gpu.replace("/", "_")
-            lock = locks.enter_context(try_lock(submission.folder.parents[2] / "cards" / f"{name}.lock"))
+            lock = locks.enter_context(liveness_lock(submission.folder.parents[2] / "cards" / f"{name}.lock"))
             if lock is not None:
                 locked[gpu] = lock
         if len(locked) < count:
@@ -214,7 +215,7 @@ class Local:
         path = _lock_file(folder, node)
         if not path.exists():
             return False
-        with try_lock(path) as lock:
+        with liveness_lock(path) as lock:
             if lock is None:
                 return True
         if child := _CHILDREN.pop(path, None):

@@ -33,7 +33,7 @@ from phalanx.jobs.models import Failure, Job
 from phalanx.jobs.scheduling import queue
 from phalanx.jobs.scheduling.queue import Amount, Running, Waiting
 from phalanx.jobs.scheduling.quotas import Quotas
-from phalanx.jobs.sources.file_lock import try_lock
+from phalanx.jobs.sources.file_lock import liveness_lock
 from phalanx.jobs.spec import TrainingJob
 from phalanx.jobs.states import JobState
 
@@ -324,9 +324,9 @@ def run_controller(
 
 @contextlib.contextmanager
 def _controller_lock(home: Path, lock: int | None) -> Iterator[int | None]:
-    """The lock of the controller of `home`: the one that was inherited, or a new one from `try_lock`."""
+    """The lock of the controller of `home`: the one that was inherited, or a new one from `liveness_lock`."""
     if lock is None:
-        with try_lock(home / "keeper.lock") as taken:
+        with liveness_lock(home / "keeper.lock") as taken:
             yield taken
     else:
         yield lock
@@ -335,7 +335,7 @@ def _controller_lock(home: Path, lock: int | None) -> Iterator[int | None]:
 
 def ensure_controller(home: Path) -> None:
     """Start a controller of `home` in the background, unless there is one; it ends when no job is left."""
-    with try_lock(home / "keeper.lock") as lock, (home / "controller.log").open("ab") as log:
+    with liveness_lock(home / "keeper.lock") as lock, (home / "controller.log").open("ab") as log:
         if lock is not None:
             started = subprocess.Popen(
                 [sys.executable, "-m", "phalanx.jobs.control.controller", str(home.absolute()), str(lock)],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from phalanx.files import file_lock
+from phalanx.units import format_mb
 
 logger = logging.getLogger("phalanx.jobs")
 
@@ -27,12 +29,8 @@ def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(f".{target.name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process has %s in hand; waiting for it", target)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = target.with_name(f".{target.name}.lock")
+    with file_lock(lock, lambda: logger.info("another process has %s in hand; waiting for it", target)):
         if not target.exists():
             part = target.with_name(f".{target.name}.part")
             remove(part)  # what a process that was killed had made
@@ -63,10 +61,5 @@ class Progress:
         self._done += count
         if time.monotonic() - self._said > _SILENCE_S:
             self._said = time.monotonic()
-            total = "?" if self._total is None else megabytes(self._total)
-            logger.info("%s: %s of %s", self._what, megabytes(self._done), total)
-
-
-def megabytes(count: int) -> str:
-    """Return `count` bytes in words."""
-    return f"{count / 1e6:.1f} MB"
+            total = "?" if self._total is None else format_mb(self._total)
+            logger.info("%s: %s of %s", self._what, format_mb(self._done), total)

@@ -14,7 +14,8 @@ from typing import Self
 from pathspec import GitIgnoreSpec
 
 from phalanx.errors import SpecError
-from phalanx.jobs.sources.build_once import Progress, megabytes
+from phalanx.jobs.sources.build_once import Progress
+from phalanx.units import format_mb
 
 MOST_BYTES = 2 << 30
 MOST_FILES = 100_000
@@ -154,10 +155,10 @@ def _check_size(root: Path, entries: list[TreeEntry]) -> None:
     if total <= MOST_BYTES and len(entries) <= MOST_FILES:
         return
     largest = sorted(entries, key=lambda entry: -entry.bytes)[:5]
-    named = ", ".join(f"{entry.path} ({megabytes(entry.bytes)})" for entry in largest)
+    named = ", ".join(f"{entry.path} ({format_mb(entry.bytes)})" for entry in largest)
     raise SpecError(
-        f"code: {root} has {len(entries)} files with {megabytes(total)}, and at most {MOST_FILES} with "
-        f"{megabytes(MOST_BYTES)} are copied. The largest are {named}. List what a job does not need in "
+        f"code: {root} has {len(entries)} files with {format_mb(total)}, and at most {MOST_FILES} with "
+        f"{format_mb(MOST_BYTES)} are copied. The largest are {named}. List what a job does not need in "
         ".phalanxignore, and give data as datasets."
     )
 

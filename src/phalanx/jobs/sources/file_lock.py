@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.files import try_lock
+
 
 @contextlib.contextmanager
-def try_lock(path: Path) -> Iterator[int | None]:
+def liveness_lock(path: Path) -> Iterator[int | None]:
     """The lock on a file, made if missing, as a descriptor that children may be given; None while another has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = try_lock(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield descriptor
+        yield descriptor
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)

@@ -189,6 +189,6 @@ class Console:
             sys.stdout.flush()
         except OSError:
             # The reader left (`phalanx run ... | head`), the terminal is closed, or the disk behind `> file` is full:
-            # the job goes on and its files have everything.
+            # the job continues and its log files have everything.
             sys.stdout = open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115
         self._at_line_start = text.endswith("\n")

@@ -146,11 +146,11 @@ class Launcher:
                 is_last = request.mode == "ps" or not self._restarts
                 if not outcome.failed or outcome.stopped_by or is_last:
                     return self._end(outcome)
-                first = first_failure(outcome.endings)
+                first = first_failure(outcome.exits)
                 assert first is not None
-                self._log_restart(f"{first.title} {report.how(first)}.", request, attempt)
+                self._log_restart(f"{first.title} {report.describe_exit(first)}.", request, attempt)
             self._restarts -= 1
-            if request.mode == "collective":  # servers go on from what is there
+            if request.mode == "collective":  # servers resume from their state
                 self._logs.archive_attempt(attempt)
             attempt += 1
 
@@ -160,7 +160,7 @@ class Launcher:
         if outcome.stopped_by:
             name = signal.Signals(outcome.stopped_by).name
             self._console.write(messages.text("stopped", signal=name) + "\n")
-            workers = [e.code for e in outcome.endings if e.role == "worker"]
+            workers = [e.code for e in outcome.exits if e.role == "worker"]
             # Asked to end, every worker saved and ended well: nothing is lost, and a scheduler need not be alarmed.
             ended_well = outcome.stopped_by != signal.SIGINT and workers and not any(workers)
             code = 0 if ended_well else 128 + outcome.stopped_by
@@ -169,11 +169,11 @@ class Launcher:
         if not outcome.failed:
             self._logs.record_end(code=0)
             return 0
-        first = first_failure(outcome.endings)
+        first = first_failure(outcome.exits)
         assert first is not None
-        others = [e for e in outcome.endings if e is not first]
+        others = [e for e in outcome.exits if e is not first]
         self._console.write(report.render(first, others))
-        self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.how(first))
+        self._logs.record_end(code=first.exit_code, first=first.to_json(), said=report.describe_exit(first))
         return first.exit_code
 
     def _log_restart(self, why: str, request: LaunchRequest, attempt: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.errors import InternalError
 from phalanx.launch.job import logs
 from phalanx.launch.job.console import Console
-from phalanx.launch.job.report import how
+from phalanx.launch.job.report import describe_exit
 from phalanx.launch.job.root_cause import ProcessExit, is_consequence
 from phalanx.launch.job.start import Starter
 from phalanx.launch.process import environment
@@ -47,7 +47,7 @@ NODE_SETTLE_S = 1.0
 """How long to wait for other hosts to say what failed there."""
 
 LINGER_S = 20
-"""How long workers may go on after another ended well before that is mentioned."""
+"""How long workers may run after another exited with 0 before a warning."""
 
 DISK_CHECK_S = 1.0
 """How often to look whether there is room for logs."""
@@ -61,7 +61,7 @@ _OURS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 class Outcome:
     """How an attempt ended: a success, a failure, or a stop from outside."""
 
-    endings: list[ProcessExit]
+    exits: list[ProcessExit]
     failed: bool = False
     stopped_by: int = 0
     """The signal that ended the launcher's job, or 0."""
@@ -150,7 +150,7 @@ class LocalAttempt:
         elif stopped_by:
             self._report_failure([self._own_exit(stopped_by)])
         self.console.finish(failed=failed)
-        return Outcome(endings=self._exits + self._remote_exits, failed=failed, stopped_by=stopped_by)
+        return Outcome(exits=self._exits + self._remote_exits, failed=failed, stopped_by=stopped_by)
 
     def _is_over(self) -> bool:
         if self.stops.pending:
@@ -184,7 +184,7 @@ class LocalAttempt:
             self.check_disk_space()
 
     def _note_lingering(self) -> None:
-        """Say once that some workers ended well long ago while others go on: often they wait for one another."""
+        """Warn once that some workers exited with 0 long ago while others still run: often those wait for them."""
         if self._is_warned or self._stopping or self._failed_at is not None:
             return
         ended = [e for e in self._exits if e.role == "worker" and time.time() - e.time > LINGER_S]
@@ -211,19 +211,22 @@ class LocalAttempt:
         process = self._alive.pop(name, None)
         if process is None:
             return
-        ending = self._process_exit(process, code, at)
-        is_news = ending.failed and self._failed_at is None and not self._stopping
+        process_exit = self._process_exit(process, code, at)
+        is_news = process_exit.failed and self._failed_at is None and not self._stopping
         if is_news and self.restarts:
-            self._restart_process(process, ending)
+            self._restart_process(process, process_exit)
             return
-        self._exits.append(ending)
+        self._exits.append(process_exit)
         if is_news:
             self._failed_at = time.monotonic()
 
-    def _restart_process(self, process: Process, ending: ProcessExit) -> None:
+    def _restart_process(self, process: Process, process_exit: ProcessExit) -> None:
         self.restarts -= 1
         logger.warning(
-            "%s %s. Starting it again, the others go on; restarts left: %d", ending.title, how(ending), self.restarts
+            "%s %s. Starting it again, the others keep running; restarts left: %d",
+            process_exit.title,
+            describe_exit(process_exit),
+            self.restarts,
         )
         _make_log(process)
         self._start(process)
@@ -288,10 +291,10 @@ class LocalAttempt:
     def _alive_titles(self) -> str:
         return ", ".join(process.title for process in self._alive.values())
 
-    def _report_failure(self, endings: list[ProcessExit]) -> None:
+    def _report_failure(self, exits: list[ProcessExit]) -> None:
         """Tell the other hosts that the attempt is over here, and why."""
         if self.link is not None:
-            self.link.report_failure(self.facts.attempt, [ending.to_json() for ending in endings])
+            self.link.report_failure(self.facts.attempt, [process_exit.to_json() for process_exit in exits])
 
     def _collect_remote_failures(self) -> None:
         """Give the other hosts time to say what failed there."""

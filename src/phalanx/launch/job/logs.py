@@ -1,9 +1,8 @@
-"""The log folder: one job at a time in it, the run before kept apart."""
+"""The log folder: one job at a time, the previous run in a folder of its own."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 from phalanx.cluster.disk import describe_full, is_full, named_errors
 from phalanx.cluster.messages import messages
 from phalanx.errors import LaunchError
+from phalanx.files import temporary_path, try_lock, write_atomically
 
 logger = logging.getLogger("phalanx.launch")
 
@@ -71,13 +71,12 @@ class LogFolder:
             self._move(f"attempt-{attempt}", replace=False)
 
     def record_end(self, **values: Any) -> None:
-        """Write how the job ended, whole or not at all; without room for it the job has ended all the same."""
-        record, partial = json.dumps(values), self.path / f"{ENDED}.partial"
+        """Write how the job ended, atomically; a full disk is no error: the job has ended all the same."""
+        record, path = json.dumps(values), self.path / ENDED
         with self.tolerating(ENDED):
             self.path.mkdir(parents=True, exist_ok=True)  # deleted while the job ran
-            with named_errors(partial, len(record)):
-                partial.write_text(record, encoding="utf-8")
-            partial.rename(self.path / ENDED)
+            with named_errors(temporary_path(path), len(record)):
+                write_atomically(path, record)
 
     @contextmanager
     def tolerating(self, name: str) -> Iterator[None]:
@@ -139,16 +138,12 @@ def _lock_folder(log_dir: str) -> tuple[Path, TextIO]:
         path = Path(os.path.abspath(log_dir if number == 1 else f"{log_dir}.{number}"))
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = (path / ".lock").open("a")
+            descriptor = try_lock(path / ".lock")
         except OSError as error:
             why = error.strerror
             raise LaunchError(messages.text("log folder unwritable", folder=log_dir, why=why)) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return path, lock
+        if descriptor is not None:
+            return path, os.fdopen(descriptor, "a")
     raise LaunchError(f"--log_dir {log_dir}: 999 jobs write there already. Choose another folder.")
 
 

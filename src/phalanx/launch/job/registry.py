@@ -16,6 +16,7 @@ import click
 from phalanx.cluster.disk import named_errors
 from phalanx.cluster.messages import messages
 from phalanx.cluster.runtime_folder import runtime_folder
+from phalanx.files import temporary_path, write_atomically
 from phalanx.launch.process import linux
 
 logger = logging.getLogger("phalanx.launch")
@@ -40,11 +41,10 @@ class RegistryEntry:
     def write(self, listed: list[dict[str, Any]]) -> None:
         """Publish the processes of the current attempt."""
         self._job["processes"] = listed
-        beside, record = self._path.with_suffix(".new"), json.dumps(self._job)
+        record = json.dumps(self._job)
         try:
-            with named_errors(beside, len(record)):
-                beside.write_text(record, encoding="utf-8")
-            beside.replace(self._path)
+            with named_errors(temporary_path(self._path), len(record)):
+                write_atomically(self._path, record)
         except OSError as error:
             if not self._was_warned:
                 logger.warning(messages.text("not listed", why=f"{error.filename}: {error.strerror}"))

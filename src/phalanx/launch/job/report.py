@@ -47,13 +47,13 @@ def _shorten(value: str, width: int) -> str:
     return f"{value[:head]}...{value[-(width - 3 - head) :]}"
 
 
-def how(ending: ProcessExit) -> str:
+def describe_exit(process_exit: ProcessExit) -> str:
     """Return in words how a process ended, a signal with what usually sends it."""
-    if ending.code < 0:
-        return _signal(-ending.code)
-    if ending.error:
-        return text("raised", error=ending.error)
-    return text("ended early") if ending.code == 0 else text("ended with code", code=ending.code)
+    if process_exit.code < 0:
+        return _signal(-process_exit.code)
+    if process_exit.error:
+        return text("raised", error=process_exit.error)
+    return text("ended early") if process_exit.code == 0 else text("ended with code", code=process_exit.code)
 
 
 def fork_server_lost(pid: int, code: int) -> str:
@@ -79,12 +79,14 @@ def render(first: ProcessExit, others: Sequence[ProcessExit]) -> str:
 
     Args:
         first: The process that failed first.
-        others: Endings of the rest, told in one line each.
+        others: Exits of the other processes, one line each.
     """
     lines = [_centred(f" {text('failed first', title=first.title)} ")]
-    lines.append(f"{first.title} {how(first)}")
+    lines.append(f"{first.title} {describe_exit(first)}")
     lines.append(text("where", host=first.host, pid=first.pid))
-    followers = [f"{e.title}: {how(e)}".splitlines()[0] for e in others if e.failed and e.title != first.title]
+    followers = [
+        f"{e.title}: {describe_exit(e)}".splitlines()[0] for e in others if e.failed and e.title != first.title
+    ]
     if followers:
         lines.append(f"{text('others followed')}:")
         # Of an early end they alone say what it was missing from.

@@ -17,7 +17,7 @@ _CAUSE, _ERROR, _CONSEQUENCE = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessExit:
-    """How one process ended. Plain values: it travels between hosts."""
+    """How one process ended. Plain values: it is sent between hosts."""
 
     title: str
     """`rank 1`, `server 0`, ..."""
@@ -63,28 +63,28 @@ class ProcessExit:
         return cls(**{**values, "last_lines": tuple(values["last_lines"])})
 
 
-def _severity(ending: ProcessExit) -> int:
-    if ending.kind == "peer":
+def _severity(process_exit: ProcessExit) -> int:
+    if process_exit.kind == "peer":
         return _CONSEQUENCE
-    if ending.code < 0 and -ending.code != signal.SIGABRT:
+    if process_exit.code < 0 and -process_exit.code != signal.SIGABRT:
         return _CAUSE
     # SIGABRT is how a communication thread ends its process when a peer is gone, and how libraries report
     # bugs.
     return _ERROR
 
 
-def is_consequence(ending: ProcessExit) -> bool:
+def is_consequence(process_exit: ProcessExit) -> bool:
     """Return whether this ending says only that someone else is gone."""
-    return _severity(ending) == _CONSEQUENCE
+    return _severity(process_exit) == _CONSEQUENCE
 
 
-def first_failure(endings: Iterable[ProcessExit]) -> ProcessExit | None:
+def first_failure(exits: Iterable[ProcessExit]) -> ProcessExit | None:
     """Return the ending that started the failure, or None when nothing failed.
 
     When all failures only say that a peer is gone, and a process had ended with exit code 0 by itself, that early end
     is the cause: it closed its connections before its exit could be seen, so its time says nothing.
     """
-    seen: Sequence[ProcessExit] = list(endings)
+    seen: Sequence[ProcessExit] = list(exits)
     failures = sorted((e for e in seen if e.failed), key=lambda e: (_severity(e), e.time))
     if not failures:
         return None

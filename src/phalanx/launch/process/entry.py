@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from phalanx.cluster.messages.messages import text
 from phalanx.errors import PeerLostError, RoleError
+from phalanx.files import write_atomically
 from phalanx.launch.process import log_format, rank_output
 
 logger = logging.getLogger("phalanx.launch")
@@ -74,7 +75,7 @@ def _run_service(message: dict[str, Any], fds: list[int]) -> int:
 
 
 def _serve_store(listen_fd: int, host: str, port: int) -> NoReturn:
-    """Hold the job's key-value store, which so outlives every rank, until this process is told to end."""
+    """Serve the job's key-value store until this process is stopped, so that it outlives every rank."""
     from torch._C._distributed_c10d import TCPStore
 
     _store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listen_fd)
@@ -261,17 +262,11 @@ def _write_error_record(
         "traceback": "".join(traceback.format_exception(kind, error, trace)),
     }
     target = Path(message["error_file"])
-    # Written beside and renamed: the launcher may look at any moment.
-    part = target.with_suffix(".part")
     try:
-        part.write_text(json.dumps(record), encoding="utf-8")
-        part.replace(target)
+        write_atomically(target, json.dumps(record))
     except OSError as problem:
         # The folder is full or gone: the traceback itself, shown next, matters more.
         sys.stderr.write(f"{text('log file lost', what=target, why=problem.strerror)}\n")
-    finally:
-        # There only if Ctrl-C or a full disk came in between.
-        part.unlink(missing_ok=True)
 
 
 def _finish(code: int, failed: bool) -> int:

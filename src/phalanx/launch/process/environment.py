@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phalanx.launch.request.topology import Process, Topology
 
 RETRY_S = "60"
-"""How long workers go on asking a server that is started again."""
+"""How long workers keep asking a server that is being restarted."""
 
 _FLEET_ROLES = {"worker": "TRAINER", "server": "PSERVER", "heter_worker": "HETER_TRAINER"}
 

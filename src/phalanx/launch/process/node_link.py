@@ -205,7 +205,7 @@ class _Link:
             reports = [self._read("failed", n) for n in range(self.node_count) if n != self.node_rank]
             wire.send(
                 self.launcher,
-                {"failures": [e for endings in reports if endings for e in endings], "attempt": self._attempt},
+                {"failures": [e for exits in reports if exits for e in exits], "attempt": self._attempt},
             )
         if self._done and all(self._read("done", n) for n in range(self.node_count)):
             self._done = False

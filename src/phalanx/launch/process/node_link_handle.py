@@ -41,9 +41,9 @@ class NodeLinkHandle:
         """Return the endings other hosts reported for an attempt that failed there."""
         return self._failures.get(attempt, [])
 
-    def report_failure(self, attempt: int, endings: list[dict[str, Any]]) -> None:
+    def report_failure(self, attempt: int, exits: list[dict[str, Any]]) -> None:
         """Tell the others that this attempt failed here."""
-        self._send({"failed": endings, "attempt": attempt})
+        self._send({"failed": exits, "attempt": attempt})
 
     def report_done(self, attempt: int) -> None:
         """Tell the others that every worker here ended well."""

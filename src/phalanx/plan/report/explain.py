@@ -1,4 +1,4 @@
-"""A Plan in words and a table: what lives where, what travels, and why."""
+"""A Plan in words and a table: what lives where, what is communicated, and why."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Explanation:
     stages: tuple[StageRow, ...] = ()
     tokens: tuple[TokensRow, ...] = ()
     rank: int = 0
-    """The rank whose memory is told."""
+    """The rank whose memory is shown."""
 
     memory: Memory | None = None
     activation_bytes: int | None = None
@@ -144,7 +144,7 @@ class Explanation:
             parts.append(fractions_table(self.kinds))
         if self.memory is not None:
             parts.append(memory_table(self.memory, self.rank))
-        lines = [Text(f"{self.gradients} gradients travel in {self.collectives} all-reduces per step")]
+        lines = [Text(f"{self.gradients} gradients in {self.collectives} all-reduces per step")]
         if self.activation_bytes is not None:
             lines.append(Text(f"one forward pass keeps {self.activation_bytes:,} bytes of activations"))
         lines += [Text(line) for line in (*self._stages(), *self._placement_lines())]
@@ -195,9 +195,9 @@ def explain(
         plan: The Plan.
         shape: The model's parameters.
         kinds: Its kinds of layers, when they were measured.
-        rank: The rank whose memory is told.
+        rank: The rank whose memory is shown.
         state: What its optimizer keeps for each parameter.
-        averaged: Whether a running mean of the weights is kept.
+        averaged: Whether an EMA of the weights is kept.
     """
     shares = shares_of(plan, shape)
     rounds = [all_reduce_buckets(plan, share) for share in shares] if plan.world_size > 1 else [[]]
@@ -285,7 +285,7 @@ def _location(rule: ParamRule, plan: Plan) -> str:
         return f"cut over {along} by its layer" if along else "a shard, held by its layer"
     split = {axis: placed for axis, placed in rule.place.layout.items() if placed.kind != "replicate"}
     return ", ".join(f"{placed.kind} over {axis}" for axis, placed in split.items()) or (
-        "whole on every rank" if plan.world_size > 1 else "this rank"
+        "replicated" if plan.world_size > 1 else "this rank"
     )
 
 

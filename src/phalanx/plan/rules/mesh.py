@@ -9,16 +9,16 @@ from phalanx.plan.value import Axis
 from phalanx.strategy import DistributedStrategy
 
 DATA_AXIS = "data"
-"""Copies of the model that read rows of their own."""
+"""Replicas of the model that read their own samples."""
 
 SHARD_AXIS = "shard"
-"""Ranks that read rows of their own and share one copy of optimizer state, gradients and parameters (ZeRO)."""
+"""Ranks that read their own samples and share one replica of optimizer state, gradients and parameters (ZeRO)."""
 
 STAGE_AXIS = "stage"
 """Stages of a pipeline."""
 
 MODEL_AXIS = "model"
-"""Ranks that hold one copy of the cut layers together."""
+"""Ranks that hold one replica of the sharded layers together."""
 
 CONTEXT_AXIS = "context"
 """Ranks that compute parts of the same sequences."""
@@ -56,7 +56,7 @@ def mesh_from_strategy(strategy: DistributedStrategy, world_size: int) -> tuple[
 
 
 def batch_axes(mesh: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return the axes of such a mesh along which rows are split."""
+    """Return the axes of such a mesh along which samples are split."""
     return tuple(axis.name for axis in mesh if axis.name in (DATA_AXIS, SHARD_AXIS))
 
 

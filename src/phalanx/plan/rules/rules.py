@@ -24,45 +24,7 @@ from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Axis, Frozen, ParamRule, Plan, Push, Reason, Server, Step, Table, Update
 from phalanx.strategy import DistributedStrategy
 from phalanx.strategy.conflicts import first_conflict
-
-ACTING = frozenset(
-    (
-        "graph", "amp", "recompute", "gradient_merge", "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc",
-        "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "sharding", "pipeline",
-        "tensor_parallel", "context_parallel", "clip", "ema", "a_sync",
-    )
-)  # fmt: skip
-"""Techniques that this version carries out."""
-
-EFFECTS = {
-    "graph": "the forward pass and the loss are compiled",
-    "amp": "the forward pass computes in lower precision",
-    "recompute": "activations of named modules are computed again in the backward pass",
-    "gradient_merge": "several batches make one update",
-    "localsgd": "ranks train apart and average their parameters",
-    "adaptive_localsgd": "ranks train apart and average their parameters, less often while the loss is high",
-    "lars": "the step of each parameter follows its norm and its gradient's",
-    "lamb": "the step of each parameter follows its norm and its update's",
-    "dgc": "only the largest entries of gradients travel",
-    "fp16_allreduce": "gradients travel in float16",
-    "use_hierarchical_allreduce": "gradients are added up within each host first",
-    "sync_batch_norm": "batch normalisation takes the rows of all ranks",
-    "sharding": "each rank holds a part of optimizer state, gradients and parameters",
-    "pipeline": "each rank computes some stages of the model",
-    "tensor_parallel": "layers that px.shard names are cut over ranks",
-    "context_parallel": "modules that px.shard names compute a part of the sequence on each rank",
-    "clip": "gradients are clipped before the update",
-    "ema": "a running mean of the weights is kept; px.ema_of(model) returns it",
-}
-"""What techniques do, for those who read a Plan."""
-
-ACROSS_RANKS = frozenset(
-    (
-        "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
-        "sharding", "pipeline", "tensor_parallel", "context_parallel",
-    )
-)  # fmt: skip
-"""Techniques that do nothing with one rank."""
+from phalanx.strategy.techniques import TECHNIQUES
 
 
 def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_size: int, servers: int = 0) -> Plan:
@@ -77,14 +39,8 @@ def plan_from_strategy(strategy: DistributedStrategy, shape: ModelShape, world_s
         servers: Number of parameter servers.
 
     Raises:
-        PlanError: If several workers share tables and there is no server, a technique lacks a setting, or is not there
-            yet.
+        PlanError: If several workers share tables and there is no server, or a technique lacks a setting.
     """
-    waiting = sorted(strategy.techniques - ACTING)
-    if waiting:
-        raise PlanError(
-            f"strategy.{waiting[0]} is not available in this version; turn it off. Nothing would act on it."
-        )
     _check_complete(strategy)
     conflict = first_conflict(strategy.techniques | ({"a_sync"} if servers else set()))
     if conflict is not None:
@@ -156,9 +112,10 @@ def _reasons(strategy: DistributedStrategy, shape: ModelShape, mesh: tuple[Axis,
     if not strategy.fuse_all_reduce_ops:
         reasons.append(Reason(setting="fuse_all_reduce_ops=False", effect="one all-reduce per gradient"))
     alone = " (one rank: nothing to do)" if ranks == 1 else ""
-    for name in (name for name in EFFECTS if name in strategy.techniques):
-        effect = EFFECTS[name] + (alone if name in ACROSS_RANKS else "")
-        reasons.append(Reason(setting=f"{name}=True", effect=effect))
+    for name, technique in TECHNIQUES.items():
+        if name in strategy.techniques and technique.effect:
+            effect = technique.effect + (alone if technique.across_ranks else "")
+            reasons.append(Reason(setting=f"{name}=True", effect=effect))
     frozen = sum(not p.trainable for p in shape.params)
     if frozen:
         reasons.append(Reason(setting=f"{frozen} parameters without requires_grad", effect="stay as they are"))

@@ -1,4 +1,4 @@
-"""Add to a Plan the layers that are to be cut over the ranks of one mesh axis."""
+"""Add to a Plan the layers that are sharded over the ranks of one mesh axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Style = Literal["column", "row", "vocab", "sequence", "context"]
 STYLES: tuple[Style, ...] = ("column", "row", "vocab", "sequence", "context")
 
 ON_TOKENS = ("sequence", "context")
-"""Styles of modules whose parameters stay whole, and see some of the tokens on each rank."""
+"""Styles of modules with replicated parameters that see some of the tokens on each rank."""
 
 CUT_DIM = {"column": 0, "vocab": 0, "row": 1}
 """Dim of a layer's weight that each style cuts; a bias is cut where outputs are."""
@@ -47,14 +47,14 @@ class Styled:
     """Plain names of parameters that stay whole, of a module that works on a part of an activation."""
 
     inputs: int | None = None
-    """Dim along which its input arrives cut; whole when None."""
+    """Dim along which its input is sharded; replicated when None."""
 
     outputs: int | None = None
-    """Dim along which its output leaves cut; whole when None."""
+    """Dim along which its output is sharded; replicated when None."""
 
 
 def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int | None = None) -> Plan:
-    """Return a Plan in which these layers are cut along a mesh axis. Pure.
+    """Return a Plan in which these layers are sharded along a mesh axis. Pure.
 
     Args:
         plan: A Plan; the ranks of a missing axis are taken from its data axis.
@@ -88,9 +88,9 @@ def with_cut_layers(plan: Plan, styled: Sequence[Styled], axis: str, size: int |
     params = (rule for layer in styled for rule in _param_rules(plan, layer, axis))
     names = ", ".join(f"{layer.module or 'the model'} ({layer.style})" for layer in styled[:4])
     more = f" and {len(styled) - 4} more" if len(styled) > 4 else ""
-    how = "each gathers the rows of all ranks" if is_hybrid else "their ranks read the same rows"
+    how = "each gathers the samples of all ranks" if is_hybrid else "their ranks read the same samples"
     reason = Reason(
-        setting=f"px.shard over {axis}={plan.axis_size(axis)}", effect=f"{names}{more} are cut over ranks; {how}"
+        setting=f"px.shard over {axis}={plan.axis_size(axis)}", effect=f"{names}{more} are sharded over ranks; {how}"
     )
     return plan.model_copy(
         update={

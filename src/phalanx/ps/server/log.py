@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import BackendError
-from phalanx.ps.snapshot.durable import sync_directory
+from phalanx.files import sync_directory
 from phalanx.ps.snapshot.records import Array, Record, TornRecordError, pack, read_records
 
 Durability = Literal["process", "disk"]

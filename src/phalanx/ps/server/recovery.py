@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import BackendError, PhalanxError
+from phalanx.files import sync_directory, write_atomically
 from phalanx.ps.server.copy_process import CopyProcess
 from phalanx.ps.server.entry import Entry
 from phalanx.ps.server.log import Durability, Log, replay
 from phalanx.ps.server.saving import Saving, finished
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.durable import sync_directory
 from phalanx.ps.snapshot.manifest import File, Manifest, write_manifest
 from phalanx.ps.snapshot.read import read
 from phalanx.ps.snapshot.write import Job
@@ -133,9 +133,7 @@ class Recovery:
         self.directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             # In one step: half a name would look like another job's, and the state be moved aside.
-            part = path.with_suffix(".part")
-            part.write_text(job)
-            part.rename(path)
+            write_atomically(path, job)
 
     def _load_base(self) -> int:
         """Fill the tables from the newest base; returns the first segment that it does not hold."""

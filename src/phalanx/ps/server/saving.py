@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.files import sync_file_system
 from phalanx.ps.server.copy_process import CopyProcess, give_up_without
 from phalanx.ps.server.service import Service
-from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.read import Source
 from phalanx.ps.snapshot.save import disk_error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import zlib
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.files import sync_file
 from phalanx.ps.snapshot.manifest import File, Manifest
 
 _TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
@@ -32,8 +32,7 @@ def write_extra(directory: Path, save: str, extra: Mapping[str, object]) -> tupl
     path = directory / f"dense-{save}.safetensors"
     with path.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     return value, File(path.name, len(data), zlib.crc32(data))
 
 

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from phalanx.errors import ConfigError, DataError, did_you_mean
-from phalanx.ps.snapshot.durable import sync_directory, sync_file
+from phalanx.files import write_atomically
 from phalanx.ps.table.placement import SHARDS
 from phalanx.ps.table.rules import TableSpec
 
@@ -88,12 +88,7 @@ def check_mode(mode: str) -> Mode:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Put a manifest in place of the one there, in one step and durably."""
     text = json.dumps(_manifest.dump_python(manifest, mode="json"), indent=1)
-    part = directory / f"{MANIFEST}.{manifest.save}"
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync_file(file)
-    part.rename(directory / MANIFEST)
-    sync_directory(directory)
+    write_atomically(directory / MANIFEST, text, temporary=directory / f"{MANIFEST}.{manifest.save}")
 
 
 def read_manifest(directory: Path, *, whole: bool = True) -> Manifest:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import BackendError, ConfigError, PhalanxError
+from phalanx.files import sync_file_system
 from phalanx.ps.snapshot.dense import write_extra
-from phalanx.ps.snapshot.durable import sync_file_system
 from phalanx.ps.snapshot.holder import Holder
 from phalanx.ps.snapshot.manifest import MANIFEST, Base, File, Manifest, check_mode, read_manifest, write_manifest
 from phalanx.ps.snapshot.write import write

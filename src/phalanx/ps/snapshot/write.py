@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.ps.snapshot.durable import sync_file
+from phalanx.files import open_atomically
 from phalanx.ps.snapshot.manifest import Mode
 from phalanx.ps.snapshot.records import Array, pack
 from phalanx.ps.table.arrays import Columns
@@ -118,9 +118,8 @@ def _write_shard(path: Path, records: Iterable[tuple[dict[str, Any], list[Array]
 
 def _write_text(job: Job, tables: Mapping[str, Table], rows: dict[str, int], check: Callable[[], None]) -> Facts:
     path = job.directory / f"part-{job.part}"
-    part = path.with_name(f"{path.name}.{job.save}")
     size = checksum = 0
-    with part.open("wb") as file:
+    with open_atomically(path, temporary=path.with_name(f"{path.name}.{job.save}")) as file:
         for shard in job.shards:
             check()
             for name, table in tables.items():
@@ -130,8 +129,6 @@ def _write_text(job: Job, tables: Mapping[str, Table], rows: dict[str, int], che
                 checksum = zlib.crc32(text, checksum)
                 size += len(text)
                 file.write(text)
-        sync_file(file)
-    part.rename(path)
     return path.name, size, checksum
 
 

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.addresses import parse_endpoint
 from phalanx.cluster.network import is_loopback
 from phalanx.errors import ConfigError
 
@@ -45,10 +46,10 @@ def resolve(endpoint: str) -> Address:
         ConfigError: If it is not written so.
         OSError: If no address is known for the host; a name server may know it later.
     """
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    address = parse_endpoint(endpoint, least_port=0)
+    if address is None:
         raise ConfigError(f"the endpoint {endpoint!r} is not host:port with a port of 0 to 65535. Correct it.")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     numeric = found[0][4]
     return Address(str(numeric[0]), int(numeric[1]))
 

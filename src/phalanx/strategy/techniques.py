@@ -1,0 +1,105 @@
+"""The techniques of a strategy: what each does, whether it needs several ranks, and what it does not go with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_NO_GRADIENTS = "ranks that take local steps exchange no gradients"
+_UNSHARDED = "each rank needs the full parameters to take local steps"
+_SPARSE = "only the largest entries and their indices are sent"
+_SERVERS = "dense parameters live on the servers"
+_UNTESTED = "the combination is not supported yet"
+
+_NOT_WITH_LOCAL_STEPS = {
+    **dict.fromkeys(("dgc", "fp16_allreduce", "use_hierarchical_allreduce"), _NO_GRADIENTS),
+    **dict.fromkeys(("sharding", "pipeline", "tensor_parallel"), _UNSHARDED),
+    "context_parallel": "ranks with parts of one sequence add up their gradients in every step",
+    "sync_batch_norm": "synchronised layers make the ranks meet in every step",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Technique:
+    """One switch of a strategy; its settings are in the field `<name>_configs`, where it has some."""
+
+    effect: str
+    """What it does, for those who read a Plan; empty where rules say it themselves."""
+
+    across_ranks: bool = False
+    """Whether it does nothing with one rank."""
+
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Techniques it cannot be on together with, and why; each pair stands at one of the two."""
+
+    pending: Mapping[str, str] = field(default_factory=dict)
+    """Techniques with which it makes sense but is not there yet, and what is missing."""
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "graph": Technique(effect="the forward pass and the loss are compiled"),
+    "amp": Technique(effect="the forward pass runs in mixed precision"),
+    "recompute": Technique(effect="activation checkpointing: named modules are recomputed in the backward pass"),
+    "gradient_merge": Technique(effect="gradient accumulation: several batches make one update"),
+    "localsgd": Technique(
+        effect="ranks take local steps and average their parameters",
+        across_ranks=True,
+        conflicts={"adaptive_localsgd": "both say when parameters are averaged", **_NOT_WITH_LOCAL_STEPS},
+    ),
+    "adaptive_localsgd": Technique(
+        effect="ranks take local steps and average their parameters, less often while the loss is high",
+        across_ranks=True,
+        conflicts=_NOT_WITH_LOCAL_STEPS,
+    ),
+    "lars": Technique(
+        effect="the step of each parameter follows its norm and its gradient's",
+        conflicts={"lamb": "both are the update rule"},
+    ),
+    "lamb": Technique(effect="the step of each parameter follows its norm and its update's"),
+    "dgc": Technique(
+        effect="only the largest entries of gradients are sent",
+        across_ranks=True,
+        conflicts={
+            "lamb": "DGC corrects the momentum of SGD",
+            "lars": "both carry the momentum of SGD",
+            "fp16_allreduce": _SPARSE,
+            "use_hierarchical_allreduce": _SPARSE,
+            "sharding": "each rank would need the residuals of the full gradients",
+        },
+    ),
+    "fp16_allreduce": Technique(effect="gradients are sent in float16", across_ranks=True),
+    "use_hierarchical_allreduce": Technique(
+        effect="gradients are added up within each host first",
+        across_ranks=True,
+        conflicts={"sharding": "sharded gradients are reduce-scattered"},
+    ),
+    "sync_batch_norm": Technique(effect="batch normalisation over the samples of all ranks", across_ranks=True),
+    "sharding": Technique(
+        effect="each rank holds a part of optimizer state, gradients and parameters", across_ranks=True
+    ),
+    "pipeline": Technique(effect="each rank computes some stages of the model", across_ranks=True),
+    "tensor_parallel": Technique(effect="layers that px.shard names are sharded over ranks", across_ranks=True),
+    "context_parallel": Technique(
+        effect="modules that px.shard names compute a part of the sequence on each rank", across_ranks=True
+    ),
+    "clip": Technique(effect="gradients are clipped before the update"),
+    "ema": Technique(effect="an EMA of the weights is kept; px.ema_of(model) returns it"),
+    "a_sync": Technique(
+        effect="",
+        conflicts=dict.fromkeys(
+            (
+                "localsgd", "adaptive_localsgd", "lars", "lamb", "dgc", "sharding", "pipeline", "tensor_parallel",
+                "context_parallel", "ema",
+            ),
+            _SERVERS,
+        ),
+        pending=dict.fromkeys(
+            (
+                "gradient_merge", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm", "amp", "clip",
+                "recompute",
+            ),
+            _UNTESTED,
+        ),
+    ),
+}  # fmt: skip
+"""Every technique by the name of its switch, in the order of the tables."""
