@@ -257,7 +257,7 @@ def _save_sharded(folder: Path) -> tuple[Any, ...]:
     assert torch.equal(other.weight, unknown.weight)
     with pytest.raises(ConfigError, match="'weight' is a part, of its layer or of a rank"):
         px.export_state_dict(unknown, folder / "unknown-weights")
-    with pytest.raises(ConfigError, match="is not whole on every rank"):
+    with pytest.raises(ConfigError, match="is not full on every rank"):
         px.export_program(model, (torch.ones(1, 6),), folder / "program.pt2")
     return _state(model, optimizer), _gathered(columns, columns_optimizer, [3, 2]), _averages(ema)
 
@@ -291,7 +291,7 @@ def _load_sharded(folder: Path) -> tuple[Any, ...]:
     columns, columns_optimizer = _make_columns(sizes, 2)
     px.load(folder / "columns", columns, columns_optimizer)
     unknown, _ = _make_columns(sizes, 2, says_layout=False)
-    with pytest.raises(ConfigError, match=r"'model/weight' was saved as 2 parts .* cannot be cut anew for"):
+    with pytest.raises(ConfigError, match=r"'model/weight' was saved as 2 shards .* cannot be resharded to"):
         px.load(folder / "unknown", unknown)
     return state, _gathered(columns, columns_optimizer, sizes), _averages(ema)
 
@@ -352,7 +352,7 @@ def _load_cut(folder: Path, sources: list[str], way: str) -> None:
         px.load(folder / source, model, optimizer)
         px.save(folder / f"{source}-{way}", model, optimizer)
         _step_cut(way, model, optimizer)  # the state is of the right kind
-        with pytest.raises(ConfigError, match="is not whole on every rank"):
+        with pytest.raises(ConfigError, match="is not full on every rank"):
             px.export_program(model, (DATA[0],), folder / "program")
 
 
@@ -490,7 +490,7 @@ def test_ranks_that_see_different_files_hear_of_it(tmp_path: Path) -> None:
         (tmp_path / str(rank) / "missing").mkdir()
     px.save(tmp_path / "0" / "missing", nn.Linear(1, 1), step=1)
     first, second = run_ranks(_see_different_folders, 2, tmp_path)
-    assert "step-1 is not the same checkpoint on all ranks. Name a folder that all hosts share" in first[0]
+    assert "step-1 is not the same checkpoint on all ranks. Name a folder that all nodes share" in first[0]
     assert "no complete.json: its save did not end. (Rank 1 says so.)" in first[1]
     assert first[2] == f"on rank 1: {second[2]}"
     assert "the state dict does not fit" in first[2]

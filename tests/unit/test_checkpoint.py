@@ -162,9 +162,9 @@ def test_the_average_that_a_strategy_keeps_is_saved_with_the_model(
     other, other_optimizer = averaged()
     px.load(tmp_path / "averaged", other, other_optimizer)
     assert same(px.ema_of(other).state_dict(), px.ema_of(model).state_dict())
-    assert "begins anew" not in caplog.text
+    assert "is reset" not in caplog.text
     px.load(tmp_path / "plain", other, other_optimizer)
-    assert "has no running average of the weights, which begins anew" in caplog.text
+    assert "has no running average of the weights, which is reset" in caplog.text
     px.load(tmp_path / "averaged", plain)
 
 
@@ -235,7 +235,7 @@ def test_state_that_techniques_keep_is_saved(tmp_path: Path, caplog: pytest.LogC
     assert (found.tensor.tolist(), found.steps) == ([4.0, 4.0], 4)
     with caplog.at_level(logging.WARNING, "phalanx"):
         px.load(tmp_path, without)
-    assert "has state 'model/residual', which nothing here keeps" in caplog.text
+    assert "has state 'model/residual', which nothing here uses" in caplog.text
 
 
 def test_a_warm_up_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -298,10 +298,10 @@ def test_the_newest_good_one_is_taken_and_the_skipped_are_named(
     assert model.weight.item() == 10
     assert f"{file} is broken between bytes 0 and {len(data)}: they do not have the checksum" in caplog.text
     assert f"{paths[1]} has no complete.json: its save did not end" in caplog.text
-    with pytest.raises(DataError, match=r"no checkpoint in .*step-20 is whole\. .*is broken between"):
+    with pytest.raises(DataError, match=r"no checkpoint in .*step-20 is complete\. .*is broken between"):
         px.load(paths[2], model)
     next(paths[0].glob("manifest*")).write_text("{}")
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole.*manifest-.*its digest is not.*did not end"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is complete.*manifest-.*its digest is not.*did not end"):
         px.load(tmp_path, model)
 
 
@@ -365,7 +365,7 @@ def test_weights_with_prefixes_of_wrappers_are_read(tmp_path: Path, caplog: pyte
     torch.save(theirs, tmp_path / "theirs.pt")
     with pytest.raises(ConfigError, match="is a pickle, which runs code"):
         px.load(tmp_path / "theirs.pt", other)
-    with pytest.raises(ConfigError, match=r"'model' is a dict. Hand over the part"):
+    with pytest.raises(ConfigError, match=r"'model' is a dict. Pass the part"):
         px.load({"model": theirs}, other)
     with pytest.raises(ConfigError, match="a file of weights has no state for optimizer"):
         px.load(theirs, other, torch.optim.SGD(other.parameters()))
@@ -412,7 +412,7 @@ def test_a_program_whose_model_fixes_the_rows_is_exported_and_announced(
     with caplog.at_level(logging.WARNING, "phalanx"):
         px.export_program(FiveRows(), (torch.ones(5, 4), torch.ones(2)), tmp_path / "model.pt2")
     assert torch.export.load(tmp_path / "model.pt2").module()(torch.ones(5, 4), torch.ones(2)).shape == (5, 2)
-    assert "the program takes batches of 5 rows alone: " in caplog.text
+    assert "the program takes batches of 5 samples only: " in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "phalanx"):
         px.export_program(nn.Linear(4, 2), (torch.ones(1, 4),), tmp_path / "one.pt2")
@@ -436,7 +436,7 @@ def test_an_optimizer_goes_into_one_file_and_back(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"has the state of an optimizer. Load it into that: px.load\(path, opt"):
         px.load(tmp_path / "m.pdopt", other)
-    with pytest.raises(ConfigError, match=r"m.pdopt has the state of AdamW, asked to load it into RMSprop"):
+    with pytest.raises(ConfigError, match=r"m.pdopt has the state of AdamW and is loaded into RMSprop"):
         px.load(tmp_path / "m.pdopt", torch.optim.RMSprop(other.parameters()))
     with pytest.raises(ConfigError, match="'0' has shape"):
         px.load(tmp_path / "m.pdopt", torch.optim.AdamW(list(other.parameters())[::-1]))

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import phalanx as px
 from phalanx.checkpoint import background
-from phalanx.checkpoint.stopping import StopEdge
+from phalanx.checkpoint.stopping import GracefulStop
 from phalanx.errors import BackendError, ConfigError
 
 
@@ -177,7 +177,7 @@ def test_a_checkpointer_that_is_closed_leaves_sigterm_to_a_later_one(tmp_path: P
 def test_a_closed_terminal_asks_to_stop_unless_it_is_ignored() -> None:
     for before, asked in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
         signal.signal(signal.SIGHUP, before)
-        edge = StopEdge(0, 1, None, "")
+        edge = GracefulStop(0, 1, None, "")
         edge.listen()
         os.kill(os.getpid(), signal.SIGHUP)
         assert edge.is_at(1) is asked

@@ -1,4 +1,4 @@
-"""Checkpoints: save, load anywhere, resume, leave in time, export."""
+"""Checkpoints: save, load at any number of ranks, resume, stop gracefully, export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time, in a thread, from a copy in memory."""
+"""Background saves: one at a time, in a thread, from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class _Saves:
-    """The save that goes on, what went wrong with it, and memory that its copy may use again."""
+    """The running save, its error, and the buffer that the next copy reuses."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -32,7 +32,7 @@ _saves = _Saves()
 
 
 def start(write: Callable[[], None]) -> None:
-    """Run the rest of a save in a thread."""
+    """Run the rest of a save in a background thread."""
     if not _saves.is_watching_exit:
         _saves.is_watching_exit = True
         atexit.register(_at_exit)
@@ -49,23 +49,23 @@ def _run(write: Callable[[], None]) -> None:
 
 
 def wait() -> None:
-    """Wait until the save that was begun with `background=True` is complete. Returns at once when there is none.
+    """Wait until the save started with `background=True` is complete. Returns at once if there is none.
 
     Raises:
-        PhalanxError: What went wrong with it, as `save` says. Raised once.
+        PhalanxError: The error of that save, as documented at `save`. Raised once.
     """
     if _saves.thread is not None:
         _saves.thread.join()
-        _saves.thread = None  # not before: who is interrupted while waiting may save again, over the memory it writes
+        _saves.thread = None  # not before: a caller interrupted here may save again, over the buffer being written
     error, _saves.error = _saves.error, None
     if error is not None:
         raise error
 
 
 def _at_exit() -> None:
-    """End the process with an exit code of 1 if nobody heard that its last save failed.
+    """End the process with exit code 1 if its last save failed unnoticed.
 
-    Python gives exit handlers no other way to say so.
+    Exit handlers have no other way to set the exit code.
     """
     try:
         wait()
@@ -76,23 +76,23 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-def staged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors on the CPU, in one block of memory that the next save uses again.
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors on the CPU, in one block of memory that the next save reuses.
 
-    New memory costs more than the copy: the system clears it page by page.
+    Allocating new memory costs more than the copy: the kernel zeroes it page by page.
     """
     sizes = {key: -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for key, tensor in tensors.items()}
     total = sum(sizes.values())
     buffer, _saves.buffer = _saves.buffer, None
-    is_on_card = any(tensor.is_cuda for tensor in tensors.values())
+    is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     if buffer is None or buffer.numel() < total:
-        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_on_card)
+        buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_on_gpu)
     copies, at = {}, 0
     for key, tensor in tensors.items():
         copies[key] = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copies[key].copy_(tensor, non_blocking=True)
         at += sizes[key]
-    if is_on_card:
+    if is_on_gpu:
         torch.cuda.synchronize()
     _saves.buffer = buffer
     return copies

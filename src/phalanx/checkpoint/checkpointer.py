@@ -10,16 +10,16 @@ from typing import Any
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.loading import Loaded, load_newest
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.saving import save_training, whole_number
-from phalanx.checkpoint.state.capture import Training
-from phalanx.checkpoint.stopping import StopEdge
+from phalanx.checkpoint.saving import check_count, save_training
+from phalanx.checkpoint.state.capture import TrainingState
+from phalanx.checkpoint.stopping import GracefulStop
 from phalanx.parallel.optim.ema import EMA
 
 logger = logging.getLogger("phalanx.checkpoint")
 
 
 class Checkpointer:
-    """Saves every so many steps, goes on from the newest checkpoint, and saves before the job is ended.
+    """Saves every so many steps, resumes from the newest checkpoint, and saves before the job is terminated.
 
         checkpointer = px.Checkpointer("runs/mnist", model, optimizer, loader, every=500)
         checkpointer.resume()
@@ -29,10 +29,10 @@ class Checkpointer:
                 checkpointer.step()
         checkpointer.close()
 
-    From the moment it is made, SIGTERM (a scheduler that wants the machine back, or someone who stops the launcher)
-    does not end the process: all ranks save at the same step edge and exit with code 0.
+    Once created, it handles SIGTERM (a scheduler that preempts the job, or a launcher that is stopped): the process is
+    not killed, all ranks save at the same step boundary and exit with code 0.
 
-    Collective: every rank makes one and calls the same methods at the same steps.
+    Collective: every rank creates one and calls the same methods at the same steps.
 
     Args:
         folder: Folder of checkpoints, as `px.save` takes it.
@@ -43,7 +43,7 @@ class Checkpointer:
         ema: A running average of the weights; that of `strategy.ema` when omitted.
         every: Steps between two saves; only `save()` and SIGTERM save when omitted.
         keep: How many checkpoints to keep.
-        background: Whether the saves of `step()` write while training goes on.
+        background: Whether the saves of `step()` write while training continues.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class Checkpointer:
         keep: int | None = 3,
         background: bool = True,
     ) -> None:
-        every, keep = whole_number("every", every, least=1), whole_number("keep", keep, least=1)
-        self._training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+        every, keep = check_count("every", every, least=1), check_count("keep", keep, least=1)
+        self._training = TrainingState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
         self.folder = Path(folder)
         self.steps = 0
         """Steps done, over all runs of the job."""
 
         self.extra: dict[str, Any] = {}
-        """Saved and loaded with the rest; yours to fill."""
+        """User values, saved and loaded with the rest."""
 
         self._every, self._keep, self._background = every, keep, background
         self._saved_at: int | None = None
         ranks = Ranks.meet("px.Checkpointer", {"folder": str(folder), "every": every, "keep": keep})
-        self._stop = StopEdge(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
+        self._stop = GracefulStop(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
         self._stop.listen()
 
     def resume(self) -> Loaded | None:
-        """Go on from the newest whole checkpoint of the folder; return what was loaded, None where there is none."""
-        found = load_newest(self.folder, self._training)
-        if found is not None:
-            self.steps = self._saved_at = found.step
-            self.extra = dict(found.extra or {})
-        return found
+        """Resume from the newest complete checkpoint of the folder; return what was loaded, None if there is none."""
+        loaded = load_newest(self.folder, self._training)
+        if loaded is not None:
+            self.steps = self._saved_at = loaded.step
+            self.extra = dict(loaded.extra or {})
+        return loaded
 
     def step(self) -> None:
-        """Count an optimizer step; save when it is time, or save and exit with code 0 when the job is to end.
+        """Count an optimizer step; save if one is due, or save and exit with code 0 if the job was asked to end.
 
         Raises:
             SystemExit: With code 0, on all ranks after the same step, once any of them got SIGTERM.
@@ -114,6 +114,6 @@ class Checkpointer:
         return path
 
     def close(self) -> None:
-        """Wait for a background save, and let SIGTERM end the process again."""
+        """Wait for a background save, and restore the handlers of SIGTERM and SIGHUP."""
         self._stop.close()
         background_saves.wait()

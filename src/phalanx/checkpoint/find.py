@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, all ranks together."""
+"""Find the newest complete checkpoint; all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.folder.folder import is_checkpoint, present
-from phalanx.checkpoint.folder.manifest import COMPLETE, Manifest, Marker, read_manifest
+from phalanx.checkpoint.folder.folder import is_checkpoint, list_checkpoints
+from phalanx.checkpoint.folder.manifest import COMPLETE, CheckpointManifest, Marker, read_manifest
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.file import check_file
@@ -16,63 +16,63 @@ from phalanx.errors import ConfigError, DataError
 logger = logging.getLogger("phalanx.checkpoint")
 
 
-def newest_good(ranks: Ranks, folder: Path) -> Manifest | None:
-    """Return the manifest of the newest checkpoint of a folder whose files are all as they were written.
+def find_newest_complete(ranks: Ranks, folder: Path) -> CheckpointManifest | None:
+    """Return the manifest of the newest checkpoint of a folder whose files all match their checksums.
 
-    Collective. Each rank reads its part of the files to check them. Those that are skipped are logged with the reason.
+    Collective. Each rank checks its share of the files. Skipped checkpoints are logged with the reason.
 
     Args:
         ranks: All ranks.
         folder: A folder of checkpoints, or one checkpoint.
 
     Returns:
-        The manifest; None if the folder has no checkpoint, as long as no save to it has ended.
+        The manifest; None if no save to the folder has completed.
 
     Raises:
         ConfigError: If ranks see different files.
-        DataError: If there are checkpoints and none is whole; says why of each.
+        DataError: If there are checkpoints and none is complete; gives the reason for each.
     """
-    found = ranks.decide("find", lambda: None, lambda _: _candidates(folder))
-    broken: list[str] = list(found["broken"])
-    chosen = None
-    for name in found["whole"]:
+    candidates = ranks.decide("find", lambda: None, lambda _: _candidates(folder))
+    broken: list[str] = list(candidates["broken"])
+    manifest = None
+    for name in candidates["complete"]:
         path = folder if name == "." else folder / name
-        checked: list[Manifest] = []
+        manifests: list[CheckpointManifest] = []
         why = ranks.decide(
             f"check-{name}",
-            lambda path=path, into=checked: _check(ranks, path, into),  # type: ignore[misc]
-            lambda said, path=path: _why_not(path, said),  # type: ignore[misc]
+            lambda path=path, into=manifests: _check(ranks, path, into),  # type: ignore[misc]
+            lambda answers, path=path: _why_not(path, answers),  # type: ignore[misc]
             timeout_s=WRITE_TIMEOUT_S,
         )
         if why is None:
-            chosen = checked[0]
+            manifest = manifests[0]
             break
         broken.append(why)
-    skipped = [*broken, *found["unfinished"]]
-    if chosen is None and broken:
-        raise DataError(f"no checkpoint in {folder} is whole. {' '.join(skipped)}")
+    skipped = [*broken, *candidates["unfinished"]]
+    if manifest is None and broken:
+        raise DataError(f"no checkpoint in {folder} is complete. {' '.join(skipped)}")
     if ranks.rank == 0:
         for why in skipped:
             logger.warning("skipped a checkpoint: %s", why)
-    return chosen
+    return manifest
 
 
 def _candidates(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        return {"whole": [], "broken": [], "unfinished": []}
+        return {"complete": [], "broken": [], "unfinished": []}
     if is_checkpoint(folder):
-        return {"whole": ["."], "broken": [], "unfinished": []}
-    there = present(folder)
-    wrong = {path: why for path, why in there.items() if isinstance(why, str)}
+        return {"complete": ["."], "broken": [], "unfinished": []}
+    markers = list_checkpoints(folder)
+    reasons = {path: why for path, why in markers.items() if isinstance(why, str)}
     return {
-        "whole": [path.name for path, marker in there.items() if isinstance(marker, Marker)],
-        "broken": [why for path, why in wrong.items() if (path / COMPLETE).exists()],
-        "unfinished": [why for path, why in wrong.items() if not (path / COMPLETE).exists()],
+        "complete": [path.name for path, marker in markers.items() if isinstance(marker, Marker)],
+        "broken": [why for path, why in reasons.items() if (path / COMPLETE).exists()],
+        "unfinished": [why for path, why in reasons.items() if not (path / COMPLETE).exists()],
     }
 
 
-def _check(ranks: Ranks, path: Path, into: list[Manifest]) -> dict[str, str | None]:
-    """Read a manifest, and this rank's part of the files it names; say which save it is, or why it cannot be used."""
+def _check(ranks: Ranks, path: Path, into: list[CheckpointManifest]) -> dict[str, str | None]:
+    """Check a manifest and this rank's share of its files; return the name of the save, or why it cannot be used."""
     try:
         manifest = read_manifest(path)
         for file in manifest.files[ranks.rank :: ranks.world_size]:
@@ -85,18 +85,18 @@ def _check(ranks: Ranks, path: Path, into: list[Manifest]) -> dict[str, str | No
     return {"why": None, "save": manifest.save}
 
 
-def _why_not(path: Path, said: list[dict[str, str | None]]) -> str | None:
-    """Return why a checkpoint cannot be used, from what all ranks say of it; None if it can."""
-    for rank, answer in enumerate(said):
+def _why_not(path: Path, answers: list[dict[str, str | None]]) -> str | None:
+    """Return why a checkpoint cannot be used, from the answers of all ranks; None if it can."""
+    for rank, answer in enumerate(answers):
         if answer["why"] is not None:
-            is_for_all = all(other["why"] == answer["why"] for other in said)
+            is_for_all = all(other["why"] == answer["why"] for other in answers)
             return answer["why"] if is_for_all else f"{answer['why']} (Rank {rank} says so.)"
-    if len({answer["save"] for answer in said}) > 1:
-        raise ConfigError(f"{path} is not the same checkpoint on all ranks. Name a folder that all hosts share.")
+    if len({answer["save"] for answer in answers}) > 1:
+        raise ConfigError(f"{path} is not the same checkpoint on all ranks. Name a folder that all nodes share.")
     return None
 
 
-def none_there(folder: Path) -> ConfigError:
+def no_checkpoint_error(folder: Path) -> ConfigError:
     """Return the error of a folder without any checkpoint."""
     exists = "holds none" if folder.is_dir() else "does not exist"
     return ConfigError(f"asked to load a checkpoint of {folder}, which {exists}. Name the folder given to px.save.")

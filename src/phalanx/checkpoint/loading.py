@@ -1,4 +1,4 @@
-"""`px.load`: go on from a checkpoint, at any number of ranks and under any Plan."""
+"""`px.load`: resume from a checkpoint, at any number of ranks and under any Plan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from phalanx.checkpoint import background as background_saves
 from phalanx.checkpoint.export.optimizer_file import load_optimizer_file
 from phalanx.checkpoint.export.weights import load_weights
-from phalanx.checkpoint.find import newest_good, none_there
-from phalanx.checkpoint.folder.manifest import Manifest
-from phalanx.checkpoint.folder.read import Reader
+from phalanx.checkpoint.find import find_newest_complete, no_checkpoint_error
+from phalanx.checkpoint.folder.manifest import CheckpointManifest
+from phalanx.checkpoint.folder.read import CheckpointReader
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.state.capture import Training
-from phalanx.checkpoint.state.restore import Restoring, agree_on_layout
+from phalanx.checkpoint.state.capture import TrainingState
+from phalanx.checkpoint.state.restore import Restorer, agree_on_layout
 from phalanx.checkpoint.state.tables import has_tables, load_tables
 from phalanx.checkpoint.tensors.local import ModelView
 from phalanx.checkpoint.tensors.names import inner
@@ -37,10 +37,10 @@ class Loaded:
     """The checkpoint, or the file."""
 
     step: int = 0
-    """The number that `save` gave it."""
+    """Its step, as passed to `save`."""
 
     extra: Mapping[str, Any] | None = None
-    """What was saved as `extra`; rank 0's at another number of ranks."""
+    """The saved `extra`; rank 0's at another number of ranks."""
 
 
 def load(
@@ -52,20 +52,20 @@ def load(
     scheduler: Any = None,
     ema: EMA | None = None,
 ) -> Loaded:
-    """Load a checkpoint into a model and what trains it, in place.
+    """Load a checkpoint into a model, optimizer and loader, in place.
 
     Collective: every rank calls it, with the model distributed as it is to be trained. The checkpoint may come from any
-    number of ranks and any Plan; every rank reads only what it holds. Given an optimizer, the random generators go on
-    where they were too. What is not given is not loaded: a model alone takes the weights.
+    number of ranks and any Plan; every rank reads only its shards. With an optimizer, the random generators are
+    restored too. Only the objects passed are loaded: a model alone takes the weights.
 
     Args:
-        source: The folder given to `save`, of which the newest whole checkpoint is taken; or one checkpoint in it; or a
+        source: The folder given to `save`, whose newest complete checkpoint is taken; or one checkpoint in it; or a
             safetensors file; or a state dict of any framework. Prefixes of wrappers (`module.`, `_orig_mod.`) are
-            taken off the names of the latter two, which hold weights alone.
+            removed from names in the latter two, which hold weights only.
         model: Takes parameters and buffers. Or an optimizer alone, which takes the state in a file that
             `px.export_state_dict(optimizer, path)` wrote.
         optimizer: Takes state and options of its groups.
-        loader: Its next iteration goes on with the batch after the last that was trained on.
+        loader: Its next iteration starts with the batch after the last one trained on.
         scheduler: Takes its state.
         ema: Takes the running average of the weights; beside an optimizer that of `strategy.ema` when omitted.
 
@@ -75,69 +75,71 @@ def load(
     Raises:
         ConfigError: If there is no checkpoint, or it does not fit; lists the names that differ. On all ranks, before
             anything is changed.
-        DataError: If no checkpoint in the folder is whole; says why of each.
+        DataError: If no checkpoint in the folder is complete; gives the reason for each.
     """
     if isinstance(model, Optimizer):
         return _load_optimizer(source, model, {"loader": loader, "scheduler": scheduler, "ema": ema})
-    found = load_newest(source, Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema))
-    if found is None:
+    loaded = load_newest(
+        source, TrainingState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+    )
+    if loaded is None:
         assert not isinstance(source, Mapping)
-        raise none_there(Path(source))
-    return found
+        raise no_checkpoint_error(Path(source))
+    return loaded
 
 
 def _load_optimizer(source: str | Path | Mapping[str, Tensor], optimizer: Optimizer, others: dict[str, Any]) -> Loaded:
-    """Load a file that has the state of one optimizer. Collective."""
-    given = [name for name, value in others.items() if value is not None]
-    if given or isinstance(source, Mapping) or not Path(source).is_file():
+    """Load a file with the state of one optimizer. Collective."""
+    extra = [name for name, value in others.items() if value is not None]
+    if extra or isinstance(source, Mapping) or not Path(source).is_file():
         raise ConfigError(
             "px.load takes an optimizer alone from the file that px.export_state_dict(optimizer, path) wrote, found "
-            f"{'a dict' if isinstance(source, Mapping) else source}{' and ' + ', '.join(given) if given else ''}. "
-            "Of a checkpoint give the model too: px.load(folder, model, optimizer)."
+            f"{'a dict' if isinstance(source, Mapping) else source}{' and ' + ', '.join(extra) if extra else ''}. "
+            "To load a checkpoint pass the model too: px.load(folder, model, optimizer)."
         )
     background_saves.wait()
     load_optimizer_file(Path(source), optimizer)
     return Loaded(Path(source))
 
 
-def load_newest(source: str | Path | Mapping[str, Tensor], training: Training) -> Loaded | None:
-    """Do what `load` does, or return None where the folder has no checkpoint. Collective."""
+def load_newest(source: str | Path | Mapping[str, Tensor], training: TrainingState) -> Loaded | None:
+    """Load as `load` does, or return None if the folder has no checkpoint. Collective."""
     background_saves.wait()
     if isinstance(source, Mapping) or Path(source).is_file():
-        given = [word for word in training.words if word != "model"]
-        if given:
+        names = [word for word in training.words if word != "model"]
+        if names:
             raise ConfigError(
-                f"a file of weights has no state for {', '.join(given)}. Load it into the model alone; a file of an "
+                f"a file of weights has no state for {', '.join(names)}. Load it into the model alone; a file of an "
                 "optimizer's state into that: px.load(path, optimizer)."
             )
         ranks = Ranks.meet("px.load", "weights")
         view = ModelView(training.model)
-        layout = agree_on_layout(ranks, dict(view.held()), lambda _: None)
+        layout = agree_on_layout(ranks, dict(view.local_tensors()), lambda _: None)
         load_weights(source, ranks, view, layout)
         return Loaded(Path("state dict" if isinstance(source, Mapping) else source))
     folder = Path(source)
     ranks = Ranks.meet("px.load", {"source": str(source), "into": training.words})
-    manifest = newest_good(ranks, folder)
+    manifest = find_newest_complete(ranks, folder)
     if manifest is None:
         return None
-    reader = Reader(manifest)
-    restoring = Restoring(ranks, _with_kept_average(training, manifest), reader)
-    restoring.check()
+    reader = CheckpointReader(manifest)
+    restorer = Restorer(ranks, _with_kept_average(training, manifest), reader)
+    restorer.check()
     if manifest.tables and has_tables(training.model):
         load_tables(manifest.folder / manifest.tables)
-    ranks.decide("loaded", restoring.run, lambda _: None)
+    ranks.decide("loaded", restorer.run, lambda _: None)
     if ranks.rank == 0:
         saved = manifest.world_size
         logger.info("loaded %s, step %d of %d ranks, into %d", manifest.folder, manifest.step, saved, ranks.world_size)
-    return Loaded(manifest.folder, manifest.step, restoring.extra())
+    return Loaded(manifest.folder, manifest.step, restorer.extra())
 
 
-def _with_kept_average(training: Training, manifest: Manifest) -> Training:
-    """Return the objects that train, with the running average that the strategy keeps of the model."""
-    kept = None if training.optimizer is None else kept_average(inner(training.model))
-    if training.ema is not None or kept is None:
+def _with_kept_average(training: TrainingState, manifest: CheckpointManifest) -> TrainingState:
+    """Return the training objects with the running average that the strategy keeps of the model."""
+    average = None if training.optimizer is None else kept_average(inner(training.model))
+    if training.ema is not None or average is None:
         return training
     if "ema" not in manifest.values[0]:
-        logger.warning("%s has no running average of the weights, which begins anew", manifest.folder)
+        logger.warning("%s has no running average of the weights, which is reset", manifest.folder)
         return training
-    return replace(training, ema=kept)
+    return replace(training, ema=average)

@@ -1,7 +1,7 @@
-"""Decisions that all ranks take alike: each says something, rank 0 decides, all hear it, and all fail together.
+"""Decisions shared by all ranks: each sends a value, rank 0 decides, all receive the decision, and all fail together.
 
-They go through the job's store and not through the process group, so that a thread may take them while training goes
-on, and a rank that does not come is an error with a name instead of a collective that hangs.
+They use the job's store, not the process group: a background thread may take part while training continues, and a
+rank that does not arrive is an error that names it, not a collective that hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _calls = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of this job that came to one call."""
+    """The ranks of this job that take part in one call."""
 
     rank: int
     world_size: int
@@ -40,22 +40,22 @@ class Ranks:
     """None with one process."""
 
     prefix: str
-    """Keeps the keys of this call apart."""
+    """Prefix of the store keys of this call."""
 
     @classmethod
     def meet(cls, call: str, terms: Any, *, timeout_s: float | None = None) -> Ranks:
-        """Wait for all ranks at one call.
+        """Wait for all ranks to make the same call.
 
         Collective.
 
         Args:
-            call: What is called, for messages.
+            call: Name of the call, for messages.
             terms: JSON value that must be the same on all ranks.
             timeout_s: Seconds to wait for the slowest rank; the rendezvous timeout when omitted.
 
         Raises:
-            PeerLostError: If a rank did not come in time; names it.
-            ConfigError: If ranks called with different terms, or this worker has no way to the others.
+            PeerLostError: If a rank did not arrive in time; names it.
+            ConfigError: If ranks called with different terms, or this worker is not connected to the others.
         """
         context = context_of.init()
         if not context.is_distributed:
@@ -71,19 +71,19 @@ class Ranks:
     def decide(
         self, topic: str, say: Callable[[], Any], decide: Callable[[list[Any]], Any], *, timeout_s: float | None = None
     ) -> Any:
-        """Return what rank 0 decided from what the ranks said.
+        """Return what rank 0 decided from the values of all ranks.
 
         Collective. If `say` fails on any rank, or `decide` on rank 0, all ranks raise.
 
         Args:
-            topic: Name of this decision, used once in a call.
+            topic: Name of this decision, unique in a call.
             say: Returns this rank's JSON value.
             decide: From all values in rank order to the decision, a JSON value. Called on rank 0 only.
             timeout_s: Seconds to wait for the slowest rank; the rendezvous timeout when omitted.
 
         Raises:
-            PhalanxError: What failed: as it was on the rank it failed on, elsewhere with that rank named.
-            PeerLostError: If a rank did not come in time.
+            PhalanxError: The error: as raised on the rank where it occurred, elsewhere with that rank named.
+            PeerLostError: If a rank did not arrive in time.
         """
         if self.store is None:
             try:
@@ -93,10 +93,10 @@ class Ranks:
         timeout_s = process_group.rendezvous_timeout_s() if timeout_s is None else timeout_s
         mine: Exception | None = None
         try:
-            said = {"said": say()}
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must not wait in vain
-            mine, said = error, _failure(self.rank, error)
-        self.store.set(self._key(topic, self.rank), json.dumps(said))
+            message = {"said": say()}
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must not wait for this one
+            mine, message = error, _failure(self.rank, error)
+        self.store.set(self._key(topic, self.rank), json.dumps(message))
         if self.rank == 0:
             decision, mine = self._decide(topic, decide, mine, timeout_s)
         else:
@@ -113,15 +113,15 @@ class Ranks:
         assert self.store is not None
         others = [self._key(topic, rank) for rank in range(self.world_size)]
         self._await(topic, others, timeout_s)
-        said = [json.loads(self.store.get(key)) for key in others]
-        decision = next((answer for answer in said if "failed" in answer), None)
+        answers = [json.loads(self.store.get(key)) for key in others]
+        decision = next((answer for answer in answers if "failed" in answer), None)
         if decision is None:
             try:
-                decision = {"decision": decide([answer["said"] for answer in said])}
-            except Exception as error:  # noqa: BLE001 -- the other ranks must hear of it
+                decision = {"decision": decide([answer["said"] for answer in answers])}
+            except Exception as error:  # noqa: BLE001 -- the other ranks must receive it
                 mine, decision = error, _failure(0, error)
         self.store.set(self._key(topic, "decision"), json.dumps(decision))
-        # This process may hold the store, and may end after this: the others must have read the decision by then.
+        # This process may host the store and may exit after this: the others must have read the decision by then.
         heard = [self._key(topic, f"heard/{rank}") for rank in range(1, self.world_size)]
         self._await(topic, heard, timeout_s)
         for key in (*others, *heard, self._key(topic, "decision")):
@@ -170,7 +170,7 @@ def _as_ours(error: Exception) -> Exception:
 
 
 _REMEDIES = (
-    {errno.ENOENT: "Name a folder that all hosts share"}
+    {errno.ENOENT: "Name a folder that all nodes share"}
     | dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or name another folder")
     | dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Let this user write there, or name another folder")
 )

@@ -1,4 +1,4 @@
-"""`px.save`: write a checkpoint, every rank its part, and mark it complete when all of it is on disk."""
+"""`px.save`: every rank writes its shards; the checkpoint is marked complete when all are on disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint import background as background_saves
-from phalanx.checkpoint.background import staged
+from phalanx.checkpoint.background import copy_to_host
 from phalanx.checkpoint.folder.folder import clean, next_numbers, prune, step_folder, sweep
 from phalanx.checkpoint.folder.manifest import write_manifest
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.state.capture import Captured, Training, capture
+from phalanx.checkpoint.state.capture import RankState, TrainingState, capture
 from phalanx.checkpoint.state.tables import save_tables
-from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import write_tensors
 from phalanx.checkpoint.tensors.names import inner
-from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.files import sync_directory
 from phalanx.parallel.checks.consistency import make_consistent
@@ -35,7 +35,7 @@ from phalanx.parallel.optim.ema import EMA, kept_average
 logger = logging.getLogger("phalanx.checkpoint")
 
 _FILES = (".pdparams", ".pdopt")
-"""Endings of the files in which older scripts keep parameters and optimizers apart."""
+"""Suffixes of the files in which Paddle scripts save parameters and optimizers separately."""
 
 WRITE_TIMEOUT_S = 1800.0
 """Seconds to wait for the rank whose disk is slowest."""
@@ -54,34 +54,34 @@ def save(
     background: bool = False,
     keep: int | None = None,
 ) -> Path:
-    """Write a checkpoint `<folder>/step-<step>`, from which `px.load` goes on at any number of ranks.
+    """Write a checkpoint `<folder>/step-<step>`, from which `px.load` resumes at any number of ranks.
 
     Collective: every rank calls it, at the same step. It holds parameters, buffers, optimizer, scheduler and loader
-    state, the random generators of every rank, what techniques keep between steps, and tables of parameter servers. A
-    tensor that several ranks hold is written once, split over them: parameters and optimizer state are compared first,
-    and buffers synchronised. Until all of it is on disk it is no checkpoint: a
-    save that is killed or fails leaves the ones before it as they are.
+    state, the random generators of every rank, the state of techniques, and tables of parameter servers. A tensor
+    that several ranks hold is written once, split over them: parameters and optimizer state are compared first, and
+    buffers synchronised. A checkpoint counts only once all of it is on disk: a save that is killed or fails leaves
+    the previous ones intact.
 
     Args:
-        folder: Folder of checkpoints, seen by all ranks; made if missing. One job writes to it at a time.
+        folder: Folder of checkpoints, visible to all ranks; created if missing. One job writes to it at a time.
         model: The model, wrapped or not. Names are those of the plain model.
         optimizer: The optimizer over its parameters.
-        loader: The loader that `px.distribute` returned. Inside the loop the batch in hand counts as done.
+        loader: The loader that `px.distribute` returned. Inside the loop the current batch counts as done.
         scheduler: A learning-rate scheduler.
         ema: A running average of the weights (`px.EMA`); that of `strategy.ema` when omitted.
         step: Number of the checkpoint; one more than the highest there when omitted.
         extra: Anything else, as numbers, text, tensors, lists, tuples, dicts; `px.load(...).extra` returns it.
-        background: Return when the state is copied to memory and write it while training goes on. The next save waits
-            for it and raises what went wrong with it, as `px.checkpoint.wait()` does.
+        background: Return once the state is copied to host memory, and write it while training continues. The next save
+            waits for it and raises its error, as `px.checkpoint.wait()` does.
         keep: How many checkpoints to keep in the folder; all when omitted.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: If something cannot be saved, ranks' parameters differ, or they do not call it alike; on all ranks.
+        ConfigError: If something cannot be saved, or ranks differ in parameters or arguments; on all ranks.
         BackendError: If a file system does not take the files, on whichever rank; on all ranks.
-        PeerLostError: If a rank did not come; names it.
+        PeerLostError: If a rank did not arrive; names it.
     """
     if Path(folder).suffix in _FILES and not Path(folder).is_dir():
         raise ConfigError(
@@ -89,21 +89,21 @@ def save(
             f"{str(folder)!r}. Give px.save and px.load {str(Path(folder).with_suffix(''))!r}, or write weights alone "
             f"with px.export_state_dict(model, {str(Path(folder).with_suffix('.pdparams'))!r})."
         )
-    training = Training(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
+    training = TrainingState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)
     return save_training(folder, training, step=step, extra=extra, background=background, keep=keep)
 
 
 def save_training(
     folder: str | Path,
-    training: Training,
+    training: TrainingState,
     *,
     step: int | None,
     extra: Mapping[str, Any] | None,
     background: bool,
     keep: int | None,
 ) -> Path:
-    """Do what `save` does, of objects that were checked. Collective."""
-    step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
+    """Save as `save` does, objects that were checked before. Collective."""
+    step, keep = check_count("step", step, least=0), check_count("keep", keep, least=1)
     background_saves.wait()
     started = time.perf_counter()
     terms = {"folder": str(folder), "step": step, "background": background, "keep": keep}
@@ -111,23 +111,23 @@ def save_training(
     make_consistent(training.model, "px.save", training.optimizer)
     if training.ema is None:
         training = replace(training, ema=kept_average(inner(training.model)))
-    begun = _begin(ranks, Path(folder), step, training, extra)
-    save_tables(ranks, begun.path / f"tables-{begun.name}", training.model)
-    writing = Writing(ranks, begun, keep, training, started)
+    save = _begin(ranks, Path(folder), step, training, extra)
+    save_tables(ranks, save.path / f"tables-{save.name}", training.model)
+    writing = SaveTask(ranks, save, keep, training, started)
     if background:
         writing.copy()
         background_saves.start(writing.run)
-        logger.info("checkpoint %s: copied in %.3f s, writing it now", begun.path, time.perf_counter() - started)
+        logger.info("checkpoint %s: copied in %.3f s, writing it now", save.path, time.perf_counter() - started)
     else:
         writing.run()
-    return begun.path
+    return save.path
 
 
-def whole_number(name: str, value: Any, *, least: int) -> int | None:
-    """Return a count as a Python number, of whatever kind it is; None stays None.
+def check_count(name: str, value: Any, *, least: int) -> int | None:
+    """Return a count as a Python int; None stays None.
 
     Raises:
-        ConfigError: If it is no whole number, or less than allowed.
+        ConfigError: If it is no integer, or less than `least`.
     """
     if value is None:
         return None
@@ -141,53 +141,57 @@ def whole_number(name: str, value: Any, *, least: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A save that all ranks agreed on."""
+class PendingSave:
+    """A save that all ranks have agreed on and not yet written."""
 
     parent: Path
     path: Path
     name: str
     step: int
     sequence: int
-    layout: dict[str, Entry]
-    captured: Captured
+    layout: dict[str, TensorLayout]
+    rank_state: RankState
 
 
-class _Known:
-    """What the ranks held at the save before: it seldom changes, so it is seldom told again."""
+class _LayoutCache:
+    """The layout of the previous save: it seldom changes, so ranks send theirs again only when it does."""
 
     def __init__(self) -> None:
         self.digest = ""
-        self.by_rank: list[dict[str, Part]] = []
-        self.layout: dict[str, Entry] = {}
+        self.by_rank: list[dict[str, ChunkDescription]] = []
+        self.layout: dict[str, TensorLayout] = {}
 
 
-_known = _Known()
+_layout_cache = _LayoutCache()
 
 
-def _begin(ranks: Ranks, parent: Path, step: int | None, training: Training, extra: Mapping[str, Any] | None) -> Begun:
-    captured: list[Captured] = []
+def _begin(
+    ranks: Ranks, parent: Path, step: int | None, training: TrainingState, extra: Mapping[str, Any] | None
+) -> PendingSave:
+    states: list[RankState] = []
     digest = ""
 
     def say() -> list[Any]:
         nonlocal digest
-        captured.append(capture(training, extra))
-        described = {name: held.part.to_json() for name, held in captured[0].held.items()}
-        digest = hashlib.sha256(json.dumps([ranks.world_size, described]).encode()).hexdigest()
-        return [None if digest == _known.digest else described]
+        states.append(capture(training, extra))
+        parts = {name: local.part.to_json() for name, local in states[0].local_tensors.items()}
+        digest = hashlib.sha256(json.dumps([ranks.world_size, parts]).encode()).hexdigest()
+        return [None if digest == _layout_cache.digest else parts]
 
-    def decide(said: list[Any]) -> dict[str, Any]:
-        is_new = any(answer[0] is not None for answer in said)
+    def decide(answers: list[Any]) -> dict[str, Any]:
+        is_new = any(answer[0] is not None for answer in answers)
         if is_new:
-            if len(_known.by_rank) != len(said):
-                _known.by_rank = [{} for _ in said]
-            for rank, (described,) in enumerate(said):
-                if described is not None:
-                    _known.by_rank[rank] = {name: Part.from_json(part) for name, part in described.items()}
-        layout = deal_out(_known.by_rank) if is_new else None
-        made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+            if len(_layout_cache.by_rank) != len(answers):
+                _layout_cache.by_rank = [{} for _ in answers]
+            for rank, (parts,) in enumerate(answers):
+                if parts is not None:
+                    _layout_cache.by_rank[rank] = {
+                        name: ChunkDescription.from_json(part) for name, part in parts.items()
+                    }
+        layout = plan_writes(_layout_cache.by_rank) if is_new else None
+        folders = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
-        for folder in made:
+        for folder in folders:
             sync_directory(folder.parent)
         sweep(parent)
         sequence, following = next_numbers(parent)
@@ -203,36 +207,38 @@ def _begin(ranks: Ranks, parent: Path, step: int | None, training: Training, ext
     try:
         decision = ranks.decide("begin", say, decide)
     except BaseException:
-        _known.digest, _known.by_rank = "", []
+        _layout_cache.digest, _layout_cache.by_rank = "", []
         raise
     if decision["layout"] is not None:
-        _known.layout = {name: Entry.from_json(entry) for name, entry in decision["layout"].items()}
-    _known.digest = digest
-    return Begun(
+        _layout_cache.layout = {name: TensorLayout.from_json(entry) for name, entry in decision["layout"].items()}
+    _layout_cache.digest = digest
+    return PendingSave(
         parent,
         step_folder(parent, decision["step"]),
         decision["save"],
         decision["step"],
         decision["sequence"],
-        _known.layout,
-        captured[0],
+        _layout_cache.layout,
+        states[0],
     )
 
 
-class Writing:
-    """The part of a save that may run in a thread: write this rank's file, report, and mark the whole complete."""
+class SaveTask:
+    """The part of a save that may run in a thread: write this rank's file, report, and mark the checkpoint complete."""
 
-    def __init__(self, ranks: Ranks, begun: Begun, keep: int | None, training: Training, started: float) -> None:
-        self._ranks, self._begun, self._keep, self._started = ranks, begun, keep, started
+    def __init__(
+        self, ranks: Ranks, save: PendingSave, keep: int | None, training: TrainingState, started: float
+    ) -> None:
+        self._ranks, self._save, self._keep, self._started = ranks, save, keep, started
         self._words = training.words
-        self._path = begun.path / f"rank-{ranks.rank}-{begun.name}.safetensors"
-        pieces = list(_pieces_of(ranks.rank, begun))
-        self._boxes = [(name, box) for name, box, _ in pieces]
-        self._tensors = {_key(name, box, begun.layout[name]): tensor for name, box, tensor in pieces}
+        self._path = save.path / f"rank-{ranks.rank}-{save.name}.safetensors"
+        pieces = list(_pieces_of(ranks.rank, save))
+        self._chunks = [(name, chunk) for name, chunk, _ in pieces]
+        self._tensors = {_key(name, chunk, save.layout[name]): tensor for name, chunk, tensor in pieces}
 
     def copy(self) -> None:
-        """Copy what is to be written, so that training may change it."""
-        self._tensors = staged(self._tensors)
+        """Copy the tensors to host memory, so that training may change them."""
+        self._tensors = copy_to_host(self._tensors)
 
     def run(self) -> None:
         """Write, report, and wait until rank 0 has marked the checkpoint complete.
@@ -242,74 +248,76 @@ class Writing:
         try:
             self._ranks.decide("written", self._write, self._commit, timeout_s=WRITE_TIMEOUT_S)
         except PeerLostError:
-            raise  # whether it is complete is not known here; the next save sweeps up if it is not
+            raise  # this rank cannot tell whether it is complete; the next save sweeps up if it is not
         except Exception:
             if self._ranks.rank == 0:
-                with contextlib.suppress(OSError):  # the next save sweeps again; why this one failed matters more
-                    sweep(self._begun.parent)
+                with contextlib.suppress(OSError):  # the next save sweeps again; the original error matters more
+                    sweep(self._save.parent)
             raise
         if self._ranks.rank == 0:
             size = sum(tensor.nbytes for tensor in self._tensors.values())
             seconds = time.perf_counter() - self._started
-            logger.info("checkpoint %s: complete in %.2f s; rank 0 wrote %d bytes", self._begun.path, seconds, size)
+            logger.info("checkpoint %s: complete in %.2f s; rank 0 wrote %d bytes", self._save.path, seconds, size)
 
     def _write(self) -> dict[str, Any]:
         ready = {
             key: tensor.to("cpu").resolve_conj().resolve_neg().contiguous() for key, tensor in self._tensors.items()
         }
         written, begins = write_tensors(self._path, ready)
-        pieces = [[name, box.offset, box.size, begin] for (name, box), begin in zip(self._boxes, begins, strict=True)]
+        pieces = [
+            [name, chunk.offset, chunk.size, begin] for (name, chunk), begin in zip(self._chunks, begins, strict=True)
+        ]
         return {
             "file": asdict(written),
             "pieces": pieces,
-            "values": self._begun.captured.values,
+            "values": self._save.rank_state.values,
         }
 
-    def _commit(self, said: list[Any]) -> None:
-        begun = self._begun
-        for rank, report in enumerate(said):
-            if not (begun.path / report["file"]["name"]).exists():
+    def _commit(self, reports: list[Any]) -> None:
+        save = self._save
+        for rank, report in enumerate(reports):
+            if not (save.path / report["file"]["name"]).exists():
                 raise ConfigError(
-                    f"rank {rank} wrote {report['file']['name']} to {begun.path}, where rank 0 does not see it. Name a "
-                    "folder that all hosts share."
+                    f"rank {rank} wrote {report['file']['name']} to {save.path}, where rank 0 does not see it. Name a "
+                    "folder that all nodes share."
                 )
-        pieces: dict[str, list[Any]] = {name: [] for name in begun.layout}
-        for rank, report in enumerate(said):
+        pieces: dict[str, list[Any]] = {name: [] for name in save.layout}
+        for rank, report in enumerate(reports):
             for name, offset, size, begin in report["pieces"]:
                 pieces[name].append([rank, offset, size, begin])
-        # As text, in which 1 is not True, and NaN is itself.
-        texts = [json.dumps(report["values"]) for report in said]
+        # Compared as text: there 1 is not True, and NaN equals itself.
+        texts = [json.dumps(report["values"]) for report in reports]
         unique = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        tables = f"tables-{begun.name}"
+        tables = f"tables-{save.name}"
         write_manifest(
-            begun.path,
-            {"save": begun.name, "sequence": begun.sequence, "step": begun.step},
+            save.path,
+            {"save": save.name, "sequence": save.sequence, "step": save.step},
             {
                 "world_size": self._ranks.world_size,
                 "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "holds": self._words,
-                "files": [report["file"] for report in said],
-                "tensors": {name: [entry.dtype, entry.shape, pieces[name]] for name, entry in begun.layout.items()},
+                "files": [report["file"] for report in reports],
+                "tensors": {name: [entry.dtype, entry.shape, pieces[name]] for name, entry in save.layout.items()},
                 "values": {"unique": [*map(json.loads, unique)], "of_rank": [unique[text] for text in texts]},
-                "tables": tables if (begun.path / tables).exists() else None,
+                "tables": tables if (save.path / tables).exists() else None,
             },
         )
-        clean(begun.path, begun.name)
+        clean(save.path, save.name)
         if self._keep is not None:
-            prune(begun.parent, self._keep)
+            prune(save.parent, self._keep)
 
 
-def _pieces_of(rank: int, begun: Begun) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield what this rank writes: the tensor's name, which part of it, and its memory."""
-    for name, held in begun.captured.held.items():
-        entry = begun.layout[name]
-        for piece in entry.pieces:
-            if piece.rank == rank:
-                yield name, piece.box, held.tensor[piece.box.within(entry.box_of(held.part))]
+def _pieces_of(rank: int, save: PendingSave) -> Iterator[tuple[str, TensorChunk, Tensor]]:
+    """Yield what this rank writes: the tensor's name, the chunk, and its memory."""
+    for name, local in save.rank_state.local_tensors.items():
+        entry = save.layout[name]
+        for item in entry.pieces:
+            if item.rank == rank:
+                yield name, item.chunk, local.tensor[item.chunk.within(entry.chunk_of(local.part))]
 
 
-def _key(name: str, box: Box, entry: Entry) -> str:
-    """Return the name of a piece in its file: the tensor's, with its place when it is not all of it."""
-    if box == Box.whole(entry.shape):
+def _key(name: str, chunk: TensorChunk, entry: TensorLayout) -> str:
+    """Return the name of a chunk in its file: the tensor's, with its slice if it is not all of it."""
+    if chunk == TensorChunk.full(entry.shape):
         return name
-    return f"{name}[{', '.join(f'{at}:{at + n}' for at, n in zip(box.offset, box.size, strict=True))}]"
+    return f"{name}[{', '.join(f'{at}:{at + n}' for at, n in zip(chunk.offset, chunk.size, strict=True))}]"

@@ -1,9 +1,9 @@
 """All ranks leave at the same step when any of them is asked to end (SIGTERM, or the SIGHUP of a closed terminal).
 
-The signal may reach some ranks only, at different steps, while others wait in a collective. So no rank stops at once:
-each says, through the store, which step edge it comes to next, and waits at that edge until all have said theirs; they
-stop at the latest of these. Nobody waits for a rank that waits for them: the edges are told by a thread, whatever the
-training thread does. Until a signal comes, a step costs one look at a flag in memory.
+The signal may reach only some ranks, at different steps, while others wait in a collective. So no rank stops at once:
+each announces through the store which step boundary it reaches next, and waits there until all have announced theirs;
+they stop at the latest of these. No deadlock: a thread announces the boundary, whatever the training thread does.
+Until a signal arrives, a step costs one check of a flag in memory.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from phalanx.errors import PeerLostError
 logger = logging.getLogger("phalanx.checkpoint")
 
 POLL_S = 0.1
-"""How often the thread looks for a rank that was asked to end."""
+"""How often the thread checks whether any rank was asked to end."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 EDGES_TIMEOUT_S = 60.0
-"""Longest to wait at an edge for the edges of the others."""
+"""Longest wait at a step boundary for the announcements of the others."""
 
 
-class StopEdge:
-    """The step edge at which all ranks stop, once any was asked to."""
+class GracefulStop:
+    """Agrees on the step boundary at which all ranks stop, once any was asked to."""
 
     def __init__(self, rank: int, world_size: int, store: JobStore | None, prefix: str) -> None:
         self._rank, self._world_size, self._store, self._prefix = rank, world_size, store, prefix
         self._lock = threading.Lock()
         self._next_edge = 0
-        self._asked = threading.Event()
-        self._said = threading.Event()
-        """Set when this rank has told its edge, which it will not pass before it knows those of the others."""
+        self._requested = threading.Event()
+        self._has_announced = threading.Event()
+        """Set when this rank has announced its boundary, which it will not pass before it knows those of the others."""
 
-        self._known = threading.Event()
+        self._is_decided = threading.Event()
         self._edge = 0
         self._closed = threading.Event()
         self._before: dict[int, Any] = {}
@@ -52,9 +52,9 @@ class StopEdge:
             self._thread.start()
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGHUP as a request to stop at a step edge. Only Python's main thread can. Once is enough.
+        """Handle SIGTERM and SIGHUP as a request to stop at a step boundary. Only in the main thread. Idempotent.
 
-        A SIGHUP that is ignored stays ignored: under nohup a closed terminal must not end the training.
+        An ignored SIGHUP stays ignored: under nohup a closed terminal must not end the training.
         """
         if self._before:
             return
@@ -67,29 +67,29 @@ class StopEdge:
             logger.warning("SIGTERM ends this process at once: only the main thread of Python can change that")
 
     def ask(self) -> None:
-        """Ask all ranks to stop at a step edge."""
-        self._asked.set()
+        """Ask all ranks to stop at a step boundary."""
+        self._requested.set()
 
     def is_at(self, edge: int) -> bool:
-        """Return whether all ranks stop at this step edge; called by each at every edge.
+        """Return whether all ranks stop at this step boundary; every rank calls it at every boundary.
 
-        Ranks that all ask before the same edge stop at it.
+        Ranks that all ask before the same boundary stop at it.
 
         Args:
-            edge: Steps done; any numbers that rise, the same on all ranks.
+            edge: Steps done; any increasing numbers, the same on all ranks.
 
         Raises:
-            PeerLostError: If a rank has not said its edge in time.
+            PeerLostError: If a rank has not announced its boundary in time.
         """
         if self._store is None:
-            return self._asked.is_set()
+            return self._requested.is_set()
         with self._lock:
-            has_asked = self._asked.is_set()  # then it stops here, if no other rank has gone further
+            has_asked = self._requested.is_set()  # then it stops here, unless another rank is further ahead
             self._next_edge = edge if has_asked else edge + 1
-            waits = has_asked or self._said.is_set()
+            waits = has_asked or self._has_announced.is_set()
         if not waits:
             return False
-        if not self._known.wait(EDGES_TIMEOUT_S):
+        if not self._is_decided.wait(EDGES_TIMEOUT_S):
             raise PeerLostError(
                 f"rank {self._rank} was to stop at step {edge} and waited {EDGES_TIMEOUT_S:.0f} s for the steps of the "
                 "other ranks. One of them has ended or hangs, or has no Checkpointer: its log says where."
@@ -97,7 +97,7 @@ class StopEdge:
         return edge >= self._edge
 
     def close(self) -> None:
-        """End the thread and give the signals back, unless somebody else has them by now."""
+        """End the thread and restore the signal handlers, unless they were replaced since."""
         atexit.unregister(self.close)
         self._closed.set()
         if self._thread is not None:
@@ -108,16 +108,16 @@ class StopEdge:
         self._before = {}
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._asked.set()
+        self._requested.set()
 
     def _watch(self) -> None:
         assert self._store is not None
-        wanted = f"{self._prefix}/wanted"
-        with contextlib.suppress(PeerLostError):  # the store has ended, and with it the job
+        key = f"{self._prefix}/wanted"
+        with contextlib.suppress(PeerLostError):  # the store is gone, and with it the job
             while not self._closed.wait(POLL_S):
-                if self._asked.is_set():
-                    self._store.set(wanted, "")
-                if self._asked.is_set() or self._store.has([wanted]):
+                if self._requested.is_set():
+                    self._store.set(key, "")
+                if self._requested.is_set() or self._store.has([key]):
                     self._agree()
                     return
 
@@ -125,13 +125,13 @@ class StopEdge:
         assert self._store is not None
         with self._lock:
             mine = self._next_edge
-            self._said.set()
+            self._has_announced.set()
         self._store.set(f"{self._prefix}/edge/{self._rank}", str(mine))
         keys = [f"{self._prefix}/edge/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + EDGES_TIMEOUT_S
         while not self._store.wait(keys, 1.0):
-            # A rank that has closed tells no edge any more, and neither does this one come to another.
+            # A closed rank announces nothing any more, and this one reaches no further boundary.
             if self._closed.is_set() or time.monotonic() > deadline:
                 return
         self._edge = max(int(self._store.get(key)) for key in keys)
-        self._known.set()
+        self._is_decided.set()

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.checkpoint.export.full_file import write_full_tensors
 from phalanx.checkpoint.export.optimizer_file import export_optimizer
-from phalanx.checkpoint.export.whole_file import write_whole
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
 from phalanx.checkpoint.tensors.local import MODEL, ModelView
-from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.cluster.disk import named_errors
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
@@ -36,22 +36,22 @@ T = TypeVar("T")
 
 
 def export_state_dict(model: nn.Module | Optimizer, path: str | Path) -> None:
-    """Write a model's parameters and buffers as whole tensors to one safetensors file, whatever the Plan.
+    """Write a model's full (unsharded) parameters and buffers to one safetensors file, whatever the Plan.
 
-    Collective: every rank writes what it holds to its place in the file, so no rank needs memory for the whole.
+    Collective: every rank writes its shards at their offsets in the file, so no rank needs memory for the full model.
     `px.load(path, model)` reads it, and so does `safetensors.torch.load_file(path)`.
 
     Args:
         model: The model, wrapped or not. Names are those of the plain model; a tensor with two names is written twice.
             Or an optimizer, of which its state and the options of its groups are written; `px.load(path, optimizer)`
             reads them.
-        path: The file, seen by all ranks; replaced when the new one is whole. No ending is added to its name.
+        path: The file, seen by all ranks; replaced once the new one is complete. No suffix is added to its name.
 
     Raises:
-        ConfigError: If it is no module, a layer holds parts whose place nobody knows, or ranks' parameters differ; on
-            all ranks.
+        ConfigError: If it is no module, a layer holds shards of unknown layout, or ranks' parameters differ; on all
+            ranks.
         BackendError: If the file system does not take it; on all ranks.
-        PeerLostError: If a rank did not come; names it.
+        PeerLostError: If a rank did not arrive; names it.
     """
     if isinstance(model, Optimizer):
         export_optimizer(model, path)
@@ -64,22 +64,24 @@ def export_state_dict(model: nn.Module | Optimizer, path: str | Path) -> None:
     ranks = Ranks.meet("px.export_state_dict", str(path))
     make_consistent(model, "px.export_state_dict")
     view = ModelView(model)
-    held = dict(view.held())
-    apart = sorted(name for name in held if not name.startswith(MODEL))
+    local_tensors = dict(view.local_tensors())
+    per_rank = sorted(name for name in local_tensors if not name.startswith(MODEL))
 
-    def plan(said: list[Any]) -> tuple[dict[str, Entry], str]:
-        if apart:
+    def plan(answers: list[Any]) -> tuple[dict[str, TensorLayout], str]:
+        if per_rank:
             raise ConfigError(
-                f"{apart[0].rpartition('/')[2]!r} is a part, of its layer or of a rank that trains apart, whose place "
-                "in the whole is not known. Give its layout in the Plan, or save with px.save."
+                f"{per_rank[0].rpartition('/')[2]!r} is a shard of unknown layout, of its layer or of a rank that "
+                "takes local steps. Set its layout in the Plan, or save with px.save."
             )
-        return deal_out([{name: Part.from_json(part) for name, part in parts.items()} for parts in said]), ""
+        return plan_writes(
+            [{name: ChunkDescription.from_json(part) for name, part in parts.items()} for parts in answers]
+        ), ""
 
-    write_whole(
+    write_full_tensors(
         ranks,
-        {name.removeprefix(MODEL): one for name, one in held.items()},
+        {name.removeprefix(MODEL): local for name, local in local_tensors.items()},
         Path(path),
-        say=lambda: {name.removeprefix(MODEL): one.part.to_json() for name, one in held.items()},
+        say=lambda: {name.removeprefix(MODEL): local.part.to_json() for name, local in local_tensors.items()},
         plan=plan,
         aliases=view.aliases,
     )
@@ -88,15 +90,15 @@ def export_state_dict(model: nn.Module | Optimizer, path: str | Path) -> None:
 def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **options: Any) -> None:
     """Write a model as a program that `torch.export.load(path)` runs without its Python code, on any number of ranks.
 
-    Collective: every rank calls it; rank 0 writes. Training or evaluation mode is as the model is now. The program
-    takes batches of any number of rows; where the model's code fixes it, which is logged, of the sample's alone.
+    Collective: every rank calls it; rank 0 writes. Training or evaluation mode is as the model is now. The batch
+    size of the program is dynamic; where the model's code fixes it, which is logged, it is that of `inputs`.
 
     Args:
-        model: A model whose parameters are whole on every rank.
-        inputs: Sample arguments of its forward pass, of 2 rows or more; tensors with as many rows as the first are
-            taken as batches.
-        path: The file, with any ending.
-        options: Passed to `torch.export.export`. With `dynamic_shapes` it is you who says what may vary.
+        model: A model whose parameters are unsharded on every rank.
+        inputs: Example arguments of its forward pass, with a batch of 2 or more; tensors whose first dim equals that
+            of the first one are batches.
+        path: The file, with any suffix.
+        options: Passed to `torch.export.export`. `dynamic_shapes` replaces the dynamic batch size.
 
     Raises:
         ConfigError: If parameters are sharded, live in tables, or differ between ranks.
@@ -105,7 +107,9 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, 
     def write(plain: nn.Module) -> bytes:
         buffer = io.BytesIO()
         with torch.no_grad():
-            program = _of_any_rows(inputs, options, lambda given, how: torch.export.export(plain, given, **how))
+            program = _with_dynamic_batch(
+                inputs, options, lambda args, kwargs: torch.export.export(plain, args, **kwargs)
+            )
         torch.export.save(program, buffer)
         return buffer.getvalue()
 
@@ -115,12 +119,12 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, 
 def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **options: Any) -> None:
     """Write a model as ONNX.
 
-    Collective: every rank calls it; rank 0 writes. Batches may have any number of rows as in `export_program`.
+    Collective: every rank calls it; rank 0 writes. The batch size is dynamic as in `export_program`.
 
     Args:
-        model: A model whose parameters are whole on every rank.
-        inputs: Sample arguments of its forward pass.
-        path: The file, with any ending.
+        model: A model whose parameters are unsharded on every rank.
+        inputs: Example arguments of its forward pass.
+        path: The file, with any suffix.
         options: Passed to `torch.onnx.export`, such as `dynamic_shapes` and `input_names`.
 
     Raises:
@@ -133,8 +137,8 @@ def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **o
             raise ConfigError(
                 f"export_onnx needs {' and '.join(missing)}, not installed here: pip install onnx onnxscript."
             )
-        program = _of_any_rows(
-            inputs, options, lambda given, how: torch.onnx.export(plain, given, dynamo=True, verbose=False, **how)
+        program = _with_dynamic_batch(
+            inputs, options, lambda args, kwargs: torch.onnx.export(plain, args, dynamo=True, verbose=False, **kwargs)
         )
         assert program is not None
         return bytes(program.model_proto.SerializeToString())
@@ -142,10 +146,10 @@ def export_onnx(model: nn.Module, inputs: tuple[Any, ...], path: str | Path, **o
     _export("px.export_onnx", model, Path(path), write)
 
 
-def _of_any_rows(
+def _with_dynamic_batch(
     inputs: tuple[Any, ...], options: dict[str, Any], export: Callable[[tuple[Any, ...], dict[str, Any]], T]
 ) -> T:
-    """Return an exported model that takes any number of rows if it can be, and say so if it cannot."""
+    """Return a model exported with a dynamic batch size, or log why its batch size is fixed."""
     rows = next((part.shape[0] for part in tree_leaves(inputs) if isinstance(part, Tensor) and part.dim()), None)
     if rows is None or "dynamic_shapes" in options or "kwargs" in options:
         return export(inputs, options)
@@ -154,17 +158,17 @@ def _of_any_rows(
         is_batch = isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == rows
         return {0: torch.export.Dim.DYNAMIC} if is_batch else None
 
-    # Torch marks the tensors themselves: the user's stay unmarked, and so does what is exported otherwise.
-    marked = tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, inputs)
+    # torch marks the tensors themselves as dynamic: detached ones leave the user's unmarked for other exports.
+    detached = tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, inputs)
     try:
-        return export(marked, {**options, "dynamic_shapes": tree_map(shape_of, inputs)})
-    except Exception as error:  # noqa: BLE001 -- torch has many, and what is no matter of shapes fails again below
+        return export(detached, {**options, "dynamic_shapes": tree_map(shape_of, inputs)})
+    except Exception as error:  # noqa: BLE001 -- torch raises many kinds; errors unrelated to shapes are raised again below
         exported = export(inputs, options)
         lines = str(error).strip().splitlines() or [type(error).__name__]
         why = next((line.strip(" -") for line in lines if line.startswith("  - ")), lines[0])
         logger.warning(
-            "the program takes batches of %d rows alone: %s. For batches of any size let the sample have 2 rows or "
-            "more and the model's code not fix their number, or say what may vary with dynamic_shapes=",
+            "the program takes batches of %d samples only: %s. For any batch size export with an example batch of 2 "
+            "or more and a model that does not fix its size, or pass dynamic_shapes=",
             rows,
             "torch takes 1 for a constant" if rows == 1 else why[:200].removesuffix("."),
         )
@@ -182,20 +186,20 @@ def _export(verb: str, model: nn.Module, path: Path, write: Callable[[nn.Module]
             write_atomically(path, data, temporary=part)
 
     with as_saved(model):
-        ranks.decide("export", lambda: _require_whole(model), write_on_first, timeout_s=WRITE_TIMEOUT_S)
+        ranks.decide("export", lambda: _check_unsharded(model), write_on_first, timeout_s=WRITE_TIMEOUT_S)
 
 
-def _require_whole(model: nn.Module) -> None:
+def _check_unsharded(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_meta or isinstance(param, DTensor) or is_module_held(param) or is_handle(param):
             raise ConfigError(
-                f"parameter {name!r} is not whole on every rank. Write the weights with px.export_state_dict, build "
+                f"parameter {name!r} is not full on every rank. Write the weights with px.export_state_dict, build "
                 "the plain model, px.load the file into it with one process, and export that."
             )
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without what training has hung on it."""
+    """Return a copy of a model without the hooks and gradients of training."""
     plain = copy.deepcopy(ModelView(model).model)
     plain._compiled_call_impl = None
     for key, hook in list(plain._forward_hooks.items()):

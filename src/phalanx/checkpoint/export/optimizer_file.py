@@ -1,8 +1,8 @@
-"""The state of one optimizer in one file, as some keep it beside a file of weights, and its way back.
+"""Write the state of one optimizer to one file, and load it.
 
-Tensors are whole, under `<parameter>/<key>`; groups, numbers and the shapes of parameters are a note in the header.
-Parameters go by the names they have in their distributed model, or where there is none by their numbers in the
-optimizer: a file of one kind fits an optimizer of the other, whose parameters are then taken in their order.
+Tensors are unsharded, under `<parameter>/<key>`; groups, numbers and the shapes of parameters are a note in the header.
+Parameters are named as in their distributed model, or without one by their index in the optimizer; a file of one kind
+fits an optimizer of the other, and parameters are then matched by position.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.checkpoint.export.whole_file import write_whole
+from phalanx.checkpoint.export.full_file import write_full_tensors
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.state.capture import load_optimizer, optimizer_state, param_names
-from phalanx.checkpoint.state.restore import agree_on_layout, placed_as
-from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.state.restore import agree_on_layout, shard_like
+from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import TensorFile
-from phalanx.checkpoint.tensors.local import MODEL, OPTIMIZER, RANKS, Held, ModelView
-from phalanx.checkpoint.tensors.names import require_same
-from phalanx.checkpoint.tensors.write_plan import Entry, Part, deal_out
+from phalanx.checkpoint.tensors.local import MODEL, OPTIMIZER, RANKS, LocalTensor, ModelView
+from phalanx.checkpoint.tensors.names import check_names
+from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.apply import distributed_models
 from phalanx.parallel.checks.consistency import make_consistent
@@ -35,25 +35,25 @@ logger = logging.getLogger("phalanx.checkpoint")
 
 
 def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
-    """Write an optimizer's state as whole tensors, with the options of its groups, to one safetensors file.
+    """Write an optimizer's full (unsharded) state, with the options of its groups, to one safetensors file.
 
-    Collective: every rank calls it and writes what it holds. State of tables is on their servers, and is not in it.
+    Collective: every rank writes its shards. State of tables is on their servers, and is not in it.
 
     Args:
         optimizer: The optimizer, over the parameters of a distributed model or of any other.
-        path: The file, seen by all ranks; replaced when the new one is whole.
+        path: The file, seen by all ranks; replaced once the new one is complete.
 
     Raises:
-        ConfigError: If state is a part whose place in the whole nobody knows, or ranks' parameters differ.
+        ConfigError: If state is a shard of unknown layout, or ranks' parameters differ.
         BackendError: If the file system does not take it; on all ranks.
-        PeerLostError: If a rank did not come; names it.
+        PeerLostError: If a rank did not arrive; names it.
     """
     ranks = Ranks.meet("px.export_state_dict of an optimizer", str(path))
     model = _model_of(optimizer)
     make_consistent(model, "px.export_state_dict", optimizer)
     view = ModelView(model)
-    described: dict[str, Held] = {}
-    if left_out := sorted(kept_state(optimizer).keys() - _kept_first(optimizer).keys()):
+    parts: dict[str, LocalTensor] = {}
+    if left_out := sorted(kept_state(optimizer).keys() - _rank_independent_state(optimizer).keys()):
         logger.warning(
             "%s holds nothing of the batches under way (%s); px.save(folder, model, optimizer) does",
             path, ", ".join(left_out),
@@ -61,35 +61,35 @@ def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
 
     def say() -> dict[str, Any]:
         state, groups = optimizer_state(optimizer, view)
-        described.update({name.removeprefix(OPTIMIZER): one for name, one in view.optimizer_held(state)})
+        parts.update({name.removeprefix(OPTIMIZER): local for name, local in view.optimizer_tensors(state)})
         return {
-            "parts": {name: one.part.to_json() for name, one in described.items()},
-            "params": {name.removeprefix(MODEL): one.part.to_json() for name, one in view.held()},
+            "parts": {name: local.part.to_json() for name, local in parts.items()},
+            "params": {name.removeprefix(MODEL): local.part.to_json() for name, local in view.local_tensors()},
             "groups": _without_tensors(groups, "groups"),
             "numbers": {
                 name: {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
                 for name, entries in state.items()
             },
             "kept": {
-                name: _without_tensors(dict(kept.keeper.state_dict()), name)
-                for name, kept in _kept_first(optimizer).items()
+                name: _without_tensors(dict(entry.keeper.state_dict()), name)
+                for name, entry in _rank_independent_state(optimizer).items()
             },
         }
 
-    def plan(said: list[dict[str, Any]]) -> tuple[dict[str, Entry], str]:
-        apart = sorted(name for answer in said for name in answer["parts"] if name.startswith(RANKS))
-        if apart:
+    def plan(answers: list[dict[str, Any]]) -> tuple[dict[str, TensorLayout], str]:
+        per_rank = sorted(name for answer in answers for name in answer["parts"] if name.startswith(RANKS))
+        if per_rank:
             raise ConfigError(
-                f"{apart[0].split('/', 3)[3]!r} is a part, of its layer or of a rank that trains apart, whose place in "
-                "the whole is not known. Give its layout in the Plan, or save with px.save."
+                f"{per_rank[0].split('/', 3)[3]!r} is a shard of unknown layout, of its layer or of a rank that takes "
+                "local steps. Set its layout in the Plan, or save with px.save."
             )
-        return _entries(said, "parts"), _note(optimizer, said)
+        return _entries(answers, "parts"), _note(optimizer, answers)
 
-    write_whole(ranks, described, Path(path), say=say, plan=plan)
+    write_full_tensors(ranks, parts, Path(path), say=say, plan=plan)
 
 
 def load_optimizer_file(path: Path, optimizer: Optimizer) -> None:
-    """Give an optimizer the state in a file that `export_optimizer` wrote, at any number of ranks.
+    """Load a file that `export_optimizer` wrote into an optimizer, at any number of ranks.
 
     Collective: nothing is changed unless the file fits on all ranks.
 
@@ -99,33 +99,33 @@ def load_optimizer_file(path: Path, optimizer: Optimizer) -> None:
     """
     ranks = Ranks.meet("px.load of an optimizer", str(path))
     view = ModelView(_model_of(optimizer))
-    held = dict(view.held())
-    layout = agree_on_layout(ranks, held, lambda _: None)
+    local_tensors = dict(view.local_tensors())
+    layout = agree_on_layout(ranks, local_tensors, lambda _: None)
 
-    def merged(said: list[list[str]]) -> list[str]:
-        return list(dict.fromkeys(name for names in said for name in names))
+    def merge(answers: list[list[str]]) -> list[str]:
+        return list(dict.fromkeys(name for names in answers for name in names))
 
-    wanted = ranks.decide("optimizer", lambda: param_names(optimizer, view), merged)
-    file: list[_OptimizerFile] = []
+    trained = ranks.decide("optimizer", lambda: param_names(optimizer, view), merge)
+    file: list[_OptimizerFileReader] = []
     states: list[dict[str, dict[str, Any]]] = []
 
     def read() -> None:
-        file.append(_OptimizerFile(path, optimizer, wanted))
-        states.append(file[0].state(view, held, layout))
+        file.append(_OptimizerFileReader(path, optimizer, trained))
+        states.append(file[0].state(view, local_tensors, layout))
 
     ranks.decide("fits", read, lambda _: None)
     load_optimizer(optimizer, view, states[0], file[0].groups())
-    for name, kept in _kept_first(optimizer).items():
+    for name, entry in _rank_independent_state(optimizer).items():
         if name in file[0].kept:
-            kept.keeper.load_state_dict(unpacked(file[0].kept[name], {}))
+            entry.keeper.load_state_dict(unpacked(file[0].kept[name], {}))
         else:
-            logger.warning("%s has no state %r, which begins anew", path, name)
+            logger.warning("%s has no state %r, which is reset", path, name)
 
 
-class _OptimizerFile:
-    """What a file says of an optimizer, under the names that this one's parameters have."""
+class _OptimizerFileReader:
+    """An optimizer's file, read under the parameter names of the optimizer that loads it."""
 
-    def __init__(self, path: Path, optimizer: Optimizer, wanted: Sequence[str]) -> None:
+    def __init__(self, path: Path, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._path = path
         self._file = TensorFile(path)
         note = self._file.note()
@@ -142,14 +142,14 @@ class _OptimizerFile:
             raise DataError(f"{path} says nothing readable of its optimizer: {error!r}. Take another copy.") from None
         if kind != type(optimizer).__name__:
             raise ConfigError(
-                f"{path} has the state of {kind}, asked to load it into {type(optimizer).__name__}. Make the optimizer "
+                f"{path} has the state of {kind} and is loaded into {type(optimizer).__name__}. Build the optimizer "
                 "that was saved."
             )
-        if len(saved) != len(wanted) or not (_are_numbers(saved) or _are_numbers(wanted)):
-            require_same("parameters of the optimizer", wanted, saved, path)
-            wanted = saved
-        self._saved_name = dict(zip(wanted, saved, strict=True))
-        self._name = dict(zip(saved, wanted, strict=True))
+        if len(saved) != len(names) or not (_are_numbers(saved) or _are_numbers(names)):
+            check_names("parameters of the optimizer", names, saved, path)
+            names = saved
+        self._saved_name = dict(zip(names, saved, strict=True))
+        self._name = dict(zip(saved, names, strict=True))
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the options and parameters of the groups."""
@@ -157,12 +157,12 @@ class _OptimizerFile:
         return [group | {"params": [self._name[name] for name in group["params"]]} for group in groups]
 
     def state(
-        self, view: ModelView, held: Mapping[str, Held], layout: Mapping[str, Entry]
+        self, view: ModelView, local_tensors: Mapping[str, LocalTensor], layout: Mapping[str, TensorLayout]
     ) -> dict[str, dict[str, Any]]:
-        """Return the state of the parameters that this rank holds, as it is to hold it."""
+        """Return this rank's shards of the state of the parameters it holds."""
         state: dict[str, dict[str, Any]] = {}
         slots = self._file.slots()
-        for local_name, one in held.items():
+        for local_name, local in local_tensors.items():
             name = local_name.rpartition(MODEL)[2]
             saved = self._saved_name.get(name)
             if saved is None:
@@ -171,17 +171,17 @@ class _OptimizerFile:
             if saved in self._shapes and tuple(self._shapes[saved]) != entry.shape:
                 raise ConfigError(
                     f"{self._path} does not fit: {name!r} has shape {self._shapes[saved]} there, as {saved!r}, and "
-                    f"{list(entry.shape)} in this optimizer. Make the optimizer over the parameters that were saved, "
+                    f"{list(entry.shape)} in this optimizer. Build the optimizer over the parameters that were saved, "
                     "in their order."
                 )
             state[name] = dict(self._note["numbers"].get(saved, {}))
-            box = entry.box_of(one.part).within(Box.whole(entry.shape))
+            chunk = entry.chunk_of(local.part).within(TensorChunk.full(entry.shape))
             for key, slot in slots.items():
                 if key.rpartition("/")[0] == saved:
                     whole = self._file.tensor(slot)
                     is_alike = slot.shape == entry.shape
                     state[name][key.rpartition("/")[2]] = (
-                        placed_as(view.tensors[name], whole[box].to(one.tensor.device, copy=True))
+                        shard_like(view.tensors[name], whole[chunk].to(local.tensor.device, copy=True))
                         if is_alike
                         else whole.clone()
                     )
@@ -189,11 +189,11 @@ class _OptimizerFile:
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:
-    """Return the distributed model that an optimizer trains, or else one of its parameters alone, by number."""
+    """Return the distributed model that an optimizer trains, or else a module of its parameters, named by index."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for model in distributed_models():
-        known = ModelView(model).names
-        if params and all(id(param) in known for param in params):
+        names = ModelView(model).names
+        if params and all(id(param) in names for param in params):
             return model
     numbered = nn.Module()
     for number, param in enumerate(params):
@@ -201,28 +201,30 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
     return numbered
 
 
-def _entries(said: list[dict[str, Any]], word: str) -> dict[str, Entry]:
-    return deal_out([{name: Part.from_json(part) for name, part in answer[word].items()} for answer in said])
+def _entries(answers: list[dict[str, Any]], word: str) -> dict[str, TensorLayout]:
+    return plan_writes(
+        [{name: ChunkDescription.from_json(part) for name, part in answer[word].items()} for answer in answers]
+    )
 
 
-def _note(optimizer: Optimizer, said: list[dict[str, Any]]) -> str:
-    """Return what the header says: all but the tensors, of all ranks."""
+def _note(optimizer: Optimizer, answers: list[dict[str, Any]]) -> str:
+    """Return the note of the header, merged over ranks: everything but the tensors."""
     groups: list[dict[str, Any]] = []
-    for answer in said:
+    for answer in answers:
         for number, group in enumerate(answer["groups"]):
             if number == len(groups):
                 groups.append(group)
             else:
                 groups[number]["params"] = list(dict.fromkeys(groups[number]["params"] + group["params"]))
-    shapes = {name: entry.shape for name, entry in _entries(said, "params").items() if not name.startswith(RANKS)}
+    shapes = {name: entry.shape for name, entry in _entries(answers, "params").items() if not name.startswith(RANKS)}
     trained = set(_names(groups))
     return json.dumps(
         {
             "kind": type(optimizer).__name__,
             "groups": groups,
-            "numbers": {name: numbers for answer in said for name, numbers in answer["numbers"].items() if numbers},
+            "numbers": {name: numbers for answer in answers for name, numbers in answer["numbers"].items() if numbers},
             "shapes": {name: shape for name, shape in shapes.items() if name in trained},
-            "kept": said[0]["kept"],
+            "kept": answers[0]["kept"],
         }
     )
 
@@ -236,9 +238,9 @@ def _are_numbers(names: Sequence[str]) -> bool:
     return all(name.isdecimal() for name in names)
 
 
-def _kept_first(optimizer: Optimizer) -> dict[str, Kept]:
-    """Return what techniques keep for an optimizer between steps and is the same on all ranks."""
-    return {name: kept for name, kept in kept_state(optimizer).items() if kept.elsewhere == "first"}
+def _rank_independent_state(optimizer: Optimizer) -> dict[str, Kept]:
+    """Return the optimizer state of techniques that is the same on all ranks."""
+    return {name: entry for name, entry in kept_state(optimizer).items() if entry.elsewhere == "first"}
 
 
 def _without_tensors(value: object, where: str) -> Any:

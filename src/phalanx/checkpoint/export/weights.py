@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import TensorFile
 from phalanx.checkpoint.tensors.local import MODEL, ModelView
-from phalanx.checkpoint.tensors.names import require_same, stripped
-from phalanx.checkpoint.tensors.write_plan import Entry
+from phalanx.checkpoint.tensors.names import check_names, strip_prefixes
+from phalanx.checkpoint.tensors.write_plan import TensorLayout
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.checkpoint")
 
 
 def load_weights(
-    source: str | Path | Mapping[str, Tensor], ranks: Ranks, view: ModelView, layout: Mapping[str, Entry]
+    source: str | Path | Mapping[str, Tensor], ranks: Ranks, view: ModelView, layout: Mapping[str, TensorLayout]
 ) -> None:
-    """Copy whole tensors into a model, of which each rank takes what it holds.
+    """Copy full tensors into a model, of which each rank takes its shards.
 
     Collective: nothing is changed unless the source fits on all ranks.
 
@@ -37,34 +37,34 @@ def load_weights(
         ConfigError: If the source is a pickle, holds other values than tensors, or other names or shapes.
         DataError: If the file is broken.
     """
-    found: list[tuple[Tensor, Tensor]] = []
-    ranks.decide("fits", lambda: found.extend(_parts(source, view, layout)), lambda _: None)
+    copies: list[tuple[Tensor, Tensor]] = []
+    ranks.decide("fits", lambda: copies.extend(_parts(source, view, layout)), lambda _: None)
     with torch.no_grad():
-        for mine, part in found:
+        for mine, part in copies:
             mine.copy_(part)
 
 
 def _parts(
-    source: str | Path | Mapping[str, Tensor], view: ModelView, layout: Mapping[str, Entry]
+    source: str | Path | Mapping[str, Tensor], view: ModelView, layout: Mapping[str, TensorLayout]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield memory of the model, and the part of the source that belongs there."""
+    """Yield tensors of the model, each with the part of the source to copy into it."""
     where = "the state dict" if isinstance(source, Mapping) else str(source)
-    found = _of_mapping(source) if isinstance(source, Mapping) else _of_file(Path(source))
-    plain, prefixes = stripped(found, {_plain(name) for name in layout})
+    tensors = _of_mapping(source) if isinstance(source, Mapping) else _of_file(Path(source))
+    plain, prefixes = strip_prefixes(tensors, {_plain(name) for name in layout})
     if prefixes:
         logger.info("took %s off the names in %s", " and ".join(map(repr, prefixes)), where)
     for alias, name in view.aliases.items():
         if alias in plain:
             plain.setdefault(name, plain.pop(alias))
-    require_same("parameters and buffers", (_plain(name) for name in layout), plain, where)
-    for name, one in view.held():
+    check_names("parameters and buffers", (_plain(name) for name in layout), plain, where)
+    for name, local in view.local_tensors():
         entry, tensor = layout[name], plain[_plain(name)]
         if tuple(tensor.shape) != entry.shape:
             raise ConfigError(
                 f"{where} does not fit: {name!r} has shape {list(tensor.shape)} there and {list(entry.shape)} in this "
                 "model. Build the model that was saved."
             )
-        yield one.tensor, tensor[entry.box_of(one.part).within(Box.whole(entry.shape))]
+        yield local.tensor, tensor[entry.chunk_of(local.part).within(TensorChunk.full(entry.shape))]
 
 
 def _plain(name: str) -> str:
@@ -72,11 +72,11 @@ def _plain(name: str) -> str:
 
 
 def _of_mapping(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    wrong = next((name for name, value in source.items() if not isinstance(value, Tensor)), None)
-    if wrong is not None:
+    other = next((name for name, value in source.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
         raise ConfigError(
-            f"a state dict maps names to tensors, and {wrong!r} is a {type(source[wrong]).__name__}. Hand over the "
-            "part that holds the model's tensors, such as state['model']."
+            f"a state dict maps names to tensors, and {other!r} is a {type(source[other]).__name__}. Pass the part "
+            "that holds the model's tensors, such as state['model']."
         )
     return dict(source)
 
@@ -88,7 +88,7 @@ def _of_file(path: Path) -> dict[str, Tensor]:
         if head[8:] != b"{" and head.startswith((b"PK", b"\x80")):
             raise ConfigError(
                 f"{path} is a pickle, which runs code of whoever wrote it when it is read. If you trust it, read it "
-                "yourself and hand over the dict: px.load(torch.load(path, weights_only=True), model)."
+                "yourself and pass the dict: px.load(torch.load(path, weights_only=True), model)."
             )
     file_of_tensors = TensorFile(path)
     if file_of_tensors.note():

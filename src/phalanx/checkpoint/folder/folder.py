@@ -1,4 +1,4 @@
-"""The checkpoints of one folder: which are there, in which order, and which are to go."""
+"""The checkpoints of one folder: list them in order, sweep up failed saves, prune old ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import DataError
 logger = logging.getLogger("phalanx.checkpoint")
 
 _NAME = re.compile(r"step-(\d+)")
-_OURS = re.compile(
+_FILE_NAME = re.compile(
     r"(?:rank-\d+|tables|manifest)-(?P<save>[0-9a-f]{8})(?:\.safetensors|\.json)?|complete\.json\.(?P<part>[0-9a-f]{8})"
 )
 
@@ -24,20 +24,20 @@ def step_folder(parent: Path, step: int) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is one checkpoint, whole or not, rather than a folder of checkpoints."""
-    return (folder / COMPLETE).exists() or (_NAME.fullmatch(folder.name) is not None and not present(folder))
+    """Return whether a folder is one checkpoint, complete or not, rather than a folder of checkpoints."""
+    return (folder / COMPLETE).exists() or (_NAME.fullmatch(folder.name) is not None and not list_checkpoints(folder))
 
 
-def present(parent: Path) -> dict[Path, Marker | str]:
-    """Return the checkpoints of a folder, newest first, each with its marker or, at the end, why it has none."""
-    found: dict[Path, Marker | str] = {}
+def list_checkpoints(parent: Path) -> dict[Path, Marker | str]:
+    """Return the checkpoints of a folder, newest first, with their markers; broken ones last, with the reason."""
+    markers: dict[Path, Marker | str] = {}
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
         if _NAME.fullmatch(folder.name) and folder.is_dir():
             try:
-                found[folder] = read_marker(folder)
+                markers[folder] = read_marker(folder)
             except DataError as error:
-                found[folder] = str(error)
-    return dict(sorted(found.items(), key=lambda item: _sequence(item[1]), reverse=True))
+                markers[folder] = str(error)
+    return dict(sorted(markers.items(), key=lambda item: _sequence(item[1]), reverse=True))
 
 
 def _sequence(marker: Marker | str) -> int:
@@ -46,14 +46,14 @@ def _sequence(marker: Marker | str) -> int:
 
 def next_numbers(parent: Path) -> tuple[int, int]:
     """Return the sequence number of the next save to a folder, and the step after the highest there."""
-    there = present(parent)
-    steps = [int(folder.name.rpartition("-")[2]) for folder in there]
-    return max((_sequence(marker) for marker in there.values()), default=0) + 1, max(steps, default=0) + 1
+    checkpoints = list_checkpoints(parent)
+    steps = [int(folder.name.rpartition("-")[2]) for folder in checkpoints]
+    return max((_sequence(marker) for marker in checkpoints.values()), default=0) + 1, max(steps, default=0) + 1
 
 
 def sweep(parent: Path) -> None:
-    """Remove what saves left behind that did not end; what a link leads to is somebody else's."""
-    for folder, marker in present(parent).items():
+    """Remove the files of saves that did not complete; targets of links are left alone."""
+    for folder, marker in list_checkpoints(parent).items():
         if folder.is_symlink():
             continue
         if isinstance(marker, Marker):
@@ -66,7 +66,7 @@ def sweep(parent: Path) -> None:
 def clean(folder: Path, keep: str | None) -> None:
     """Remove the files of all saves but one from a checkpoint's folder, and the folder once it is empty."""
     for path in list(folder.iterdir()):
-        match = _OURS.fullmatch(path.name)
+        match = _FILE_NAME.fullmatch(path.name)
         if match and (match["save"] or match["part"]) != keep:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if not any(folder.iterdir()):
@@ -75,11 +75,11 @@ def clean(folder: Path, keep: str | None) -> None:
 
 def prune(parent: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep`; of a link to one, only the link."""
-    whole = [(folder, marker) for folder, marker in present(parent).items() if isinstance(marker, Marker)]
-    for folder, _ in whole[keep:]:
+    complete = [(folder, marker) for folder, marker in list_checkpoints(parent).items() if isinstance(marker, Marker)]
+    for folder, _ in complete[keep:]:
         if folder.is_symlink():
             folder.unlink()
             continue
-        # Without its marker it is no checkpoint any more, should this end in between.
+        # The marker goes first: if this is interrupted, what remains is no checkpoint.
         (folder / COMPLETE).unlink()
         clean(folder, None)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as JSON: the manifest, and the small marker that is written last.
+"""The contents of a checkpoint as JSON: the manifest, and the small marker that is written last.
 
     <folder>/step-200/rank-0-<save>.safetensors   what rank 0 wrote; one file a rank
     <folder>/step-200/manifest-<save>.json        every tensor, its pieces, all other values, checksums of files
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from phalanx import __version__
-from phalanx.checkpoint.tensors.chunk import Box
-from phalanx.checkpoint.tensors.file import Slot, Written, dtype_of
+from phalanx.checkpoint.tensors.chunk import TensorChunk
+from phalanx.checkpoint.tensors.file import FileRecord, Slot, dtype_of
 from phalanx.cluster.disk import named_errors
 from phalanx.errors import DataError
 from phalanx.files import sync_directory, sync_file, write_atomically
@@ -34,8 +34,8 @@ BLOCK_BYTES_LIMIT = 1 << 30
 """Largest block of a file with a checksum of its own that is read."""
 
 _PLAIN = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*")
-_WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-"""What JSON of another shape raises where it is taken apart."""
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+"""Errors of parsing JSON of another structure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPiece:
-    """A part of a tensor, and where it is."""
+class SavedChunk:
+    """A chunk of a tensor, and where it is stored."""
 
-    box: Box
+    chunk: TensorChunk
     rank: int
     begin: int
     """Offset in the file of that rank."""
@@ -66,20 +66,20 @@ class SavedPiece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A whole tensor, in pieces."""
+    """A full tensor, stored in chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[SavedPiece, ...]
+    pieces: tuple[SavedChunk, ...]
 
-    def slot(self, piece: SavedPiece) -> Slot:
-        """Return where in its file a piece is."""
-        return Slot(self.dtype, piece.box.size, piece.begin)
+    def slot(self, piece: SavedChunk) -> Slot:
+        """Return where in its file a chunk is."""
+        return Slot(self.dtype, piece.chunk.size, piece.begin)
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """All of a checkpoint but the numbers in its tensors."""
+class CheckpointManifest:
+    """Everything of a checkpoint but the data of its tensors."""
 
     folder: Path
     save: str
@@ -87,12 +87,12 @@ class Manifest:
 
     step: int
     world_size: int
-    files: tuple[Written, ...]
+    files: tuple[FileRecord, ...]
     """By rank."""
 
     tensors: dict[str, SavedTensor]
     values: list[Any]
-    """What every rank said of itself, by rank; equal ones are one object."""
+    """Values of every rank, by rank; equal ones are one object."""
 
     tables: str | None
     """Folder of the snapshot of its tables, beside the files."""
@@ -130,7 +130,7 @@ def read_marker(folder: Path) -> Marker:
     """Return the marker of a checkpoint.
 
     Raises:
-        DataError: If the folder holds no whole checkpoint, or one of another version.
+        DataError: If the folder holds no complete checkpoint, or one of another version.
     """
     path = folder / COMPLETE
     try:
@@ -142,25 +142,25 @@ def read_marker(folder: Path) -> Marker:
             )
         marker = Marker(**value)
         for field in fields(marker):
-            found = type(getattr(marker, field.name)).__name__
-            if found != field.type:
-                raise ValueError(f"{field.name} is of type {found}, not {field.type}")
+            kind = type(getattr(marker, field.name)).__name__
+            if kind != field.type:
+                raise ValueError(f"{field.name} is of type {kind}, not {field.type}")
         _require_plain(marker.manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} has no {COMPLETE}: its save did not end.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from None
-    except _WRONG as error:
+    except _PARSE_ERRORS as error:
         raise DataError(f"{path} is broken: {error}. Take another copy.") from None
     return marker
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint, whose files are there in full length.
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Return the manifest of a checkpoint, after checking that its files exist in full length.
 
     Raises:
-        DataError: If the folder holds no whole checkpoint, the manifest's digest is another, or a file is missing or
-            cut; names it.
+        DataError: If the folder holds no complete checkpoint, the manifest's digest differs, or a file is missing or
+            truncated; names it.
     """
     marker = read_marker(folder)
     path = folder / marker.manifest
@@ -172,35 +172,35 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path} is broken: its digest is not that of {COMPLETE}. Take another copy.")
     try:
         manifest = _manifest(folder, marker, json.loads(text))
-    except _WRONG as error:
+    except _PARSE_ERRORS as error:
         raise DataError(f"{path} does not describe a checkpoint: {error!r}. Take another copy.") from None
     for file in manifest.files:
         _require_length(folder / file.name, file.bytes)
     return manifest
 
 
-def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> Manifest:
-    """Return a manifest of which every part is there, and every place inside the files of its folder."""
-    files = tuple(_file(said) for said in value["files"])
+def _manifest(folder: Path, marker: Marker, value: dict[str, Any]) -> CheckpointManifest:
+    """Return a manifest after checking that every chunk exists and lies inside the files of its folder."""
+    files = tuple(_file(entry) for entry in value["files"])
     unique, of_rank = value["values"]["unique"], value["values"]["of_rank"]
     if not len(files) == len(of_rank) == value["world_size"]:
         raise ValueError(f"{value['world_size']} ranks have {len(files)} files and {len(of_rank)} values")
     if value["tables"] is not None:
         _require_plain(value["tables"])
-    return Manifest(
+    return CheckpointManifest(
         folder=folder,
         save=marker.save,
         step=marker.step,
         world_size=value["world_size"],
         files=files,
-        tensors={name: _tensor(name, said, files) for name, said in value["tensors"].items()},
+        tensors={name: _tensor(name, entry, files) for name, entry in value["tensors"].items()},
         values=[unique[index] for index in of_rank],
         tables=value["tables"],
     )
 
 
-def _file(said: dict[str, Any]) -> Written:
-    file = Written(said["name"], said["bytes"], said["block_bytes"], tuple(said["crc32"]))
+def _file(entry: dict[str, Any]) -> FileRecord:
+    file = FileRecord(entry["name"], entry["bytes"], entry["block_bytes"], tuple(entry["crc32"]))
     _require_plain(file.name)
     if not 0 < file.block_bytes <= BLOCK_BYTES_LIMIT or len(file.crc32) != -(-file.bytes // file.block_bytes):
         raise ValueError(f"{file.name} of {file.bytes} bytes has {len(file.crc32)} blocks of {file.block_bytes}")
@@ -215,22 +215,24 @@ def _require_plain(name: str) -> None:
 
 def _require_length(path: Path, length: int) -> None:
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         raise DataError(f"{path} is missing, which the manifest names. Copy the whole folder.") from None
-    if found != length:
-        raise DataError(f"{path} ends at byte {found}, it was written with {length}. Take another copy.")
+    if size != length:
+        raise DataError(f"{path} ends at byte {size}, it was written with {length}. Take another copy.")
 
 
-def _tensor(name: str, said: list[Any], files: tuple[Written, ...]) -> SavedTensor:
-    dtype, shape, pieces = dtype_of(said[0]), tuple(said[1]), said[2]
-    found = tuple(SavedPiece(Box(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in pieces)
-    for piece in found:
-        places = zip(piece.box.offset, piece.box.size, shape, strict=True)
+def _tensor(name: str, entry: list[Any], files: tuple[FileRecord, ...]) -> SavedTensor:
+    dtype, shape, entries = dtype_of(entry[0]), tuple(entry[1]), entry[2]
+    chunks = tuple(
+        SavedChunk(TensorChunk(tuple(offset), tuple(size)), rank, begin) for rank, offset, size, begin in entries
+    )
+    for chunk in chunks:
+        places = zip(chunk.chunk.offset, chunk.chunk.size, shape, strict=True)
         is_inside = all(at >= 0 and n >= 0 and at + n <= extent for at, n, extent in places)
-        end = piece.begin + piece.box.count * dtype.itemsize
-        if not is_inside or piece.rank < 0 or piece.begin < 0 or end > files[piece.rank].bytes:
+        end = chunk.begin + chunk.chunk.count * dtype.itemsize
+        if not is_inside or chunk.rank < 0 or chunk.begin < 0 or end > files[chunk.rank].bytes:
             raise ValueError(f"a piece of {name!r} lies outside of it, or of its file")
-    if sum(piece.box.count for piece in found) < math.prod(shape):
+    if sum(chunk.chunk.count for chunk in chunks) < math.prod(shape):
         raise ValueError(f"parts of {name!r} are in no file")
-    return SavedTensor(dtype, shape, found)
+    return SavedTensor(dtype, shape, chunks)

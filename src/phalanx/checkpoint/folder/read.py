@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint, or just the parts of them that this rank asks for."""
+"""Read tensors of a checkpoint, or only the chunks of them that a rank needs."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.folder.manifest import Manifest, SavedTensor
-from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.folder.manifest import CheckpointManifest, SavedTensor
+from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import TensorFile
-from phalanx.checkpoint.tensors.local import RANKS, own
+from phalanx.checkpoint.tensors.local import RANKS, rank_name
 from phalanx.errors import InternalError
 from phalanx.ps.snapshot.dense import unpacked
 
 
-class Reader:
+class CheckpointReader:
     """The tensors and values of one checkpoint. Reads lazily; not collective."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: CheckpointManifest) -> None:
         self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
 
     @torch.no_grad()
-    def read(self, name: str, into: Tensor, box: Box) -> None:
-        """Copy a part of a tensor into memory.
+    def read(self, name: str, into: Tensor, chunk: TensorChunk) -> None:
+        """Copy a chunk of a tensor into memory.
 
         Args:
             name: The tensor.
-            into: Takes the part; any strides, dtype and device.
-            box: Which part.
+            into: Takes the chunk; any strides, dtype and device.
+            chunk: Which chunk.
         """
-        saved, missing = self.manifest.tensors[name], box.count
+        saved, missing = self.manifest.tensors[name], chunk.count
         for piece in saved.pieces:
-            shared = piece.box.overlap(box)
+            shared = piece.chunk.overlap(chunk)
             if shared is None:
                 continue
-            found = self._file(piece.rank).tensor(saved.slot(piece))
-            into[shared.within(box)].copy_(found[shared.within(piece.box)])
+            source = self._file(piece.rank).tensor(saved.slot(piece))
+            into[shared.within(chunk)].copy_(source[shared.within(piece.chunk)])
             missing -= shared.count
         if missing > 0:
-            raise InternalError(f"{missing} elements of {name!r} are in no piece of {self.manifest.folder}")
+            raise InternalError(f"{missing} elements of {name!r} are in no chunk of {self.manifest.folder}")
 
-    def whole(self, name: str) -> Tensor:
-        """Return a tensor in memory of its own."""
+    def read_full(self, name: str) -> Tensor:
+        """Return a full tensor in new memory."""
         saved = self.manifest.tensors[name]
         tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        self.read(name, tensor, Box.whole(saved.shape))
+        self.read(name, tensor, TensorChunk.full(saved.shape))
         return tensor
 
     def values(self, rank: int, word: str) -> Any:
-        """Return one part of what a saved rank said of itself, its tensors among it."""
-        return unpacked(self.manifest.values[rank][word], _Own(self, rank))
+        """Return one of the values of a saved rank, with the tensors in it."""
+        return unpacked(self.manifest.values[rank][word], _RankTensors(self, rank))
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._files:
@@ -60,14 +60,14 @@ class Reader:
         return self._files[rank]
 
 
-class _Own(Mapping[str, Tensor]):
+class _RankTensors(Mapping[str, Tensor]):
     """Tensors in the values of one saved rank, read when they are used."""
 
-    def __init__(self, reader: Reader, rank: int) -> None:
+    def __init__(self, reader: CheckpointReader, rank: int) -> None:
         self._reader, self._rank = reader, rank
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader.whole(own(self._rank, name))
+        return self._reader.read_full(rank_name(self._rank, name))
 
     def __iter__(self) -> Any:
         return iter(())

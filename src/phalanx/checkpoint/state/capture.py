@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds of this rank: tensors with their names, and values as JSON."""
+"""The state of this rank for a checkpoint: tensors by name, and values as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.checkpoint.tensors.local import Held, ModelView, of_tensor, own
+from phalanx.checkpoint.tensors.local import LocalTensor, ModelView, local_tensor, rank_name
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.stateful import kept_state
@@ -22,7 +22,7 @@ from phalanx.ps.snapshot.dense import packed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingState:
     """The objects whose state a checkpoint holds."""
 
     model: nn.Module
@@ -44,70 +44,77 @@ class Training:
                 "second.state_dict()}."
             )
         for name in ("loader", "scheduler"):
-            given = getattr(self, name)
-            if given is not None and not hasattr(given, "load_state_dict"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "load_state_dict"):
                 raise ConfigError(
-                    f"{name} is a {type(given).__name__}, which has no state_dict and load_state_dict. Give "
+                    f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict. Give "
                     f"{'the ShardedLoader that px.distribute returns' if name == 'loader' else 'a torch scheduler'}."
                 )
 
     @property
     def words(self) -> list[str]:
-        """Which of the objects there are."""
+        """Names of the objects that are set."""
         names = ("model", "optimizer", "loader", "scheduler", "ema")
         return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
-class Captured:
-    """State of one moment, by reference: tensors are those of the training, not copies."""
+class RankState:
+    """The state of one rank at one moment, by reference: tensors are those of the training, not copies."""
 
-    held: dict[str, Held]
+    local_tensors: dict[str, LocalTensor]
     values: dict[str, Any]
     """JSON."""
 
 
-def capture(training: Training, extra: Mapping[str, Any] | None = None) -> Captured:
-    """Return what this rank holds. Not collective.
+def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> RankState:
+    """Return the state of this rank. Not collective.
 
     Raises:
         ConfigError: If something cannot be saved; names it.
     """
     view = ModelView(training.model)
-    held = dict(view.held())
+    local_tensors = dict(view.local_tensors())
     values: dict[str, Any] = {
         "aliases": view.aliases,
         "averages": view.averages_parameters,
         "model": view.values,
         "random": random_state(),
-        "kept": {f"{name}/{key}": state for name, key, state in _kept(training)},
+        "kept": {f"{name}/{key}": state for name, key, state in _stateful_entries(training)},
     }
     if training.optimizer is not None:
         state, groups = optimizer_state(training.optimizer, view)
-        held |= view.optimizer_held(state)
-        numbers = {name: {k: v for k, v in found.items() if not isinstance(v, Tensor)} for name, found in state.items()}
-        values["optimizer"] = {"groups": groups, "state": {name: found for name, found in numbers.items() if found}}
+        local_tensors |= view.optimizer_tensors(state)
+        numbers = {
+            name: {k: v for k, v in entries.items() if not isinstance(v, Tensor)} for name, entries in state.items()
+        }
+        values["optimizer"] = {
+            "groups": groups,
+            "state": {name: entries for name, entries in numbers.items() if entries},
+        }
     for word in ("loader", "scheduler"):
         if getattr(training, word) is not None:
             values[word] = getattr(training, word).state_dict()
     if training.ema is not None:
         average = training.ema.state_dict()
-        held |= view.average_held(average.pop("shadow"))
+        local_tensors |= view.average_tensors(average.pop("shadow"))
         values["ema"] = average
     if extra is not None:
         values["extra"] = dict(extra)
     tensors: dict[str, Tensor] = {}
     tree = packed(values, "values", tensors)
-    held |= {own(view.rank, name): of_tensor(name, local_part(tensor)) for name, tensor in tensors.items()}
-    return Captured(held, tree)
+    local_tensors |= {
+        rank_name(view.rank, name): local_tensor(name, local_part(tensor)) for name, tensor in tensors.items()
+    }
+    return RankState(local_tensors, tree)
 
 
-def _kept(training: Training) -> list[tuple[str, str, dict[str, Any]]]:
+def _stateful_entries(training: TrainingState) -> list[tuple[str, str, dict[str, Any]]]:
     owners = {"model": training.model, "optimizer": training.optimizer}
     return [
-        (name, key, {"elsewhere": kept.elsewhere, "state": dict(kept.keeper.state_dict())})
+        (name, key, {"elsewhere": entry.elsewhere, "state": dict(entry.keeper.state_dict())})
         for name, owner in owners.items()
-        for key, kept in kept_state(owner).items()
+        for key, entry in kept_state(owner).items()
     ]
 
 
@@ -121,18 +128,18 @@ def optimizer_state(optimizer: Optimizer, view: ModelView) -> tuple[dict[str, di
         ConfigError: If it holds a parameter that the model does not.
     """
     names = param_names(optimizer, view)
-    whole = optimizer.state_dict()
-    state = {names[index]: dict(found) for index, found in whole["state"].items()}
+    state_dict = optimizer.state_dict()
+    state = {names[index]: dict(entries) for index, entries in state_dict["state"].items()}
     groups = [
         {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [names[index] for index in group["params"]]}
-        for group in whole["param_groups"]
+        for group in state_dict["param_groups"]
     ]
     return state, groups
 
 
 def param_names(optimizer: Optimizer, view: ModelView) -> list[str]:
-    """Return the plain names of an optimizer's parameters, in the order in which it numbers them."""
+    """Return the plain names of an optimizer's parameters, in the order of its indices."""
     params = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
     unknown = [param for param in params if id(param) not in view.names]
     if unknown:
@@ -144,23 +151,23 @@ def param_names(optimizer: Optimizer, view: ModelView) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return a learning rate that is held as a tensor as the number it is."""
+    """Return the value of a learning rate that is a tensor."""
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def load_optimizer(
     optimizer: Optimizer, view: ModelView, state: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]
 ) -> None:
-    """Give an optimizer the state that `optimizer_state` returned, of any number of ranks.
+    """Load into an optimizer the state that `optimizer_state` returned, of any number of ranks.
 
     Args:
-        optimizer: Takes it over.
+        optimizer: Is changed in place.
         view: The model.
-        state: By parameter name, by key; tensors as this rank holds them.
+        state: By parameter name, by key; tensors as this rank's shards.
         groups: Options and parameter names of the saved groups.
 
     Raises:
-        ConfigError: If parameters are grouped in another way.
+        ConfigError: If parameters are grouped differently.
     """
     names = param_names(optimizer, view)
     index_of = {name: index for index, name in enumerate(names)}
@@ -171,16 +178,16 @@ def load_optimizer(
         options |= {
             key: torch.full_like(value, options[key])
             for key, value in group.items()
-            if isinstance(value, Tensor) and isinstance(options.get(key), float)  # a rate that is held as a tensor
+            if isinstance(value, Tensor) and isinstance(options.get(key), float)  # a learning rate that is a tensor
         }
         live.append(options | {"params": [index_of[name] for name in mine]})
         if "param_names" in group:
             live[-1]["param_names"] = group["param_names"]
-    by_index = {index_of[name]: dict(found) for name, found in state.items() if name in index_of}
+    by_index = {index_of[name]: dict(entries) for name, entries in state.items() if name in index_of}
     optimizer.load_state_dict({"state": by_index, "param_groups": live})
     params = {view.names[id(param)]: param for group in optimizer.param_groups for param in group["params"]}
-    for name, found in state.items():
-        for key, value in found.items():
+    for name, entries in state.items():
+        for key, value in entries.items():
             # torch gives all floating-point state the dtype of its parameter: a float32 moment would lose its bits.
             if name in params and isinstance(value, Tensor):
                 loaded = optimizer.state.get(params[name], {}).get(key)
@@ -189,17 +196,17 @@ def load_optimizer(
 
 
 def _options_of(number: int, names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    found = [group for group in groups if set(names) & set(group["params"])] or groups[number : number + 1]
-    if len(found) != 1:
+    matches = [group for group in groups if set(names) & set(group["params"])] or groups[number : number + 1]
+    if len(matches) != 1:
         raise ConfigError(
-            f"parameter group {number} of the optimizer holds parameters of {len(found)} groups of the checkpoint. "
+            f"parameter group {number} of the optimizer holds parameters of {len(matches)} groups of the checkpoint. "
             "Group the parameters as they were when it was saved."
         )
-    return {key: value for key, value in found[0].items() if key != "params"}
+    return {key: value for key, value in matches[0].items() if key != "params"}
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Give a scheduler its saved state; JSON has no counters, so those are made again, also in schedulers of it."""
+    """Load the saved state into a scheduler; JSON has no Counter, so those are rebuilt, also in nested schedulers."""
     _make_counters(scheduler, state)
     scheduler.load_state_dict(state)
 
@@ -216,7 +223,7 @@ def _make_counters(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the random generators of this process: Python's, NumPy's, torch's and the card's."""
+    """Return the state of the random generators of this process: Python's, NumPy's, torch's and the GPU's."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -230,7 +237,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the random generators of this process where they were."""
+    """Restore the random generators of this process."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -240,8 +247,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].clone())
 
 
-def combine(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:
-    """Return one rank's share of what all ranks had kept, for another number of ranks.
+def merge_rank_states(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:
+    """Return one rank's share of the state of all saved ranks, for another number of ranks.
 
     Args:
         states: Trees of the saved ranks.
@@ -255,8 +262,8 @@ def combine(states: Sequence[Any], elsewhere: str, world_size: int) -> Any:
         total = sum((state.double() for state in states[1:]), start=first.double())
         return (total / (len(states) if elsewhere == "mean" else world_size)).to(first.dtype)
     if isinstance(first, dict):
-        return {key: combine([state[key] for state in states], elsewhere, world_size) for key in first}
+        return {key: merge_rank_states([state[key] for state in states], elsewhere, world_size) for key in first}
     if isinstance(first, list | tuple):
         parts: Callable[[Any], Any] = type(first)
-        return parts(combine(list(group), elsewhere, world_size) for group in zip(*states, strict=True))
+        return parts(merge_rank_states(list(group), elsewhere, world_size) for group in zip(*states, strict=True))
     return first

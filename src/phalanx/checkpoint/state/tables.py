@@ -1,4 +1,4 @@
-"""Tables of parameter servers beside a checkpoint: their own snapshot, in a folder of it."""
+"""Tables of parameter servers in a checkpoint: their own snapshot, in a folder of it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def has_tables(model: nn.Module) -> bool:
 
 
 def save_tables(ranks: Ranks, folder: Path, model: nn.Module) -> None:
-    """Write the tables of a job, at one moment, if the model has any.
+    """Write a consistent snapshot of the tables of a job, if the model has any.
 
-    Collective. Every worker sends what it holds back; worker 0 then asks the servers to write.
+    Collective. Every worker flushes its pending updates; worker 0 then asks the servers to write.
     """
     if not has_tables(model):
         return
-    from phalanx.parallel import tables  # a job without tables does not wait for this
+    from phalanx.parallel import tables  # imported only by jobs with tables
     from phalanx.ps.client import table_client
 
     ranks.decide("flushed", table_client.current().mode.flush, _nothing)

@@ -1,4 +1,4 @@
-"""Tensors of a model and its optimizer as chunks of whole tensors, and files of them.
+"""Tensors of a model and its optimizer as chunks of full tensors, and files of them.
 
 Start with `local`.
 """

@@ -1,4 +1,4 @@
-"""Parts of a tensor as boxes: where one starts and how large it is, dim by dim (pure)."""
+"""Rectangular chunks of a tensor, as offset and size per dim (pure)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from phalanx.data.sampling.shards import even_split
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Box:
-    """A rectangular part of a tensor; of a tensor without dims it is all."""
+class TensorChunk:
+    """A rectangular chunk of a tensor; of a tensor without dims it is all."""
 
     offset: tuple[int, ...]
     """First index along every dim."""
@@ -20,8 +20,8 @@ class Box:
     """Extent along every dim."""
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box that is a whole tensor."""
+    def full(cls, shape: Sequence[int]) -> TensorChunk:
+        """Return the chunk that is the full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -29,30 +29,30 @@ class Box:
         """Number of elements."""
         return math.prod(self.size)
 
-    def overlap(self, other: Box) -> Box | None:
-        """Return what two boxes of one tensor share, or None."""
+    def overlap(self, other: TensorChunk) -> TensorChunk | None:
+        """Return the intersection of two chunks of one tensor, or None."""
         starts = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True))
         size = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, size) if all(n > 0 for n in size) else None
+        return TensorChunk(starts, size) if all(n > 0 for n in size) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds `outer`."""
+    def within(self, outer: TensorChunk) -> tuple[slice, ...]:
+        """Return the index of this chunk in a tensor that holds `outer`."""
         starts = (mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
-    def split(self, parts: int) -> list[Box]:
-        """Cut into at most `parts` boxes along the first dim, or the longest where the first is too short."""
+    def split(self, parts: int) -> list[TensorChunk]:
+        """Split into at most `parts` chunks along the first dim, or along the longest if the first is too short."""
         if not self.size or parts <= 1:
             return [self]
         dim = 0 if self.size[0] >= parts else max(range(len(self.size)), key=lambda d: self.size[d])
         cuts = [even_split(self.size[dim], parts, i) for i in range(min(parts, self.size[dim]))]
-        return [Box(_with(self.offset, dim, self.offset[dim] + at), _with(self.size, dim, n)) for at, n in cuts]
+        return [TensorChunk(_with(self.offset, dim, self.offset[dim] + at), _with(self.size, dim, n)) for at, n in cuts]
 
 
-def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
-    """Return whether boxes that are equal or apart make up a whole tensor."""
-    return sum(box.count for box in set(boxes)) >= math.prod(shape)
+def covers(chunks: Iterable[TensorChunk], shape: Sequence[int]) -> bool:
+    """Return whether chunks that are equal or disjoint make up a full tensor."""
+    return sum(chunk.count for chunk in set(chunks)) >= math.prod(shape)
 
 
 def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:

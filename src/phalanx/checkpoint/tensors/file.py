@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: written in one pass with their checksums, read a part at a time.
+"""Files of tensors in the safetensors format: written in one pass with checksums, read lazily.
 
 The format is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors, "Format").
@@ -28,12 +28,12 @@ from phalanx.files import sync_file
 BLOCK_BYTES = 8 << 20
 """Bytes of a file that have one CRC-32.
 
-It finds a damaged byte, block or cut, and where. SHA-256 would find no damage more, as who can change a file can change
-the manifest too, and would cost as much as all the rest of a save (1.9 GB/s against 6.5).
+It detects and locates damaged bytes and truncation. SHA-256 would detect no more, as whoever can change a file can
+change the manifest too, and would cost as much as the rest of a save (1.9 GB/s against 6.5).
 """
 
 HEADER_BYTES = 100_000_000
-"""Longest header that is read, as in the format's own library: a length in a broken file may be anything."""
+"""Longest header that is read, as in the safetensors library: the length in a broken file is arbitrary."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -58,8 +58,8 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A file as it was written."""
+class FileRecord:
+    """Name, size and checksums of a written file."""
 
     name: str
     bytes: int
@@ -69,14 +69,14 @@ class Written:
 
 
 class _Checksums:
-    """CRC-32 of every block of a file that passes by."""
+    """CRC-32 of every block of a file, computed while it is written."""
 
     def __init__(self) -> None:
         self._left, self._running = BLOCK_BYTES, 0
         self._done: list[int] = []
 
     def blocks(self, view: memoryview) -> Iterator[memoryview]:
-        """Yield the next bytes of the file in parts of which none crosses the end of a block."""
+        """Yield the next bytes of the file in parts that do not cross the end of a block."""
         while view:
             part, view = view[: self._left], view[self._left :]
             self._running = zlib.crc32(part, self._running)
@@ -87,7 +87,7 @@ class _Checksums:
             yield part
 
     def all(self) -> tuple[int, ...]:
-        """Return the checksums of all blocks, of the last one as far as it goes."""
+        """Return the checksums of all blocks, including a partial last one."""
         return (*self._done, self._running) if self._left < BLOCK_BYTES else tuple(self._done)
 
 
@@ -108,8 +108,8 @@ def dtype_name(tensor: str, dtype: torch.dtype) -> str:
         ConfigError: If the format has no such dtype; names the tensor.
     """
     if dtype not in _NAMES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in _NAMES)
-        raise ConfigError(f"{tensor!r} is of {dtype}, which cannot be saved. Convert it to one of {known}.")
+        names = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in _NAMES)
+        raise ConfigError(f"{tensor!r} is of {dtype}, which cannot be saved. Convert it to one of {names}.")
     return _NAMES[dtype]
 
 
@@ -124,12 +124,14 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], note: str = "") -> tuple[bytes, dict[str, int]]:
+def build_header(
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], note: str = ""
+) -> tuple[bytes, dict[str, int]]:
     """Return the first bytes of a file of these tensors, and the offset of each tensor in it.
 
     Args:
         shapes: dtype and shape by name.
-        note: Text for the header, which other readers of the format pass over.
+        note: Text for the header, which other readers of the format ignore.
     """
     if _METADATA in shapes:
         raise ConfigError(f"a tensor cannot be called {_METADATA!r}: the format uses that name. Rename it.")
@@ -141,14 +143,14 @@ def lay_out(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], note: str =
         ends[name] = at
         at += math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [ends[name], at]}
-    said = {"format": "pt"} | ({_NOTE: note} if note else {})
-    text = json.dumps({_METADATA: said, **header}, separators=(",", ":")).encode()
+    metadata = {"format": "pt"} | ({_NOTE: note} if note else {})
+    text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + ends[name] for name in shapes}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, list[int]]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, list[int]]:
     """Write a file of tensors and make it durable.
 
     Args:
@@ -161,7 +163,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, l
     Raises:
         OSError: If the file system does not take it.
     """
-    head, begins = lay_out({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    head, begins = build_header({name: (t.dtype, t.shape) for name, t in tensors.items()})
     contents = [bytes_of(tensors[name]) for name in sorted(begins, key=begins.__getitem__)]
     checksums, total = _Checksums(), len(head) + sum(map(len, contents))
     with named_errors(path, total), path.open("xb", buffering=0) as file:
@@ -171,7 +173,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Written, l
                 while rest:
                     rest = rest[file.write(rest) :]
         sync_file(file)
-    return Written(path.name, total, BLOCK_BYTES, checksums.all()), [begins[name] for name in tensors]
+    return FileRecord(path.name, total, BLOCK_BYTES, checksums.all()), [begins[name] for name in tensors]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -179,17 +181,17 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def check_file(folder: Path, file: Written) -> None:
+def check_file(folder: Path, file: FileRecord) -> None:
     """Raise unless the bytes of a file are those that were written. Reads all of it.
 
     Raises:
         DataError: If they are not; names the file and the damaged block.
     """
     path = folder / file.name
-    with path.open("rb") as found:  # buffered: it fills the block, however little the system hands out at once
+    with path.open("rb") as stream:  # buffered: it fills the block, however few bytes one read returns
         block = memoryview(bytearray(file.block_bytes))
         for number, expected in enumerate(file.crc32):
-            n = found.readinto(block)
+            n = stream.readinto(block)
             if zlib.crc32(block[:n]) != expected:
                 raise DataError(
                     f"{path} is broken between bytes {number * file.block_bytes} and {number * file.block_bytes + n}: "
@@ -198,14 +200,14 @@ def check_file(folder: Path, file: Written) -> None:
 
 
 class TensorFile:
-    """A file of tensors, mapped: only what is used of it is read."""
+    """A memory-mapped file of tensors: only what is used is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 raise DataError(f"{path} is empty. Take another copy.")
-            # Copy on access only keeps torch from complaining about memory it may not write; nothing is written.
+            # Copy-on-write only keeps torch from warning about read-only memory; nothing is written.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, slot: Slot) -> Tensor:
@@ -222,7 +224,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=slot.dtype, count=count, offset=slot.begin).view(slot.shape)
 
     def slots(self) -> dict[str, Slot]:
-        """Return what the file's own header says it holds.
+        """Return the tensors that the header lists.
 
         Raises:
             DataError: If it is no safetensors file.
@@ -230,10 +232,10 @@ class TensorFile:
         with self._errors_named():
             header, start = self._header()
             header.pop(_METADATA, None)
-            return {name: _slot(name, said, start) for name, said in header.items()}
+            return {name: _slot(name, entry, start) for name, entry in header.items()}
 
     def note(self) -> str:
-        """Return the text that `lay_out` put into the header, "" where there is none.
+        """Return the text that `build_header` put into the header, "" if there is none.
 
         Raises:
             DataError: If it is no safetensors file.
@@ -255,8 +257,8 @@ class TensorFile:
             raise DataError(f"{self.path} is no safetensors file: {error}.") from None
 
 
-def _slot(name: str, said: Mapping[str, Any], start: int) -> Slot:
-    dtype, shape, (begin, end) = dtype_of(said["dtype"]), tuple(said["shape"]), said["data_offsets"]
+def _slot(name: str, entry: Mapping[str, Any], start: int) -> Slot:
+    dtype, shape, (begin, end) = dtype_of(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} of shape {list(shape)} cannot lie between bytes {begin} and {end}")
     return Slot(dtype, shape, start + begin)

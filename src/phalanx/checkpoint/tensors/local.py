@@ -1,4 +1,4 @@
-"""What this rank holds of the tensors of a model and its optimizer, as parts of whole tensors."""
+"""This rank's tensors of a model and its optimizer, as chunks of full tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import phalanx.comm.context as context_of
-from phalanx.checkpoint.tensors.chunk import Box
+from phalanx.checkpoint.tensors.chunk import TensorChunk
 from phalanx.checkpoint.tensors.file import dtype_name
 from phalanx.checkpoint.tensors.names import inner, without_wrappers
-from phalanx.checkpoint.tensors.write_plan import Part
+from phalanx.checkpoint.tensors.write_plan import ChunkDescription
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.model_shape import is_handle, is_module_held
@@ -22,36 +22,36 @@ from phalanx.plan.mesh import Position
 from phalanx.plan.value import Average, OnRanks, Plan, Shard
 
 MODEL, OPTIMIZER, AVERAGE, RANKS = "model/", "optimizer/", "ema/", "ranks/"
-"""First words of the names of tensors in a checkpoint: the model's, its optimizer's, those of a running average of the
-model, and those of one rank alone."""
+"""Prefixes of the names of tensors in a checkpoint: the model's, its optimizer's, those of a running average of the
+model, and one rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a parameter, and optimizer state of its shape, lies on the ranks."""
+    """How a parameter, and optimizer state of its shape, is placed on the ranks."""
 
     slices: tuple[tuple[int, int, int], ...] = ()
-    """Cut by its layer: (dim, which slice this rank holds, how many there are)."""
+    """Sharded by its layer: (dim, index of this rank's slice, number of slices)."""
 
-    is_apart: bool = False
-    """Whether every rank holds a tensor of its own: another one, or a part whose place nobody knows."""
+    is_per_rank: bool = False
+    """Whether every rank holds its own tensor: a different one, or a shard of unknown layout."""
 
 
-WHOLE = Placement()
+REPLICATED = Placement()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """One tensor as this rank holds it."""
 
     tensor: Tensor
     """Its memory: the local part of a sharded one."""
 
-    part: Part
+    part: ChunkDescription
 
 
 class ModelView:
-    """A model's tensors by plain name, and how each lies on the ranks."""
+    """A model's tensors by plain name, and how each is placed on the ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = inner(model)
@@ -66,16 +66,16 @@ class ModelView:
         """Extra state of modules: whatever `get_extra_state` returns."""
 
         self.aliases: dict[str, str] = {}
-        """Further names of tensors that have several."""
+        """Further names of tensors with several names."""
 
         self._read()
-        # Parameters that are in a table or of another stage are none of these, and in optimizers all the same.
+        # Parameters in a table or of another stage are not among these, but optimizers may hold them.
         self.names = {id(param): without_wrappers(name) for name, param in self.model.named_parameters()}
         self.names |= {id(tensor): name for name, tensor in self.tensors.items()}
 
     @property
     def averages_parameters(self) -> bool:
-        """Whether ranks train apart, so that each holds parameters of its own."""
+        """Whether ranks take local steps, so that each holds its own parameters."""
         return self._plan is not None and any(isinstance(rule.update, Average) for rule in self._plan.params)
 
     def _read(self) -> None:
@@ -93,60 +93,60 @@ class ModelView:
                 self.tensors[name] = value
 
     def placement(self, name: str) -> Placement:
-        """Return how a tensor of the model lies on the ranks."""
+        """Return how a tensor of the model is placed on the ranks."""
         tensor = self.tensors[name]
         is_param = isinstance(tensor, nn.Parameter)
         rule = self._plan.rule_for(name) if self._plan and is_param else None
         is_statistic = not is_param and tensor.is_floating_point() and self.averages_parameters
         if is_statistic or (rule is not None and isinstance(rule.update, Average)):
-            return Placement(is_apart=True)
+            return Placement(is_per_rank=True)
         if not is_module_held(tensor):
-            return WHOLE
+            return REPLICATED
         if rule is None or self._position is None or not isinstance(rule.place, OnRanks):
-            return Placement(is_apart=context_of.current().is_distributed)
+            return Placement(is_per_rank=context_of.current().is_distributed)
         axes: dict[int, list[str]] = {}
         for axis, placed in rule.place.layout.items():
             if isinstance(placed, Shard):
                 axes.setdefault(placed.dim % tensor.ndim, []).append(axis)
         if not axes:
-            return Placement(is_apart=context_of.current().is_distributed)
+            return Placement(is_per_rank=context_of.current().is_distributed)
         position = self._position
         return Placement(tuple((dim, position.index(on), position.count(on)) for dim, on in sorted(axes.items())))
 
-    def held(self) -> Iterator[tuple[str, Held]]:
+    def local_tensors(self) -> Iterator[tuple[str, LocalTensor]]:
         """Yield the model's tensors by their names in a checkpoint."""
         for name, tensor in self.tensors.items():
             is_param = isinstance(tensor, nn.Parameter)
-            yield self.place(MODEL + name, tensor, self.placement(name), split=is_param)
+            yield self.locate(MODEL + name, tensor, self.placement(name), split=is_param)
 
-    def place(self, name: str, tensor: Tensor, placement: Placement, *, split: bool = True) -> tuple[str, Held]:
+    def locate(self, name: str, tensor: Tensor, placement: Placement, *, split: bool = True) -> tuple[str, LocalTensor]:
         """Return a tensor as this rank holds it, by its name in a checkpoint.
 
         Args:
             name: Its name when it is one tensor for all ranks.
             tensor: What this rank holds.
-            placement: How it lies on the ranks. A DTensor says itself how its slice does, or all of it.
+            placement: How it is placed on the ranks. A DTensor adds its own placements.
             split: Whether several ranks may share the writing.
         """
         if isinstance(tensor, DTensor):
-            if placement.is_apart:
+            if placement.is_per_rank:
                 raise ConfigError(
-                    f"{name!r} is cut by its layer, nobody knows how, and its slices are sharded again. Say its layout "
-                    'in the Plan (managed = "module"), or save without sharding.'
+                    f"{name!r} is sharded by its layer in an unknown layout, and its slices are sharded again. Set its "
+                    'layout in the Plan (managed = "module"), or save without sharding.'
                 )
-            return name, _of_dtensor(name, tensor, placement.slices)
-        held = of_tensor(name, tensor, placement.slices, split=split or placement.is_apart)
-        return own(self.rank, name) if placement.is_apart else name, held
+            return name, _local_dtensor(name, tensor, placement.slices)
+        local = local_tensor(name, tensor, placement.slices, split=split or placement.is_per_rank)
+        return rank_name(self.rank, name) if placement.is_per_rank else name, local
 
-    def average_held(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
-        """Yield the tensors of a running average of the model, which lie as the model's own do."""
+    def average_tensors(self, shadow: Mapping[str, Tensor]) -> Iterator[tuple[str, LocalTensor]]:
+        """Yield the tensors of a running average of the model, which are placed as the model's own."""
         for name, tensor in shadow.items():
             if name not in self.tensors:
                 continue
             placement = self.placement(name)
-            yield self.place(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
+            yield self.locate(AVERAGE + name, tensor, placement, split=isinstance(self.tensors[name], nn.Parameter))
 
-    def optimizer_held(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Held]]:
+    def optimizer_tensors(self, state: Mapping[str, Any]) -> Iterator[tuple[str, LocalTensor]]:
         """Yield tensors of optimizer state by their names in a checkpoint.
 
         Args:
@@ -155,29 +155,31 @@ class ModelView:
         for name, entries in state.items():
             param = self.tensors.get(name)
             if param is None:
-                continue  # its state is where its rows are
+                continue  # its state is in the table
             for key, value in entries.items():
                 if isinstance(value, Tensor):
-                    yield self.place(f"{OPTIMIZER}{name}/{key}", value, self._placement_of_state(name, param, value))
+                    yield self.locate(f"{OPTIMIZER}{name}/{key}", value, self._placement_of_state(name, param, value))
 
     def _placement_of_state(self, name: str, param: Tensor, value: Tensor) -> Placement:
         placement = self.placement(name)
         is_alike = value.shape == param.shape
         if placement.slices and not is_alike:
-            # A number for all of the parameter is the same everywhere; factors of a slice are that slice's own.
-            return WHOLE if value.ndim == 0 else Placement(is_apart=True)
+            # A scalar of the full parameter is the same everywhere; factors of a slice belong to that slice.
+            return REPLICATED if value.ndim == 0 else Placement(is_per_rank=True)
         if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.ndim:
-            return Placement(is_apart=True)
+            return Placement(is_per_rank=True)
         return placement
 
 
-def own(rank: int, name: str) -> str:
+def rank_name(rank: int, name: str) -> str:
     """Return the name of one rank's own tensor."""
     return f"{RANKS}{rank}/{name}"
 
 
-def of_tensor(name: str, tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, split: bool = True) -> Held:
-    """Return a plain tensor as a part: all of it, or a slice that is lined up with those of other ranks.
+def local_tensor(
+    name: str, tensor: Tensor, slices: tuple[tuple[int, int, int], ...] = (), *, split: bool = True
+) -> LocalTensor:
+    """Return a plain tensor as a local tensor: full, or a slice to be concatenated with those of other ranks.
 
     Raises:
         ConfigError: If it has no plain memory, or a dtype that files do not have; names it.
@@ -189,16 +191,18 @@ def of_tensor(name: str, tensor: Tensor, slices: tuple[tuple[int, int, int], ...
             "tensors can be saved. Make it dense, or register it with persistent=False."
         )
     shape = tuple(data.shape)
-    part = Part(dtype_name(name, data.dtype), data.dtype.itemsize, Box.whole(shape), shape, slices, split)
-    return Held(data, part)
+    part = ChunkDescription(
+        dtype_name(name, data.dtype), data.dtype.itemsize, TensorChunk.full(shape), shape, slices, split
+    )
+    return LocalTensor(data, part)
 
 
-def _of_dtensor(name: str, tensor: DTensor, slices: tuple[tuple[int, int, int], ...]) -> Held:
+def _local_dtensor(name: str, tensor: DTensor, slices: tuple[tuple[int, int, int], ...]) -> LocalTensor:
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ConfigError(f"{name!r} is a sum that is not added up yet ({tensor.placements}). Save after the step.")
-    # What torch's own checkpoint planners ask a tensor: uneven and strided shards included.
+        raise ConfigError(f"{name!r} is a partial sum ({tensor.placements}). Save after the step.")
+    # As torch's own checkpoint planners do: covers uneven and strided shards.
     (chunk,) = tensor.__create_chunk_list__()
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    part = Part(dtype_name(name, tensor.dtype), tensor.dtype.itemsize, box, tuple(tensor.shape), slices)
+    chunk = TensorChunk(tuple(chunk.offsets), tuple(chunk.sizes))
+    part = ChunkDescription(dtype_name(name, tensor.dtype), tensor.dtype.itemsize, chunk, tuple(tensor.shape), slices)
     with torch.no_grad():
-        return Held(tensor.to_local(), part)
+        return LocalTensor(tensor.to_local(), part)

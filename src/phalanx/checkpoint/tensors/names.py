@@ -1,4 +1,4 @@
-"""Plain names of what a model holds, whatever wraps it, and errors for names that do not match."""
+"""Names of a model's tensors without wrappers, and errors for names that do not match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 12
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """Return what the wrappers around a model wrap."""
+    """Return a model without its wrappers."""
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
@@ -28,48 +28,48 @@ def inner(model: nn.Module) -> nn.Module:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a name without the parts that torch.compile and activation checkpointing put into it."""
+    """Return a name without the parts that torch.compile and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in (_COMPILED, _CHECKPOINTED))
 
 
-def stripped(found: Mapping[str, _T], known: Collection[str]) -> tuple[dict[str, _T], list[str]]:
-    """Return a state dict of any framework with the names of a plain model, and the prefixes that were taken off.
+def strip_prefixes(state: Mapping[str, _T], names: Collection[str]) -> tuple[dict[str, _T], list[str]]:
+    """Return a state dict of any framework under the names of a plain model, and the prefixes that were removed.
 
     Args:
-        found: The state dict.
-        known: Names of the plain model.
+        state: The state dict.
+        names: Names of the plain model.
     """
-    plain = {without_wrappers(name): value for name, value in found.items()}
-    taken = [f"{_COMPILED}."] if any(_COMPILED in name.split(".") for name in found) else []
-    while plain and all(name.startswith("module.") for name in plain) and not plain.keys() & set(known):
+    plain = {without_wrappers(name): value for name, value in state.items()}
+    taken = [f"{_COMPILED}."] if any(_COMPILED in name.split(".") for name in state) else []
+    while plain and all(name.startswith("module.") for name in plain) and not plain.keys() & set(names):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
         taken.append("module.")
     return plain, list(dict.fromkeys(taken))
 
 
-def require_same(what: str, wanted: Iterable[str], found: Iterable[str], source: object) -> None:
-    """Raise unless a checkpoint has exactly the names that are asked for.
+def check_names(what: str, expected: Iterable[str], names: Iterable[str], source: object) -> None:
+    """Raise unless a checkpoint has exactly the expected names.
 
     Args:
         what: What is named ("parameters of the model").
-        wanted: Names the job has.
-        found: Names the checkpoint has.
+        expected: Names the job has.
+        names: Names the checkpoint has.
         source: The checkpoint, for the message.
 
     Raises:
         ConfigError: If names are missing or left over; lists them.
     """
-    asked, there = set(wanted), set(found)
-    missing, extra = sorted(asked - there), sorted(there - asked)
+    ours, saved = set(expected), set(names)
+    missing, extra = sorted(ours - saved), sorted(saved - ours)
     if not missing and not extra:
         return
     lines = [f"{source} does not fit: {what} differ."]
     if missing:
-        lines.append(f"Missing in the checkpoint: {_listed(missing)}.{did_you_mean(missing[0], extra)}")
+        lines.append(f"Missing in the checkpoint: {_join_names(missing)}.{did_you_mean(missing[0], extra)}")
     if extra:
-        lines.append(f"Only in the checkpoint: {_listed(extra)}.")
+        lines.append(f"Only in the checkpoint: {_join_names(extra)}.")
     raise ConfigError(" ".join(lines) + " Build the model and optimizer that were saved.")
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

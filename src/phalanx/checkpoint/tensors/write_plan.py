@@ -1,8 +1,8 @@
-"""Which rank writes which part of which tensor (pure).
+"""Plan which rank writes which chunk of which tensor (pure).
 
-Every rank describes what it holds, and rank 0 deals out the writing from all descriptions: what several ranks hold is
-written once, and a large tensor is split over those who hold it. Nothing here knows about meshes or placements: two
-ranks hold the same part when they say the same offset and size.
+Every rank describes its chunks, and rank 0 assigns the writes: a chunk that several ranks hold is written once, and a
+large one is split over the ranks that hold it. Nothing here knows about meshes or placements: two ranks hold the same
+chunk if they report the same offset and size.
 """
 
 from __future__ import annotations
@@ -14,131 +14,131 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from phalanx.checkpoint.tensors.chunk import Box, cover
+from phalanx.checkpoint.tensors.chunk import TensorChunk, covers
 from phalanx.errors import ConfigError
 
 PIECE_BYTES = 1 << 20
-"""Parts smaller than this are not split over the ranks that hold them."""
+"""Chunks smaller than this are not split over the ranks that hold them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank holds of one tensor, as it tells the others."""
+class ChunkDescription:
+    """The chunk that one rank holds of one tensor, as it reports it."""
 
     dtype: str
     item_bytes: int
-    box: Box
-    """What it holds."""
+    chunk: TensorChunk
+    """Its offset and size in `shape`."""
 
     shape: tuple[int, ...]
-    """Shape of what `box` is a part of: the whole tensor, or a slice of it."""
+    """Shape of what `chunk` is a chunk of: the full tensor, or a slice of it."""
 
     slices: tuple[tuple[int, int, int], ...] = ()
-    """For a slice: (dim, which slice this is, how many there are), by dim. Slices are lined up to the whole."""
+    """For a slice: (dim, index of the slice, number of slices), by dim. Slices concatenate to the full tensor."""
 
     split: bool = True
-    """Whether several ranks may share the writing. Ranks' buffers may differ, and one of them is to be read again."""
+    """Whether several ranks may share the writing. Ranks' buffers may differ, and a reader must get one of them."""
 
     def to_json(self) -> list[Any]:
         """Return the fields as a JSON list."""
-        return [self.dtype, self.item_bytes, self.box.offset, self.box.size, self.shape, self.slices, self.split]
+        return [self.dtype, self.item_bytes, self.chunk.offset, self.chunk.size, self.shape, self.slices, self.split]
 
     @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Part:
-        """Return the part that `to_json` described."""
+    def from_json(cls, value: Sequence[Any]) -> ChunkDescription:
+        """Return the description that `to_json` wrote."""
         dtype, item_bytes, offset, size, shape, slices, split = value
-        box = Box(tuple(offset), tuple(size))
-        return cls(dtype, item_bytes, box, tuple(shape), tuple((int(d), int(i), int(n)) for d, i, n in slices), split)
+        chunk = TensorChunk(tuple(offset), tuple(size))
+        return cls(dtype, item_bytes, chunk, tuple(shape), tuple((int(d), int(i), int(n)) for d, i, n in slices), split)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor that one rank writes."""
+class WriteItem:
+    """A chunk of a tensor that one rank writes."""
 
-    box: Box
+    chunk: TensorChunk
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One whole tensor of a checkpoint and the pieces it is written in."""
+class TensorLayout:
+    """One full tensor of a checkpoint and the chunks it is written in."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WriteItem, ...]
     starts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """For a tensor that is lined up: first index of every slice, by dim."""
+    """For a tensor of concatenated slices: first index of every slice, by dim."""
 
-    def box_of(self, part: Part) -> Box:
-        """Return which part of the whole tensor a rank holds."""
-        offset = list(part.box.offset)
+    def chunk_of(self, part: ChunkDescription) -> TensorChunk:
+        """Return which chunk of the full tensor a rank holds."""
+        offset = list(part.chunk.offset)
         for dim, index, _ in part.slices:
             offset[dim] += self.starts[dim][index]
-        return Box(tuple(offset), part.box.size)
+        return TensorChunk(tuple(offset), part.chunk.size)
 
     def to_json(self) -> list[Any]:
         """Return the fields as a JSON list."""
-        pieces = [[p.rank, p.box.offset, p.box.size] for p in self.pieces]
+        pieces = [[p.rank, p.chunk.offset, p.chunk.size] for p in self.pieces]
         return [self.dtype, self.shape, pieces, {str(dim): starts for dim, starts in self.starts.items()}]
 
     @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Entry:
-        """Return the entry that `to_json` described."""
+    def from_json(cls, value: Sequence[Any]) -> TensorLayout:
+        """Return the layout that `to_json` wrote."""
         dtype, shape, pieces, starts = value
         return cls(
             dtype,
             tuple(shape),
-            tuple(Piece(Box(tuple(offset), tuple(size)), rank) for rank, offset, size in pieces),
-            {int(dim): tuple(found) for dim, found in starts.items()},
+            tuple(WriteItem(TensorChunk(tuple(offset), tuple(size)), rank) for rank, offset, size in pieces),
+            {int(dim): tuple(firsts) for dim, firsts in starts.items()},
         )
 
 
-def deal_out(held: Sequence[Mapping[str, Part]]) -> dict[str, Entry]:
-    """Return every tensor that any rank holds, and who writes which piece of it.
+def plan_writes(descriptions: Sequence[Mapping[str, ChunkDescription]]) -> dict[str, TensorLayout]:
+    """Return every tensor that any rank holds, and which rank writes which chunk of it.
 
     Args:
-        held: What every rank holds, by name of the tensor, in rank order.
+        descriptions: The chunks of every rank, by name of the tensor, in rank order.
 
     Raises:
-        ConfigError: If ranks disagree about a tensor, or parts of one are held by nobody; names it.
+        ConfigError: If ranks disagree about a tensor, or no rank holds some chunk of it; names it.
     """
-    by_name: dict[str, dict[int, Part]] = {}
-    for rank, parts in enumerate(held):
+    by_name: dict[str, dict[int, ChunkDescription]] = {}
+    for rank, parts in enumerate(descriptions):
         for name, part in parts.items():
             by_name.setdefault(name, {})[rank] = part
     return {name: _entry(name, parts) for name, parts in by_name.items()}
 
 
-def _entry(name: str, parts: Mapping[int, Part]) -> Entry:
-    _require_one(name, "dtype", {rank: part.dtype for rank, part in parts.items()})
+def _entry(name: str, parts: Mapping[int, ChunkDescription]) -> TensorLayout:
+    _check_equal(name, "dtype", {rank: part.dtype for rank, part in parts.items()})
     starts, shape = _line_up(name, parts)
-    unwritten = Entry(next(iter(parts.values())).dtype, shape, (), starts)
-    holders: dict[Box, list[int]] = {}
+    unwritten = TensorLayout(next(iter(parts.values())).dtype, shape, (), starts)
+    holders: dict[TensorChunk, list[int]] = {}
     for rank, part in parts.items():
-        holders.setdefault(unwritten.box_of(part), []).append(rank)
-    if not cover(holders, shape):
+        holders.setdefault(unwritten.chunk_of(part), []).append(rank)
+    if not covers(holders, shape):
         raise ConfigError(
-            f"the ranks hold {sum(box.count for box in holders)} of the {math.prod(shape)} elements of {name!r}, shape "
-            f"{list(shape)}. Every part must be held by some rank that calls save."
+            f"the ranks hold {sum(chunk.count for chunk in holders)} of the {math.prod(shape)} elements of {name!r}, "
+            f"shape {list(shape)}. Every chunk must be held by some rank that calls save."
         )
-    pieces = [p for box, ranks in holders.items() for p in _pieces(name, box, ranks, parts[ranks[0]])]
-    return Entry(unwritten.dtype, shape, tuple(pieces), starts)
+    pieces = [p for chunk, ranks in holders.items() for p in _pieces(name, chunk, ranks, parts[ranks[0]])]
+    return TensorLayout(unwritten.dtype, shape, tuple(pieces), starts)
 
 
-def _pieces(name: str, box: Box, ranks: Sequence[int], part: Part) -> list[Piece]:
-    if not box.count:
+def _pieces(name: str, chunk: TensorChunk, ranks: Sequence[int], part: ChunkDescription) -> list[WriteItem]:
+    if not chunk.count:
         return []
     if not part.split:
-        return [Piece(box, min(ranks))]
-    parts = max(1, min(len(ranks), box.count * part.item_bytes // PIECE_BYTES))
-    # Small tensors go to ranks by their names, so that each writes about as much as any other.
+        return [WriteItem(chunk, min(ranks))]
+    parts = max(1, min(len(ranks), chunk.count * part.item_bytes // PIECE_BYTES))
+    # Small tensors are assigned to ranks by a hash of their names, which balances the writes.
     first = zlib.crc32(name.encode())
-    return [Piece(cut, ranks[(first + i) % len(ranks)]) for i, cut in enumerate(box.split(parts))]
+    return [WriteItem(chunk, ranks[(first + i) % len(ranks)]) for i, chunk in enumerate(chunk.split(parts))]
 
 
-def _line_up(name: str, parts: Mapping[int, Part]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-    """Return where every slice starts along the dims that are cut, and the shape of the whole tensor."""
-    _require_one(name, "cut", {rank: [(dim, n) for dim, _, n in part.slices] for rank, part in parts.items()})
+def _line_up(name: str, parts: Mapping[int, ChunkDescription]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    """Return where every slice starts along the sharded dims, and the shape of the full tensor."""
+    _check_equal(name, "cut", {rank: [(dim, n) for dim, _, n in part.slices] for rank, part in parts.items()})
     some = next(iter(parts.values()))
     starts, shape = {}, list(some.shape)
     for position, (dim, _, count) in enumerate(some.slices):
@@ -148,16 +148,16 @@ def _line_up(name: str, parts: Mapping[int, Part]) -> tuple[dict[int, tuple[int,
         *before, shape[dim] = accumulate((sizes[index] for index in range(count)), initial=0)
         starts[dim] = tuple(before)
     uncut = {rank: [n for d, n in enumerate(part.shape) if d not in starts] for rank, part in parts.items()}
-    _require_one(name, "shape", uncut)
+    _check_equal(name, "shape", uncut)
     return starts, tuple(shape)
 
 
-def _require_one(name: str, what: str, found: Mapping[int, Any]) -> None:
-    values = list(found.values())
+def _check_equal(name: str, what: str, by_rank: Mapping[int, Any]) -> None:
+    values = list(by_rank.values())
     if any(value != values[0] for value in values):
-        other = next(rank for rank, value in found.items() if value != values[0])
-        first = next(iter(found))
+        other = next(rank for rank, value in by_rank.items() if value != values[0])
+        first = next(iter(by_rank))
         raise ConfigError(
-            f"{what} of {name!r} is {found[first]} on rank {first} and {found[other]} on rank {other}. Let every rank "
-            "hold the same model and optimizer, or mark a parameter that is cut as param.is_distributed = True."
+            f"{what} of {name!r} is {by_rank[first]} on rank {first} and {by_rank[other]} on rank {other}. Let every "
+            "rank hold the same model and optimizer, or mark a sharded parameter with param.is_distributed = True."
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.checkpoint.stopping import StopEdge
+from phalanx.checkpoint.stopping import GracefulStop
 from phalanx.comm.agreement import DEFAULT_TIMEOUT_S
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.train.callbacks.base import Callback, names_of
@@ -37,7 +37,7 @@ class Edges:
         """Why all ranks stop, once they have agreed to."""
 
         self._ranks = ranks = Ranks.meet("training", {**terms, "callbacks": self.names}, timeout_s=DEFAULT_TIMEOUT_S)
-        self._stop = StopEdge(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
+        self._stop = GracefulStop(ranks.rank, ranks.world_size, ranks.store, f"{ranks.prefix}/stop")
         self._failure: tuple[str, Exception] | None = None
         self._reason: str | None = None
         self._passed = 0

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.checkpoint.loading import Loaded, load_newest
-from phalanx.checkpoint.state.capture import Training
+from phalanx.checkpoint.state.capture import TrainingState
 from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
@@ -168,9 +168,9 @@ class Run:
         return self.stop_reason == SIGNALLED
 
     @property
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """What a checkpoint of this run holds."""
-        return Training(model=self.model, optimizer=self.optimizer, loader=self.loader, ema=self.ema)
+        return TrainingState(model=self.model, optimizer=self.optimizer, loader=self.loader, ema=self.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is and the states of its callbacks; checkpoints hold it as `extra["run"]`."""

@@ -1,4 +1,4 @@
-"""One safetensors file of whole tensors, to which every rank writes what it holds at its place."""
+"""One safetensors file of full tensors, into which every rank writes its shards."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from torch import Tensor
 
 from phalanx.checkpoint.ranks import Ranks
 from phalanx.checkpoint.saving import WRITE_TIMEOUT_S
-from phalanx.checkpoint.tensors.chunk import Box
-from phalanx.checkpoint.tensors.file import dtype_of, lay_out
-from phalanx.checkpoint.tensors.local import Held
-from phalanx.checkpoint.tensors.write_plan import Entry
+from phalanx.checkpoint.tensors.chunk import TensorChunk
+from phalanx.checkpoint.tensors.file import build_header, dtype_of
+from phalanx.checkpoint.tensors.local import LocalTensor
+from phalanx.checkpoint.tensors.write_plan import TensorLayout
+from phalanx.files import sync_directory
 
 
-def write_whole(
+def write_full_tensors(
     ranks: Ranks,
-    held: Mapping[str, Held],
+    local_tensors: Mapping[str, LocalTensor],
     target: Path,
     *,
     say: Callable[[], Any],
-    plan: Callable[[list[Any]], tuple[dict[str, Entry], str]],
+    plan: Callable[[list[Any]], tuple[dict[str, TensorLayout], str]],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Write whole tensors of which every rank holds parts. Collective.
+    """Write full tensors of which every rank holds shards. Collective.
 
     Args:
         ranks: All ranks.
-        held: What this rank holds, by name in the file.
-        target: The file, seen by all ranks; replaced when the new one is whole.
-        say: Returns what this rank tells rank 0, as JSON.
-        plan: From what all ranks said to how they hold the tensors, and a note to keep in the file. On rank 0 only.
+        local_tensors: This rank's shards, by name in the file.
+        target: The file, seen by all ranks; replaced once the new one is complete.
+        say: Returns this rank's message to rank 0, as JSON.
+        plan: From the messages of all ranks to the layout of the tensors and a note for the header. On rank 0 only.
         aliases: Further names of tensors, which are written twice.
 
     Raises:
@@ -45,8 +46,8 @@ def write_whole(
     """
     aliases = aliases or {}
 
-    def begin(said: list[Any]) -> dict[str, Any]:
-        layout, note = plan(said)
+    def begin(answers: list[Any]) -> dict[str, Any]:
+        layout, note = plan(answers)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
         head, begins, length = _head(layout, aliases, note)
@@ -57,20 +58,20 @@ def write_whole(
             "begins": begins,
         }
 
-    decided = ranks.decide("begin", say, begin)
-    part = target.with_name(decided["part"])
-    layout = {name: Entry.from_json(entry) for name, entry in decided["layout"].items()}
+    decision = ranks.decide("begin", say, begin)
+    part = target.with_name(decision["part"])
+    layout = {name: TensorLayout.from_json(entry) for name, entry in decision["layout"].items()}
 
     def write() -> None:
-        with _mapped(part) as memory:
-            for name, one in held.items():
+        with _MappedFile(part) as memory:
+            for name, local in local_tensors.items():
                 entry = layout[name]
-                mine = [piece.box for piece in entry.pieces if piece.rank == ranks.rank]
+                mine = [piece.chunk for piece in entry.pieces if piece.rank == ranks.rank]
                 for key in (name, *(alias for alias, of in aliases.items() if of == name)):
-                    whole = memory.tensor(entry, decided["begins"][key])
-                    for box in mine:
-                        source = one.tensor[box.within(entry.box_of(one.part))]
-                        whole[box.within(Box.whole(entry.shape))].copy_(source)
+                    whole = memory.tensor(entry, decision["begins"][key])
+                    for chunk in mine:
+                        source = local.tensor[chunk.within(entry.chunk_of(local.part))]
+                        whole[chunk.within(TensorChunk.full(entry.shape))].copy_(source)
                     del whole
 
     def finish(_: list[Any]) -> None:
@@ -84,17 +85,19 @@ def write_whole(
             part.unlink(missing_ok=True)
 
 
-def _head(layout: Mapping[str, Entry], aliases: Mapping[str, str], note: str) -> tuple[bytes, dict[str, int], int]:
+def _head(
+    layout: Mapping[str, TensorLayout], aliases: Mapping[str, str], note: str
+) -> tuple[bytes, dict[str, int], int]:
     """Return the header of the file of these tensors, the offset of each, and the length of the file."""
     names = {**layout, **{alias: layout[of] for alias, of in aliases.items()}}
     shapes = {name: (dtype_of(entry.dtype), entry.shape) for name, entry in names.items()}
-    head, begins = lay_out(shapes, note)
-    ends = [begins[name] + Box.whole(shape).count * dtype.itemsize for name, (dtype, shape) in shapes.items()]
+    head, begins = build_header(shapes, note)
+    ends = [begins[name] + TensorChunk.full(shape).count * dtype.itemsize for name, (dtype, shape) in shapes.items()]
     return head, begins, max(ends, default=len(head))
 
 
 def _reserve(path: Path, head: bytes, length: int) -> None:
-    """Make a file of this length, so that a full disk is an error here and not a signal in the middle of writing."""
+    """Allocate a file of this length: a full disk is an error here, not a SIGBUS in the middle of writing."""
     with path.open("xb") as file:
         file.write(head)
         file.flush()
@@ -105,21 +108,21 @@ def _reserve(path: Path, head: bytes, length: int) -> None:
             raise
 
 
-class _mapped:  # noqa: N801 (reads as the verb it is)
+class _MappedFile:
     """A file in memory, written back when the block ends."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
 
-    def tensor(self, entry: Entry, begin: int) -> Tensor:
-        """Return the memory of a whole tensor."""
-        dtype, count = dtype_of(entry.dtype), Box.whole(entry.shape).count
+    def tensor(self, entry: TensorLayout, begin: int) -> Tensor:
+        """Return the memory of a full tensor."""
+        dtype, count = dtype_of(entry.dtype), TensorChunk.full(entry.shape).count
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).view(entry.shape)
 
-    def __enter__(self) -> _mapped:
+    def __enter__(self) -> _MappedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
