@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, arguments, measure_pairs, show
-from phalanx.data.ctr.criteo import criteo_schema
 from phalanx.data.ctr.queue import QueueDataset
-from phalanx.data.ctr.slots import parse_slots
+from phalanx.data.ctr.slots import criteo_schema, parse_slots
 
 CASES = ("criteo", "stream")
 PEER = "Python csv + NumPy"

@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: Sha
     """Train; the first epoch evaluates each batch before training on it, so that a stream needs no test set."""
     started, rows, seen = time.perf_counter(), 0, fleet.metrics.Auc()
     for epoch in range(args.epochs):
-        losses, counted = 0.0, 0
+        losses, report_bad_records = 0.0, 0
         for step, (dense, ids, label) in enumerate(loader, 1):
             logit = model(dense if args.data == "flights" else dense.clamp(min=0).log1p(), ids)
             loss = F.binary_cross_entropy_with_logits(logit, label)
@@ -82,17 +82,17 @@ def train(args: argparse.Namespace, model: WideDeepModel, optimizer, loader: Sha
             optimizer.step()
             optimizer.zero_grad()
             if loader.share.rows:
-                losses, counted = losses + loss.item() * len(label), counted + len(label)
+                losses, report_bad_records = losses + loss.item() * len(label), report_bad_records + len(label)
                 if epoch == 0:
                     seen.update(logit.sigmoid(), label)
             if step == args.steps:
                 break
-        rows += counted
-        print(f"TRAIN ---> pass: {epoch} loss: {losses / max(counted, 1):.6f}")
+        rows += report_bad_records
+        print(f"TRAIN ---> pass: {epoch} loss: {losses / max(report_bad_records, 1):.6f}")
     seconds = time.perf_counter() - started
-    losses, counted = fleet.metrics.sum([losses, counted]).tolist()
+    losses, report_bad_records = fleet.metrics.sum([losses, report_bad_records]).tolist()
     return {
-        "loss": round(losses / counted, 6),
+        "loss": round(losses / report_bad_records, 6),
         "samples_per_s": round(float(fleet.metrics.sum(rows / seconds)), 1),
         "auc": round(seen.compute(), 5),
     }

@@ -59,7 +59,7 @@ def _begun_and_saved(steps: int) -> list[Any]:
     found = []
     for pipeline in _pipelines():
         loader = ShardedLoader(pipeline)
-        seen = [_counted(loader, batch) for batch in islice(loader, steps)]
+        seen = [_report_bad_records(loader, batch) for batch in islice(loader, steps)]
         found.append((seen, loader.state_dict()))
     return found
 
@@ -70,11 +70,11 @@ def _resumed(states: list[dict[str, Any]]) -> list[Any]:
     for pipeline, state in zip(_pipelines(), states, strict=True):
         loader = ShardedLoader(pipeline)
         loader.load_state_dict(state)
-        found.append([_counted(loader, batch) for batch in loader])
+        found.append([_report_bad_records(loader, batch) for batch in loader])
     return found
 
 
-def _counted(loader: ShardedLoader, batch: list[Any]) -> list[Any]:
+def _report_bad_records(loader: ShardedLoader, batch: list[Any]) -> list[Any]:
     share = px.current().batch
     assert share is not None
     assert share == loader.share
@@ -131,7 +131,7 @@ def _shuffles_by_rank() -> None:
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
-        (_misfed, "DataError", "Row 5 of the generator reader has no 'label': asked for image, label, found image."),
+        (_misfed, "DataError", "Sample 5 of the generator reader has no 'label': asked for image, label, found image."),
         (_trains_on_a_shard_of_another, "ConfigError", "Asked to train on shard 0 of 1, but rank"),
         (_shuffles_by_rank, "ConfigError", "shuffle(10, seed=1)"),
     ],

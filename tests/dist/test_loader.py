@@ -70,7 +70,7 @@ def _workers(count: int) -> dict[str, Any]:
     return {"num_workers": count, "multiprocessing_context": "fork"}
 
 
-def _counted(loader: ShardedLoader) -> list[tuple[list[int], int]]:
+def _report_bad_records(loader: ShardedLoader) -> list[tuple[list[int], int]]:
     seen = []
     for batch in loader:
         share = phalanx.current().batch
@@ -82,7 +82,7 @@ def _counted(loader: ShardedLoader) -> list[tuple[list[int], int]]:
 def _rows_with_a_loader_made_before_init(num_workers: int, persistent: bool) -> list[Any]:
     loader = ShardedLoader(Numbers(), global_batch=8, persistent_workers=persistent, **_workers(num_workers))
     phalanx.init()
-    return [_counted(loader) for _ in range(2)]
+    return [_report_bad_records(loader) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (1, True)])
@@ -97,7 +97,7 @@ def test_ranks_share_the_batches_of_one_process(num_workers: int, persistent: bo
 
 def _stream_rows(num_workers: int) -> list[Any]:
     phalanx.init()
-    return _counted(ShardedLoader(SplitByWorker(), global_batch=6, **_workers(num_workers)))
+    return _report_bad_records(ShardedLoader(SplitByWorker(), global_batch=6, **_workers(num_workers)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -109,7 +109,7 @@ def test_a_stream_is_read_once_by_all_ranks_and_workers_together(num_workers: in
 
 def _own_rows(ends: list[int]) -> list[Any]:
     phalanx.init()
-    return _counted(ShardedLoader(OwnPart(ends), batch_size=4, stream="own"))
+    return _report_bad_records(ShardedLoader(OwnPart(ends), batch_size=4, stream="own"))
 
 
 def test_streams_of_unequal_length_end_together() -> None:
@@ -192,7 +192,7 @@ def _orders_of_seeded_ranks() -> dict[str, Any]:
     if rank == 0:
         next(iter(loaders["torch"]))  # rank 0 alone looks at a batch
         loaders["torch"].set_epoch(0)
-    seen = {name: _counted(loader) for name, loader in loaders.items()}
+    seen = {name: _report_bad_records(loader) for name, loader in loaders.items()}
     if rank == 1:
         # Of rows that are not trained on one rank may read alone; rank 0 has nothing to say.
         seen["alone"] = len(list(ShardedLoader(Numbers(), global_batch=8, training=False, shuffle=True)))

@@ -78,8 +78,8 @@ def test_two_workers_split_four_files_and_take_the_same_number_of_steps(folder):
     for epoch in range(2):
         assert len(first[epoch]) == len(second[epoch]) == 6  # 101 rows against 20
         assert [s[2] for s in first[epoch]] == [s[2] for s in second[epoch]] == [40, 20, 20, 20, 20, 1]
-        counted = [i for rows, count, _ in first[epoch] + second[epoch] for i in rows[:count]]
-        assert sorted(counted) == list(range(ROWS))
+        report_bad_records = [i for rows, count, _ in first[epoch] + second[epoch] for i in rows[:count]]
+        assert sorted(report_bad_records) == list(range(ROWS))
 
 
 def rest_of(folder: Path, states: list[dict]) -> list[int]:

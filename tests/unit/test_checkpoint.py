@@ -445,7 +445,7 @@ def test_an_optimizer_goes_into_one_file_and_back(tmp_path: Path) -> None:
         px.load(tmp_path / "m.pdparams", empty)
     with pytest.raises(ConfigError, match=r"takes an optimizer alone from the file .* found .*m.pdopt and scheduler"):
         px.load(tmp_path / "m.pdopt", empty, scheduler=object())
-    with pytest.raises(ConfigError, match="Of a checkpoint give the model too"):
+    with pytest.raises(ConfigError, match="To load a checkpoint pass the model too"):
         px.load(tmp_path, empty)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from phalanx.data.samples.collate import collate
+from phalanx.data.samples.batch import collate
 
 Pair = namedtuple("Pair", "x y")
 

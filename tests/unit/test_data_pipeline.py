@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from phalanx.comm import context
 from phalanx.data import GeneratorDataset, Pipeline, QueueDataset, ShardedLoader, vision
-from phalanx.data.pipeline.pipeline import Verbs
-from phalanx.data.sampling.windows import windowed, windowed_stream
+from phalanx.data.pipeline.pipeline import PipelineMethods
+from phalanx.data.sampling.windows import shuffle_stream_windows, shuffle_windows
 from phalanx.errors import ConfigError, DataError
 
 
@@ -61,23 +61,23 @@ def side_by_side(pipeline: Pipeline, count: int, **options: Any) -> list[list[in
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5))
 def test_a_window_holds_every_element_and_lets_none_leave_early(n: int, buffer: int, seed: int) -> None:
-    order = windowed(n, buffer, seed, np.arange(n))
+    order = shuffle_windows(n, buffer, seed, np.arange(n))
     assert sorted(order) == list(range(n))
     assert max(order - np.arange(n)) <= buffer - 1
-    assert list(windowed_stream(range(n), buffer, seed)) == order.tolist()
+    assert list(shuffle_stream_windows(range(n), buffer, seed)) == order.tolist()
     some = np.random.default_rng(seed).integers(0, n, 7)
-    assert windowed(n, buffer, seed, some).tolist() == order[some].tolist()
+    assert shuffle_windows(n, buffer, seed, some).tolist() == order[some].tolist()
 
 
 def test_windows_begin_elsewhere_in_every_pass() -> None:
     # An element that stays with the same nine others for ever would hardly be shuffled.
-    last_of_first = {int(windowed(100, 10, seed, np.arange(100))[:10].max()) for seed in range(20)}
+    last_of_first = {int(shuffle_windows(100, 10, seed, np.arange(100))[:10].max()) for seed in range(20)}
     assert len(last_of_first) > 5
 
 
 def test_a_stream_is_read_no_further_ahead_than_its_window() -> None:
     read = []
-    items = windowed_stream((read.append(i) or i for i in range(1000)), 10, 0)
+    items = shuffle_stream_windows((read.append(i) or i for i in range(1000)), 10, 0)
     for taken in range(1, 100):
         next(items)
         assert len(read) <= taken + 10
@@ -192,7 +192,7 @@ def test_shards_are_disjoint_and_complete() -> None:
     assert sorted(chain.from_iterable(shards)) == list(range(103))
 
 
-class Reader(Verbs, TensorRows):
+class Reader(PipelineMethods, TensorRows):
     """A reader that is told its shard, and may be loaded as it is."""
 
     def __init__(self, rows: int, shard: tuple[int, int]) -> None:
@@ -284,7 +284,7 @@ def test_a_loader_may_cut_other_batches_and_says_so(caplog: pytest.LogCaptureFix
         ShardedLoader(numbers(40).batch(8), batch_size=8)
         ShardedLoader(numbers(40), batch_size=8)
     assert [record.getMessage() for record in caplog.records] == [
-        "batches are cut with global_batch=12, as the loader was asked, not with the pipeline's batch(batch_size=8)"
+        "batches have global_batch=12, as passed to the loader, not the pipeline's batch(batch_size=8)"
     ]
     assert [len(batch[0]) for batch in loader] == [12, 12, 12, 4]
 
@@ -399,7 +399,7 @@ def test_a_pipeline_says_what_it_does() -> None:
     pipeline = numbers(9).shuffle(5, seed=1).repeat(2).batch(4).shuffle(3).repeat(6)
     assert repr(pipeline) == (
         "Pipeline(TensorDataset: x, y; shuffle(5, seed=1), repeat(2), shuffle(3) of batches of 4, "
-        "repeat(6) of batches; batches of 4 rows a rank)"
+        "repeat(6) of batches; batches of 4 samples a rank)"
     )
 
 
@@ -435,7 +435,7 @@ def uneven() -> Iterator[Any]:
         (lambda p: Pipeline(lambda: iter([1]), "x").batch(2).get_dataset_size(), "is a stream without a length"),
         (lambda p: ShardedLoader(p), "No batch size was given"),
         (lambda p: ShardedLoader(p.batch(2), collate_fn=list), "a collate_fn, but a pipeline makes its batches"),
-        (lambda p: list(ShardedLoader(p.batch(99, True))), "40 rows are not one global batch of 99"),
+        (lambda p: list(ShardedLoader(p.batch(99, True))), "40 samples are not one global batch of 99"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_at_once(make: Callable[[Pipeline], Any], message: str) -> None:
@@ -455,10 +455,10 @@ def test_datasets_of_ready_batches_are_no_pipelines(tmp_path: Any) -> None:
     ("pipeline", "message"),
     [
         (Pipeline(uneven, "image").batch(2), r"column 'image' of a batch holds values of shapes \(3,\) and \(4,\)"),
-        (Pipeline([{"x": 1}, {"y": 2}]).batch(2), "Row 1 of list has no 'x': asked for x, found y"),
-        (Pipeline([(1, 2), (1,)]).batch(2), "Row 1 of list has no 'column1': .* found 1 value"),
-        (Pipeline([(1,), (1, 2)]).batch(2), "Row 1 of list has more: asked for column0, found 2 values"),
-        (numbers(4).batch(2).map(lambda x: x[:1], "x"), "made 1 rows of a batch of 2"),
+        (Pipeline([{"x": 1}, {"y": 2}]).batch(2), "Sample 1 of list has no 'x': asked for x, found y"),
+        (Pipeline([(1, 2), (1,)]).batch(2), "Sample 1 of list has no 'column1': .* found 1 value"),
+        (Pipeline([(1,), (1, 2)]).batch(2), "Sample 1 of list has more: asked for column0, found 2 values"),
+        (numbers(4).batch(2).map(lambda x: x[:1], "x"), "made 1 samples of a batch of 2"),
         (numbers(4).map(lambda x, y: x, ["x", "y"]).batch(2), "returned 1 values for the 2 columns x, y"),
     ],
 )  # fmt: skip
@@ -493,10 +493,12 @@ def test_a_state_of_another_chain_or_length_is_refused() -> None:
         ShardedLoader(numbers(40).shuffle(6).batch(8)).load_state_dict(loader.state_dict())
     other = ShardedLoader(numbers(5).shuffle(5).batch(2))
     state = loader.state_dict()
-    with pytest.raises(ConfigError, match="inside an epoch of 40 rows, and this data has 5"):
+    with pytest.raises(ConfigError, match="inside an epoch of 40 samples, and this data has 5"):
         other.load_state_dict(state)
     other.load_state_dict({name: value for name, value in state.items() if name != "rows"})  # of an older version
-    with pytest.raises(ConfigError, match="Asked to resume at position 8, but the epoch of this pipeline has 5 rows"):
+    with pytest.raises(
+        ConfigError, match="Asked to resume at position 8, but the epoch of this pipeline has 5 samples"
+    ):
         list(other)
 
 
@@ -505,7 +507,7 @@ def test_a_shard_that_is_not_the_ranks_own_is_refused_in_training(monkeypatch: p
     monkeypatch.setattr(type(here), "world_size", property(lambda _: 4))
     monkeypatch.setattr(type(here), "rank", property(lambda _: 2))
     pipeline = Pipeline(TensorRows(8), num_shards=1, shard_id=0).batch(2)
-    monkeypatch.setattr("phalanx.data.sampling.ranks.place", lambda: (1, 2))
+    monkeypatch.setattr("phalanx.data.sampling.ranks.current_shard", lambda: (1, 2))
     with pytest.raises(ConfigError, match="on shard 0 of 1, but rank 2 of 4 reads shard 1 of 2"):
         len(ShardedLoader(pipeline))
     assert len(ShardedLoader(pipeline, training=False)) == 4

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.comm import context
-from phalanx.data.samples.device import to_device
+from phalanx.data.samples.batch import to_device
 
 
 class Pair(NamedTuple):

@@ -96,9 +96,9 @@ def long() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (missing, "Row 1 of the generator missing has no 'label': .* found image, labels. Did you mean 'labels'"),
-        (short, "Row 1 of the generator short has no 'label': asked for image, label, found 1 value"),
-        (long, "Row 1 of the generator long has more: asked for image, label, found 3 values"),
+        (missing, "Sample 1 of the generator missing has no 'label': .* found image, labels. Did you mean 'labels'"),
+        (short, "Sample 1 of the generator short has no 'label': asked for image, label, found 1 value"),
+        (long, "Sample 1 of the generator long has more: asked for image, label, found 3 values"),
     ],
 )
 def test_a_missing_feed_is_named(function: Any, message: str) -> None:

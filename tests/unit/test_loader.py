@@ -237,7 +237,7 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks(caplog: pytest.L
     after = ShardedLoader(Numbers(50), global_batch=10)
     with caplog.at_level(logging.WARNING, "phalanx"):
         after.load_state_dict(state)
-    assert "goes on at row 24 in global batches of 10, and was begun in global batches of 8" in caplog.text
+    assert "goes on at sample 24 in global batches of 10, and was begun in global batches of 8" in caplog.text
     assert rows_of(after) == expected[1][24:]
     assert rows_of(after) == expected[2]
 
@@ -254,7 +254,7 @@ def test_an_epoch_does_not_go_on_with_other_data() -> None:
     loader = ShardedLoader(Numbers(10), batch_size=4)
     next(iter(loader))
     for other, has in ((Numbers(20), "20"), (Stream(), "no length")):
-        with pytest.raises(ConfigError, match=f"inside an epoch of 10 rows, and this data has {has}"):
+        with pytest.raises(ConfigError, match=f"inside an epoch of 10 samples, and this data has {has}"):
             ShardedLoader(other, batch_size=4).load_state_dict(loader.state_dict())
 
 
@@ -308,7 +308,7 @@ def test_a_row_that_cannot_be_read_is_named(num_workers: int) -> None:
     for data in (Broken(9), Pipeline(Broken(9))):
         with pytest.raises(OSError, match="disk gone") as caught:
             list(ShardedLoader(data, batch_size=2, num_workers=num_workers))
-        assert "while reading row 5 of Broken" in "".join(traceback.format_exception(caught.value))
+        assert "while reading sample 5 of Broken" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
@@ -320,19 +320,19 @@ def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
     [
         (5, {}, "Asked to load from a int. Give a torch Dataset or DataLoader"),
         ({"x": 1}, {}, "an iterator of samples, or Pipeline(tuple"),
-        ([torch.ones(4, 2), torch.ones(4)], {}, "a list of 2 tensors of 4 rows and different shapes"),
-        ((torch.ones(0),), {"batch_size": None, "global_batch": 2}, "0 rows, which is not one batch. Give more data"),
+        ([torch.ones(4, 2), torch.ones(4)], {}, "a list of 2 tensors of 4 samples and different shapes"),
+        ((torch.ones(0),), {"batch_size": None, "global_batch": 2}, "0 samples, which is not one batch. Give more"),
         ((i for i in range(3)), {}, "a generator, which can be read only once. Give the function that makes it"),
         ((torch.ones(2), "label"), {}, "a tuple that holds str"),
-        ((torch.ones(2), torch.ones(3)), {}, "tensors with 2, 3 rows"),
-        (Numbers(0), {}, "Numbers is empty: it has 0 rows"),
+        ((torch.ones(2), torch.ones(3)), {}, "tensors with 2, 3 samples"),
+        (Numbers(0), {}, "Numbers is empty: it has 0 samples"),
         (Numbers(3), {"batch_size": None}, "No batch size was given"),
         (Numbers(3), {"global_batch": 4}, "batch_size=2 per rank and global_batch=4. Give one"),
         (Numbers(3), {"batch_size": 0}, "Asked for batch_size=0. Give at least 1"),
         (Numbers(3), {"batch_size": 2.5}, "Asked for batch_size=2.5, found a value of type float. Give a whole number"),
         (Numbers(3), {"batch_size": True}, "Asked for batch_size=True, found a value of type bool"),
         (Numbers(3), {"batch_size": None, "global_batch": "64"}, "global_batch='64', found a value of type str"),
-        (Numbers(3), {"batch_size": None, "global_batch": 4}, "global_batch=4, but Numbers has 3 rows"),
+        (Numbers(3), {"batch_size": None, "global_batch": 4}, "global_batch=4, but Numbers has 3 samples"),
         (Numbers(3), {"shuffel": True}, "no argument 'shuffel'. Did you mean 'shuffle'"),
         (Numbers(3), {"shard": (2, 2)}, "Asked for shard 2 of 2"),
         (Stream(), {"shuffle": True}, "Asked to shuffle a stream"),
@@ -340,7 +340,7 @@ def test_an_evaluation_loader_keeps_the_rows_in_order() -> None:
         (DataLoader(Numbers(3), batch_size=None), {}, "The DataLoader has batch_size=None"),
         (DataLoader(Numbers(3), sampler=Unsized()), {}, "Unsized has no length"),
         (DataLoader(Numbers(3), sampler=Fixed()), {"shuffle": True}, "the DataLoader's Fixed decides the order"),
-        (DataLoader(Numbers(6), batch_sampler=Pairs()), {}, "Pairs cuts the batches, and a batch size was given"),
+        (DataLoader(Numbers(6), batch_sampler=Pairs()), {}, "Pairs makes the batches, and a batch size was given"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_at_once(data: Any, options: dict[str, Any], message: str) -> None:
@@ -354,14 +354,14 @@ def test_a_batch_size_may_be_any_whole_number() -> None:
 
 def test_dropping_the_only_batch_is_refused() -> None:
     loader = ShardedLoader(Numbers(9), batch_size=5, drop_last=True, shard=(0, 2))
-    with pytest.raises(ConfigError, match="9 rows are not one global batch of 10: no batch is left"):
+    with pytest.raises(ConfigError, match="9 samples are not one global batch of 10: no batch is left"):
         list(loader)
 
 
 def test_a_sampler_that_shards_already_is_refused() -> None:
     sampler = Fixed()
     sampler.num_replicas = 2  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="Fixed already shares its rows over ranks"):
+    with pytest.raises(ConfigError, match="Fixed already shards its samples over ranks"):
         ShardedLoader(DataLoader(Numbers(3), sampler=sampler))
 
 
@@ -518,7 +518,7 @@ def test_a_stream_that_splits_itself_resumes_only_between_epochs() -> None:
 def test_disagreeing_streams_are_found_on_every_rank() -> None:
     from phalanx.data.stream.stream import check_answers, check_beginnings
 
-    with pytest.raises(DataError, match=r"different streams: at batch 3 they found \[4, 2\] rows"):
+    with pytest.raises(DataError, match=r"different streams: at batch 3 they found \[4, 2\] samples"):
         check_answers([[2, 4, 1, 0], [1, 2, 1, 0]], 3, is_shared=True)
     with pytest.raises(DataError, match="the stream of rank 1 is empty"):
         check_answers([[2, 2, 1, 9], [0, 0, 0, 0]], 0, is_shared=False)

@@ -500,7 +500,7 @@ def test_predict_gives_all_rows_in_order() -> None:
     ("given", "message"),
     [
         ((ShardedLoader(data(), batch_size=7),), "predict on a ShardedLoader that trains or drops rows"),
-        ((TensorDataset(torch.zeros(0, 6)),), "TensorDataset is empty: it has 0 rows"),
+        ((TensorDataset(torch.zeros(0, 6)),), "TensorDataset is empty: it has 0 samples"),
         ((), "takes the tensors of one batch, or one dataset; found nothing"),
         ((data(), data()), "found tuple, tuple"),
         ((data()[0], data()[0], data()[0]), r"Sequential takes \(input\), and the batch has 3 inputs"),

@@ -18,7 +18,7 @@ from phalanx.auto.capture.step import arguments_of
 from phalanx.data import GeneratorDataset, ShardedLoader
 from phalanx.data.loader.binding import Binding, bind
 from phalanx.data.pipeline.pipeline import Pipeline
-from phalanx.data.samples.device import moved
+from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError
 from phalanx.train.model.planning import global_batch
 from phalanx.train.step.step import TrainStep
@@ -152,7 +152,7 @@ def test_every_call_reads_a_dictionary_by_name(make: Any) -> None:
     torch.testing.assert_close(model.predict(Rows(*ORDER[:3])), expected())
     torch.testing.assert_close(model.predict(make(given)), expected())
     assert px.explain(net, make(given)).activation_bytes
-    assert {type(x) for x in (moved(make(given), torch.device("cpu")),)} == {make}
+    assert {type(x) for x in (move_to_device(make(given), torch.device("cpu")),)} == {make}
 
 
 def test_a_planner_sees_the_call_by_name() -> None:

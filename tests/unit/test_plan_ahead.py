@@ -17,7 +17,7 @@ import phalanx as px
 from phalanx.cluster.role.role import Role
 from phalanx.data import Pipeline
 from phalanx.data.loader.loader import ShardedLoader
-from phalanx.data.sampling.ranks import Shard
+from phalanx.data.sampling.ranks import DataShard
 from phalanx.errors import ConfigError, PlanError
 from phalanx.train.job_cluster import cluster_of
 from phalanx.train.model.planning import global_batch
@@ -67,12 +67,12 @@ def test_columns_are_as_long_as_the_global_batch() -> None:
 
 def test_a_size_per_rank_means_the_global_batch_that_was_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = ShardedLoader(ROWS, batch_size=2)
-    monkeypatch.setattr(loader._loading, "here", lambda: Shard(0, 4))
+    monkeypatch.setattr(loader._options, "here", lambda: DataShard(0, 4))
     loader.keep_global_batch()
-    monkeypatch.setattr(loader._loading, "here", lambda: Shard(0, 2))
+    monkeypatch.setattr(loader._options, "here", lambda: DataShard(0, 2))
     assert (loader.global_batch, loader.per_rank_batch) == (8, 4)
     later = ShardedLoader(ROWS, batch_size=2)  # made when a Plan has two ranks read already
-    monkeypatch.setattr(later._loading, "here", lambda: Shard(0, 2))
+    monkeypatch.setattr(later._options, "here", lambda: DataShard(0, 2))
     later.keep_global_batch(4)
     assert (later.global_batch, later.per_rank_batch) == (8, 4)
     fixed = ShardedLoader(ROWS, batch_size=2, shard=(0, 2))
@@ -81,7 +81,7 @@ def test_a_size_per_rank_means_the_global_batch_that_was_planned_for(monkeypatch
 
 
 def test_data_without_a_row_is_named() -> None:
-    with pytest.raises(ConfigError, match="first batch of data that has no row"):
+    with pytest.raises(ConfigError, match="first batch of data that has no sample"):
         ShardedLoader(lambda: numbers(0), global_batch=6, shard=(0, 1)).peek()
 
 

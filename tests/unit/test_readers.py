@@ -23,7 +23,7 @@ from phalanx.data.readers.cifar import RECORD_BYTES, Cifar10Dataset
 from phalanx.data.readers.digits import TEST_IMAGES, DigitsDataset
 from phalanx.data.readers.flowers import FlowersDataset
 from phalanx.data.readers.idx import FashionMnistDataset, IdxDataset, MnistDataset, read_idx
-from phalanx.data.samples.bad_records import Corrupt
+from phalanx.data.samples.bad_records import BadRecords
 from phalanx.data.samples.labels import check_labels
 from phalanx.errors import ConfigError, DataError
 
@@ -173,7 +173,7 @@ def test_classes_have_names(mnist: Path) -> None:
     fashion = FashionMnistDataset(mnist)
     assert (fashion.class_names[9], fashion.num_classes, MnistDataset(mnist).class_names[3]) == ("ankle boot", 10, "3")
     assert fashion[0][0][0, 0, 0] == pytest.approx((0 - 0.2860) / 0.3530)
-    assert Corrupt().on_corrupt == "stop"
+    assert BadRecords().on_corrupt == "stop"
     with pytest.raises(ConfigError, match=r"Asked for on_corrupt='skpi'. Did you mean 'skip'"):
         FashionMnistDataset(mnist, on_corrupt="skpi")  # type: ignore[arg-type]
 
@@ -341,13 +341,13 @@ def test_several_threads_decode_a_batch_in_its_order(tmp_path: Path, monkeypatch
     for shade in range(4):
         Image.fromarray(np.full((9, 9, 3), 60 * shade, np.uint8)).save(tmp_path / f"{shade}.png")
     paths = [tmp_path / f"{shade}.png" for shade in (3, 0, 2, 1)]
-    met, decoded = threading.Barrier(2, timeout=30), image_decode._decoded
+    met, decoded = threading.Barrier(2, timeout=30), image_decode._decode
 
     def both(path: Path, side: int | None) -> Any:
         met.wait()  # returns only if two threads decode at once
         return decoded(path, side)
 
-    monkeypatch.setattr(image_decode, "_decoded", both)
+    monkeypatch.setattr(image_decode, "_decode", both)
     images = image_decode.decode_all(paths, side=3, threads=2)
     assert [int(image[0, 0, 0]) for image in images] == [180, 0, 120, 60]
     assert images[0].shape == (3, 3, 3)

@@ -7,14 +7,14 @@ import resource
 import torch
 
 from phalanx.data import vision
-from phalanx.data.samples.buffer_pool import Reuse
+from phalanx.data.samples.buffer_pool import BufferPool
 from phalanx.data.sampling.row_rng import Draws
 
 SHAPE = (1024, 300)
 
 
 def test_memory_is_handed_out_again_when_the_tensor_and_its_views_are_gone() -> None:
-    reuse = Reuse()
+    reuse = BufferPool()
     first = reuse.empty(SHAPE)
     place, view = first.data_ptr(), first[3:5].t()
     second = reuse.empty(SHAPE)
@@ -30,7 +30,7 @@ def test_memory_is_handed_out_again_when_the_tensor_and_its_views_are_gone() -> 
 
 
 def test_few_blocks_are_kept_and_what_is_held_stays_as_it_is() -> None:
-    reuse = Reuse()
+    reuse = BufferPool()
     held = [reuse.empty(SHAPE).fill_(i) for i in range(9)]
     assert len(reuse._blocks) == 4
     for size in range(302, 312):

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data import ShardedLoader
-from phalanx.data.ctr.criteo import criteo_schema
 from phalanx.data.ctr.in_memory import InMemoryDataset
 from phalanx.data.ctr.queue import QueueDataset
 from phalanx.data.ctr.slot_files import SlotReader, list_files
 from phalanx.data.ctr.slot_rows import SlotRows, join
-from phalanx.data.ctr.slots import SlotSchema, parse_slots
+from phalanx.data.ctr.slots import SlotSchema, criteo_schema, parse_slots
 from phalanx.data.stream.file_sources import LeasedFiles, SplitFiles, merge_states
-from phalanx.data.stream.prefetch_queue import HandOver
+from phalanx.data.stream.prefetch_queue import PrefetchQueue
 from phalanx.errors import ConfigError, DataError
 from phalanx.ps.stores.local import LocalStore
 
@@ -109,7 +108,7 @@ def test_a_reader_stays_a_bounded_number_of_batches_ahead() -> None:
             made.append(i)
             yield i
 
-    for i in HandOver(items, 3):
+    for i in PrefetchQueue(items, 3):
         assert len(made) <= i + 5
     assert len(made) == 100
 
@@ -289,10 +288,10 @@ def test_rows_of_many_ids_are_picked_cut_and_joined_like_lines(order: list[int],
     rows = parse(lines)
     assert same(rows.take(np.array(order, np.int64)), parse([lines[i] for i in order]))
     stop = min(start + count, 5)
-    assert len(rows.cut(start, stop)) == stop - start
+    assert len(rows.slice(start, stop)) == stop - start
     if start < stop:
-        assert same(rows.cut(start, stop), parse(lines[start:stop]))
-        assert same(join([rows.cut(0, start), rows.cut(start, 5)]), rows)
+        assert same(rows.slice(start, stop), parse(lines[start:stop]))
+        assert same(join([rows.slice(0, start), rows.slice(start, 5)]), rows)
 
 
 # --- leases ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.data.ctr.slots import Parsed, SlotSchema, describe_broken, hash_texts, parse_slots
+from phalanx.data.ctr.slots import ParsedText, SlotSchema, describe_broken, hash_texts, parse_slots
 from phalanx.data.ctr.slots_python import hash_texts_python
 from phalanx.errors import ConfigError
 from phalanx.versions import HAS_NATIVE
@@ -41,7 +41,7 @@ token_lines = st.builds(
 )
 
 
-def assert_equal(a: Parsed, b: Parsed) -> None:
+def assert_equal(a: ParsedText, b: ParsedText) -> None:
     assert (a.broken, a.first_broken) == (b.broken, b.first_broken)
     for name in ("label", "dense", "ids", "offsets"):
         left, right = getattr(a.rows, name), getattr(b.rows, name)

@@ -1,12 +1,11 @@
-"""Data for training: which rows each rank gets, the loader that hands them out, and readers of real files."""
+"""Data for training: which samples each rank gets, the loader that hands them out, and readers of real files."""
 
 from typing import Any
 
 from phalanx.data import vision
-from phalanx.data.ctr.criteo import criteo_schema
 from phalanx.data.ctr.in_memory import InMemoryDataset
 from phalanx.data.ctr.queue import QueueDataset
-from phalanx.data.ctr.slots import SlotSchema
+from phalanx.data.ctr.slots import SlotSchema, criteo_schema
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.data.readers.cifar import Cifar10Dataset

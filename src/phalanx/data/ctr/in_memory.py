@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.comm import all_to_all
 from phalanx.data.ctr.slot_dataset import SlotDataset
 from phalanx.data.ctr.slot_rows import Batch, SlotRows, from_lengths, join
-from phalanx.data.sampling.ranks import place
+from phalanx.data.sampling.ranks import current_shard
 from phalanx.data.sampling.shuffle import hash_numbers, mixed_seed
 from phalanx.errors import ConfigError
 
@@ -38,7 +38,7 @@ class InMemoryDataset(SlotDataset):
     _rows: SlotRows | None = None
     _keys: NDArray[np.uint64]
     _shuffles: int = 0
-    _made: tuple[_Shuffle, ...] = ()
+    _applied_shuffles: tuple[_Shuffle, ...] = ()
     """The shuffles that made the present order: the last global one, and the last local one after it."""
     _loads: int = 0
     _epoch: int = 0
@@ -61,20 +61,20 @@ class InMemoryDataset(SlotDataset):
                 rows += len(block)
             # Two files of 2**40 rows would meet; that is more than a worker holds.
             keys.append(np.uint64(self.files.index(lease.file) << 40) + np.arange(rows, dtype=np.uint64))
-            self.source.done(self._loads, lease.file, rows, is_finished=True)
+            self.source.advance(self._loads, lease.file, rows, is_finished=True)
         if not parts:
-            index, count = place()
+            index, count = current_shard()
             raise ConfigError(
                 f"Worker {index} of {count} found no rows in its part of {len(self.files)} files. Give each worker at "
                 "least one file with rows."
             )
         self._rows, self._keys = join(parts), np.concatenate(keys)
-        self._loads, self._made = self._loads + 1, ()
+        self._loads, self._applied_shuffles = self._loads + 1, ()
 
     @property
     def rows(self) -> int:
         """How many rows this worker holds."""
-        return len(self._loaded())
+        return len(self._rows_in_memory())
 
     def local_shuffle(self) -> None:
         """Put this worker's rows in a new order. Not collective."""
@@ -92,26 +92,26 @@ class InMemoryDataset(SlotDataset):
         self._rows = None
 
     def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
-        return self._hand_out(self._loaded(), rows, drop_last)
+        return self._iterate(self._rows_in_memory(), rows, drop_last)
 
-    def _hand_out(self, held: SlotRows, rows: int, drop_last: bool) -> Iterator[Batch]:
+    def _iterate(self, samples: SlotRows, rows: int, drop_last: bool) -> Iterator[Batch]:
         first, self._first = self._first, 0
-        for start in range(first, len(held), rows):
-            batch = held.cut(start, start + rows)
+        for start in range(first, len(samples), rows):
+            batch = samples.slice(start, start + rows)
             if len(batch) < rows and drop_last:
                 break
             self._position = start + len(batch)
             yield batch.tensors()
         self._epoch, self._position = self._epoch + 1, 0
 
-    def _loaded(self) -> SlotRows:
+    def _rows_in_memory(self) -> SlotRows:
         if self._rows is None:
             raise ConfigError("The rows of an InMemoryDataset are not in memory. Call load_into_memory() first.")
         return self._rows
 
     def _shuffle(self, shuffle: _Shuffle) -> None:
         kind, number = shuffle
-        rows, keys = self._loaded(), self._keys
+        rows, keys = self._rows_in_memory(), self._keys
         hashes = hash_numbers(keys, mixed_seed(self.seed, number))
         if kind == "global":
             rows, keys = _exchange(rows, keys, hashes)
@@ -119,19 +119,19 @@ class InMemoryDataset(SlotDataset):
         order = np.argsort(hashes, kind="stable")
         self._rows, self._keys = rows.take(order), keys[order]
         self._shuffles = number + 1
-        self._made = (*(s for s in self._made if s[0] == "global" != kind), shuffle)
+        self._applied_shuffles = (*(s for s in self._applied_shuffles if s[0] == "global" != kind), shuffle)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shuffles and the place in the order; taken in the loop it counts the batch in hand as done."""
-        _, workers = place()
+        _, workers = current_shard()
         return {
             "version": 1,
             "epoch": self._epoch,
             "position": self._position,
             "seed": self.seed,
-            "shuffles": [list(shuffle) for shuffle in self._made],
+            "shuffles": [list(shuffle) for shuffle in self._applied_shuffles],
             "workers": workers,
         }
 
@@ -143,7 +143,7 @@ class InMemoryDataset(SlotDataset):
         Raises:
             ConfigError: If `state` is of another version or seed, or lies inside an epoch of another number of workers.
         """
-        _, workers = place()
+        _, workers = current_shard()
         if state.get("version") != 1 or state["seed"] != self.seed:
             raise ConfigError(
                 f"Asked to load version {state.get('version')} with seed {state.get('seed')}; this dataset has version "
@@ -164,7 +164,7 @@ def _exchange(
     rows: SlotRows, keys: NDArray[np.uint64], hashes: NDArray[np.uint64]
 ) -> tuple[SlotRows, NDArray[np.uint64]]:
     """Send every row to the worker that owns its hash; returns the rows that came."""
-    _, workers = place()
+    _, workers = current_shard()
     if workers == 1:
         return rows, keys
     owners = ((hashes >> np.uint64(32)) * np.uint64(workers)) >> np.uint64(32)

@@ -9,8 +9,8 @@ from typing import Any
 
 from phalanx.data.ctr.slot_dataset import SlotDataset
 from phalanx.data.ctr.slot_rows import Batch, SlotRows, join
-from phalanx.data.stream.file_sources import Lease
-from phalanx.data.stream.prefetch_queue import HandOver
+from phalanx.data.stream.file_sources import FileLease
+from phalanx.data.stream.prefetch_queue import PrefetchQueue
 
 READ_AHEAD = 16
 """Batches that may wait for the training."""
@@ -42,8 +42,8 @@ class QueueDataset(SlotDataset):
         return self._train_on(epoch, rows, drop_last)
 
     def _train_on(self, epoch: int, rows: int, drop_last: bool) -> Iterator[Batch]:
-        leases: SimpleQueue[Lease | None] = SimpleQueue()
-        with closing(iter(HandOver(lambda: self._read(leases, rows, drop_last), READ_AHEAD))) as read:
+        leases: SimpleQueue[FileLease | None] = SimpleQueue()
+        with closing(iter(PrefetchQueue(lambda: self._read(leases, rows, drop_last), READ_AHEAD))) as read:
             try:
                 for item in read:
                     self.source.settle()
@@ -52,15 +52,15 @@ class QueueDataset(SlotDataset):
                         leases.put(self.source.lease(epoch))
                         continue
                     batch, marks = item
-                    for file, done, is_finished in marks:
-                        self.source.done(epoch, file, done, is_finished=is_finished)
+                    for file, rows_read, is_finished in marks:
+                        self.source.advance(epoch, file, rows_read, is_finished=is_finished)
                     if batch is not None:
                         yield batch.tensors()
                 self.source.settle()
             finally:
                 leases.put(None)
 
-    def _read(self, leases: SimpleQueue[Lease | None], rows: int, drop_last: bool) -> Iterator[_Item]:
+    def _read(self, leases: SimpleQueue[FileLease | None], rows: int, drop_last: bool) -> Iterator[_Item]:
         pending: list[SlotRows] = []
         marks: list[_Mark] = []
         missing = rows
@@ -70,7 +70,7 @@ class QueueDataset(SlotDataset):
             for block in self.reader.blocks(lease.file, row):
                 start = 0
                 while start < len(block):
-                    piece = block.cut(start, start + missing)
+                    piece = block.slice(start, start + missing)
                     pending.append(piece)
                     start, row, missing = start + len(piece), row + len(piece), missing - len(piece)
                     if not missing:

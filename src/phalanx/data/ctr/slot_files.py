@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 
 from phalanx.data.ctr.slot_rows import SlotRows
 from phalanx.data.ctr.slots import SlotSchema, describe_broken, parse_slots
-from phalanx.data.samples.bad_records import Corrupt, OnCorrupt
+from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.errors import ConfigError, DataError
 
 logger = logging.getLogger("phalanx.data")
@@ -47,12 +47,12 @@ class SlotReader:
 
     Args:
         schema: What a line holds.
-        on_corrupt: `stop` at the first broken line, or `skip` them, counted in `corrupt`; a file that had some is
-            named in the log.
+        on_corrupt: `stop` at the first broken line, or `skip` them, counted in `corrupt`; a file that had
+            some is named in the log.
     """
 
     def __init__(self, schema: SlotSchema, on_corrupt: OnCorrupt = "stop") -> None:
-        self.schema, self.corrupt = schema, Corrupt(on_corrupt)
+        self.schema, self.corrupt = schema, BadRecords(on_corrupt)
 
     def blocks(self, path: str | Path, first_row: int = 0) -> Iterator[SlotRows]:
         """Yield a file's rows, some thousands at a time.
@@ -77,7 +77,7 @@ class SlotReader:
             skipped = min(first_row, len(parsed.rows))
             first_row -= skipped
             if skipped < len(parsed.rows):
-                yield parsed.rows.cut(skipped, len(parsed.rows))
+                yield parsed.rows.slice(skipped, len(parsed.rows))
         if broken:
             logger.warning("%s. %d of the file's %d lines are broken and were left out", first, broken, lines)
 

@@ -52,15 +52,15 @@ class SlotRows:
             return SlotRows(label, self.dense[rows], self.ids[rows])
         lengths = self.lengths
         assert lengths is not None
-        chosen = lengths[rows]
-        ends = chosen.sum(1).cumsum()
+        bag_lengths = lengths[rows]
+        ends = bag_lengths.sum(1).cumsum()
         begins = np.concatenate([[0], ends[:-1]])
         sources = self.offsets[rows * lengths.shape[1]]
         total = int(ends[-1]) if len(ends) else 0
-        places = np.arange(total) + np.repeat(sources - begins, ends - begins)
-        return from_lengths(label, self.dense[rows], self.ids[places], chosen)
+        positions = np.arange(total) + np.repeat(sources - begins, ends - begins)
+        return from_lengths(label, self.dense[rows], self.ids[positions], bag_lengths)
 
-    def cut(self, start: int, stop: int) -> SlotRows:
+    def slice(self, start: int, stop: int) -> SlotRows:
         """Return rows start to stop - 1; without offsets as views."""
         label = self.label[start:stop]
         if self.offsets is None:

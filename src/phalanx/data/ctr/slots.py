@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.ctr.slot_rows import SlotRows
-from phalanx.data.ctr.slots_python import BROKEN, Broken, SlotParser, hash_texts_python
+from phalanx.data.ctr.slots_python import BROKEN, BrokenLine, SlotParser, hash_texts_python
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.versions import HAS_NATIVE
 
@@ -72,18 +72,33 @@ class SlotSchema:
         return (*([self.label] if self.label else []), *self.dense, *self.sparse)
 
 
+def criteo_schema(hash_space: int | None = None, *, label: bool = True) -> SlotSchema:
+    """Return the schema of Criteo's files: label, I1 to I13, C1 to C26, tabs between.
+
+    Args:
+        hash_space: Ids are 0 to `hash_space` - 1; 64-bit ids when omitted.
+        label: False for files without labels, such as the test set of the challenge.
+    """
+    return SlotSchema(
+        label="label" if label else None,
+        dense=tuple(f"I{i}" for i in range(1, 14)),
+        sparse=tuple(f"C{i}" for i in range(1, 27)),
+        hash_space=hash_space,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedText:
     """What a piece of text gave."""
 
     rows: SlotRows
     broken: int
     """Lines left out."""
 
-    first_broken: Broken | None
+    first_broken: BrokenLine | None
 
 
-def parse_slots(text: bytes, schema: SlotSchema, *, native: bool = HAS_NATIVE) -> Parsed:
+def parse_slots(text: bytes, schema: SlotSchema, *, native: bool = HAS_NATIVE) -> ParsedText:
     """Return the rows in whole lines of text.
 
     Args:
@@ -99,7 +114,7 @@ def parse_slots(text: bytes, schema: SlotSchema, *, native: bool = HAS_NATIVE) -
         ids.reshape(count, len(schema.sparse)) if is_columns else ids,
         None if is_columns else offsets,
     )
-    return Parsed(rows, broken, None if first is None else Broken(*first))
+    return ParsedText(rows, broken, None if first is None else BrokenLine(*first))
 
 
 def hash_texts(slot: str, texts: Sequence[str], hash_space: int | None = None) -> NDArray[np.int64]:
@@ -113,7 +128,7 @@ def hash_texts(slot: str, texts: Sequence[str], hash_space: int | None = None) -
 
 @lru_cache(maxsize=8)
 def _parser(schema: SlotSchema, native: bool) -> Any:
-    wanted = (
+    arguments = (
         schema.label is not None,
         list(schema.dense),
         list(schema.sparse),
@@ -121,26 +136,26 @@ def _parser(schema: SlotSchema, native: bool) -> Any:
         schema.format == "columns",
     )
     if not native:
-        return SlotParser(*wanted)
+        return SlotParser(*arguments)
     from phalanx import _core
 
-    return _core.SlotParser(*wanted)
+    return _core.SlotParser(*arguments)
 
 
-def describe_broken(broken: Broken, schema: SlotSchema) -> str:
+def describe_broken(broken: BrokenLine, schema: SlotSchema) -> str:
     """Return what is wrong with a line, by the names of its fields."""
-    found = broken.found.decode(errors="replace")
+    text = broken.text.decode(errors="replace")
     names = schema.names
     kind = BROKEN[broken.kind]
     if kind == "fields":
         return f"found {broken.field} fields, expected {len(names)} ({', '.join(names[:3])}, ...)"
     where = f"field {broken.field + 1}"
     if kind == "number":
-        named = f" ({names[broken.field]})" if schema.format == "columns" else ""
-        return f"{where}{named}: found {found!r}, expected a finite decimal number"
+        column = f" ({names[broken.field]})" if schema.format == "columns" else ""
+        return f"{where}{column}: found {text!r}, expected a finite decimal number"
     if kind == "token":
-        return f"{where}: found {found!r}, expected name:value"
-    name = found.partition(":")[0]
+        return f"{where}: found {text!r}, expected name:value"
+    name = text.partition(":")[0]
     if kind == "name":
-        return f"{where}: found {found!r}, but the schema has no {name!r}.{did_you_mean(name, names)}"
-    return f"{where}: found {found!r}, but {name!r} came before; a dense field comes once"
+        return f"{where}: found {text!r}, but the schema has no {name!r}.{did_you_mean(name, names)}"
+    return f"{where}: found {text!r}, but {name!r} came before; a dense field comes once"

@@ -20,7 +20,7 @@ _NUMBER = re.compile(rb"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenLine:
     """The first broken line of a text."""
 
     kind: int
@@ -30,7 +30,7 @@ class Broken:
     field: int
     """Position in the line, from 0; for `fields`, how many there are."""
 
-    found: bytes
+    text: bytes
 
 
 def hash_texts_python(slot: str, texts: Sequence[str], hash_space: int) -> NDArray[np.int64]:
@@ -48,8 +48,8 @@ def _hash(seed: int, text: bytes) -> int:
 
 
 class _BrokenLineError(Exception):
-    def __init__(self, kind: str, position: int, found: bytes) -> None:
-        self.kind, self.position, self.found = BROKEN.index(kind), position, found[:_SHOWN_BYTES]
+    def __init__(self, kind: str, position: int, text: bytes) -> None:
+        self.kind, self.position, self.text = BROKEN.index(kind), position, text[:_SHOWN_BYTES]
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class SlotParser:
             try:
                 rows.append(self._columns(line) if self.is_columns else self._tokens(line))
             except _BrokenLineError as error:
-                first = first or (error.kind, number, error.position, error.found)
+                first = first or (error.kind, number, error.position, error.text)
                 broken += 1
         bags = [bag for row in rows for bag in row.bags]
         offsets = np.cumsum([0, *(len(bag) for bag in bags)]).astype(np.int64)
@@ -146,11 +146,11 @@ def _lines(text: bytes) -> list[bytes]:
     return [line.removesuffix(b"\r") for line in lines]
 
 
-def _number(text: bytes, position: int, found: bytes) -> float:
+def _number(text: bytes, position: int, token: bytes) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.inf
     # What a double cannot tell from 0, the native reader refuses.
     is_lost = value == 0 and any(digit in text.lower().partition(b"e")[0] for digit in b"123456789")
     with np.errstate(over="ignore"):
         if is_lost or not np.isfinite(np.float32(value)):
-            raise _BrokenLineError("number", position, found)
+            raise _BrokenLineError("number", position, token)
     return value

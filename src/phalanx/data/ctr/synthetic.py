@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.ctr.slot_dataset import ClickDataset
 from phalanx.data.ctr.slot_rows import Batch, SlotRows
-from phalanx.data.sampling.ranks import place
+from phalanx.data.sampling.ranks import current_shard
 from phalanx.data.sampling.shards import even_split
 from phalanx.data.sampling.shuffle import hash_numbers, mixed_seed
 from phalanx.errors import ConfigError
@@ -69,12 +69,12 @@ class SyntheticClicks(ClickDataset):
         self._power = _zipf_power(int(self.cardinalities.max()))
 
     def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
-        first, count = even_split(self.rows, place()[1], place()[0])
+        first, count = even_split(self.rows, current_shard()[1], current_shard()[0])
         step = max(_BLOCK // rows, 1) * rows
         for start in range(first, first + count, step):
-            made = self.make(start, min(step, first + count - start))
-            for at in range(0, len(made), rows):
-                batch = made.cut(at, at + rows)
+            block = self.make(start, min(step, first + count - start))
+            for at in range(0, len(block), rows):
+                batch = block.slice(at, at + rows)
                 if len(batch) == rows or not drop_last:
                     yield batch.tensors()
 
@@ -103,14 +103,14 @@ class SyntheticClicks(ClickDataset):
         n = self.cardinalities.astype(np.float64)
         # The inverse of the law's continuous distribution function.
         rank = ((n + 1) ** self._power * uniform + (1 - uniform)) ** (1 / self._power)
-        known = np.minimum(rank.astype(np.int64), self.cardinalities).astype(np.uint64) * np.uint64(64) + slots
-        ids = self._hash(_ID, known)
+        keys = np.minimum(rank.astype(np.int64), self.cardinalities).astype(np.uint64) * np.uint64(64) + slots
+        ids = self._hash(_ID, keys)
         if self.rows_per_day is None:
             return ids
         day = row[:, None] // np.uint64(self.rows_per_day)
         for today in range(1, int(day.max(initial=0)) + 1):
-            is_renamed = (_unit(hash_numbers(known, mixed_seed(self.seed, _RENAME, today))) < DRIFT) & (day >= today)
-            ids = np.where(is_renamed, hash_numbers(known, mixed_seed(self.seed, _ID, today)), ids)
+            is_renamed = (_unit(hash_numbers(keys, mixed_seed(self.seed, _RENAME, today))) < DRIFT) & (day >= today)
+            ids = np.where(is_renamed, hash_numbers(keys, mixed_seed(self.seed, _ID, today)), ids)
         return ids
 
     def _normal(self, row: NDArray[np.uint64]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""A batch meets a net: columns that have names are given by name, others in their order; outputs are read by name."""
+"""Bind the columns of a batch to a model's parameters: by name if they have names, else by position."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from torch import nn
 from phalanx.errors import ConfigError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
-"""What a net is called with: all by position, or all by name."""
+"""Arguments of a model: all by position, or all by keyword."""
 
 _NEAR, _FAR = 0.8, 0.6
-"""How alike names are (1: equal) of which one must be meant where `**kwargs` takes any, or may be meant elsewhere."""
+"""Similarity (1: equal) above which a name counts as a typo of a parameter: with `**kwargs`, and without."""
 
 
 def call(net: nn.Module, inputs: Inputs) -> Any:
-    """Return what a net makes of inputs."""
+    """Call a model with its inputs."""
     return net(**inputs) if isinstance(inputs, dict) else net(*inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Which columns of a batch a net is called with, and whether by name."""
+    """Which columns of a batch a model is called with, and whether by keyword."""
 
     columns: tuple[Any, ...]
     by_name: bool = False
 
     def inputs(self, batch: Mapping[Any, Any]) -> Inputs:
-        """Return the net's inputs of a batch by column."""
+        """Return the model's inputs from a batch by column."""
         if self.by_name:
             return {name: batch[name] for name in self.columns}
         return tuple(batch[name] for name in self.columns)
 
 
 def bind(net: nn.Module, columns: Sequence[Any], *, is_ordered: bool, beside: str = "") -> Binding:
-    """Return how a net is called with columns.
+    """Return how a model is called with columns.
 
-    Columns without names are given in their order. Columns with names are given by name as soon as one of them is the
-    name of a parameter; all must be then, unless the net takes any name. Where none is, one column alone is the net's
-    first argument, and columns whose order counts are given in it.
+    Columns without names are passed by position. Columns with names are passed by keyword if any of them is the name of
+    a parameter; then all must be, unless the model takes any keyword. If none is, a single column is the first
+    argument, and ordered columns are passed by position.
 
     Args:
-        net: Its forward pass tells the parameters.
-        columns: Names, or numbers of columns without names.
-        is_ordered: Whether the order of the columns counts, as in a tuple; else they are a dictionary's.
+        net: The model, whose forward pass has the parameters.
+        columns: Names, or indices of columns without names.
+        is_ordered: Whether the order of the columns counts, as in a tuple, unlike in a dictionary.
         beside: What else the batch has, for the message.
 
     Raises:
-        ConfigError: If the net cannot be called with them; names columns and parameters.
+        ConfigError: If the model cannot be called with them; names columns and parameters.
     """
     takes = signature_of(net)
     if all(isinstance(name, str) for name in columns):
@@ -61,22 +61,22 @@ def bind(net: nn.Module, columns: Sequence[Any], *, is_ordered: bool, beside: st
             _check_named(net, takes, columns)
             return Binding(tuple(columns), by_name=True)
         if not is_ordered and len(columns) > 1 and fits(takes, len(columns)):
-            _check_named(net, takes, columns)  # a dictionary's order says nothing
+            _check_named(net, takes, columns)  # a dictionary has no order
     if not fits(takes, len(columns)):
         raise ConfigError(
-            f"{type(net).__name__} takes {described(takes)}, and the batch has {len(columns)} "
+            f"{type(net).__name__} takes {describe_signature(takes)}, and the batch has {len(columns)} "
             f"input{'s' * (len(columns) != 1)}{beside}. Let the data yield what the net takes."
         )
     return Binding(tuple(columns))
 
 
 def bind_argument(net: nn.Module, inputs: Any) -> Inputs:
-    """Return what a net is called with for one argument of the user's: the columns of a dictionary are given by name.
+    """Return the inputs of a model for one argument: the columns of a dictionary are passed by keyword.
 
-    A net that names none of them is given the dictionary.
+    A model without a parameter of these names gets the dictionary.
 
     Raises:
-        ConfigError: If it names some, and cannot be called with all.
+        ConfigError: If it has some of them as parameters, and cannot be called with all.
     """
     if not isinstance(inputs, Mapping):
         return (inputs,)
@@ -88,7 +88,7 @@ def bind_argument(net: nn.Module, inputs: Any) -> Inputs:
 
 
 def signature_of(net: nn.Module) -> inspect.Signature:
-    """Return the signature of a net's forward pass; of what it wraps, where it passes on whatever it is given."""
+    """Return the signature of a model's forward pass, through wrappers that take `*args, **kwargs`."""
     takes = inspect.signature(net.forward)
     inner = getattr(net, "_orig_mod", None) or getattr(net, "module", None)  # torch.compile's and torch's wrappers
     if {p.kind for p in takes.parameters.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
@@ -97,13 +97,13 @@ def signature_of(net: nn.Module) -> inspect.Signature:
 
 
 def parameters_of(takes: inspect.Signature) -> dict[str, Parameter]:
-    """Return the parameters that may be given by name."""
+    """Return the parameters that may be passed by keyword."""
     kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     return {name: parameter for name, parameter in takes.parameters.items() if parameter.kind in kinds}
 
 
 def fits(takes: inspect.Signature, count: int) -> bool:
-    """Return whether so many arguments can be given by position."""
+    """Return whether this many arguments can be passed by position."""
     try:
         takes.bind(*range(count))
     except TypeError:
@@ -111,28 +111,28 @@ def fits(takes: inspect.Signature, count: int) -> bool:
     return True
 
 
-def described(takes: inspect.Signature) -> str:
-    """Return the parameters as a script writes them, without types."""
+def describe_signature(takes: inspect.Signature) -> str:
+    """Return the parameters as source text, without types."""
     return str(
         takes.replace(
-            parameters=[one.replace(annotation=one.empty) for one in takes.parameters.values()],
+            parameters=[p.replace(annotation=p.empty) for p in takes.parameters.values()],
             return_annotation=takes.empty,
         )
     )
 
 
 def entry_of(output: Any, name: str) -> Any:
-    """Return what an output of several values calls so, such as the `loss` or `logits` of a ModelOutput; None if not.
+    """Return an entry of an output by name, such as the `loss` or `logits` of a ModelOutput; None if missing.
 
     Args:
-        output: What a net returned: a mapping, an object, or anything else.
-        name: The value's.
+        output: What a model returned: a mapping, an object, or anything else.
+        name: Name of the entry.
     """
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _is_by_name(takes: inspect.Signature, columns: Sequence[str], *, is_ordered: bool) -> bool:
-    """Return whether columns with names are given by name, not in their order."""
+    """Return whether columns with names are passed by keyword, not by position."""
     own = parameters_of(takes)
     if len(columns) == 1 and fits(takes, 1):
         return columns[0] in own and columns[0] != next(iter(takes.parameters))
@@ -142,19 +142,26 @@ def _is_by_name(takes: inspect.Signature, columns: Sequence[str], *, is_ordered:
 
 
 def _is_own_order(takes: inspect.Signature, columns: Sequence[str]) -> bool:
-    """Return whether in their order columns come to the parameters of their names, and the others to `*args`."""
-    places = [one for one in takes.parameters.values() if one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD)]
-    nameless = [one for one in places if one.kind in (one.VAR_POSITIONAL, one.POSITIONAL_ONLY)]
-    return bool(nameless) and all(
-        one in nameless or name == one.name for name, one in zip(columns, places, strict=False)
+    """Return whether by position named columns match the parameters of their names, and the others go to `*args`."""
+    positional = [
+        parameter
+        for parameter in takes.parameters.values()
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
+    ]
+    unnamed = [
+        parameter for parameter in positional if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY)
+    ]
+    return bool(unnamed) and all(
+        parameter in unnamed or name == parameter.name for name, parameter in zip(columns, positional, strict=False)
     )
 
 
 def _check_named(net: nn.Module, takes: inspect.Signature, columns: Sequence[str]) -> None:
-    """Raise unless the net can be called with columns of these names."""
+    """Raise unless the model can be called with columns of these names."""
     own = parameters_of(takes)
     free = [name for name in own if name not in columns]
-    head = f"{type(net).__name__} takes {described(takes)}, and the batch has the column{'s' * (len(columns) != 1)} "
+    plural = "s" * (len(columns) != 1)
+    head = f"{type(net).__name__} takes {describe_signature(takes)}, and the batch has the column{plural} "
     unknown = [name for name in columns if name not in own]
     for name in unknown:
         near = difflib.get_close_matches(name, free, n=1, cutoff=_NEAR if _takes_any_name(takes) else _FAR)
@@ -162,7 +169,7 @@ def _check_named(net: nn.Module, takes: inspect.Signature, columns: Sequence[str
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"{head}{', '.join(columns)}: no parameter is called {name!r}.{hint} "
-                "Call columns as the parameters that they are for and leave others out, or let the data yield a tuple, "
+                "Name columns like the parameters and drop the others, or let the data yield a tuple, "
                 "whose order counts."
             )
     missing = [name for name in free if own[name].default is Parameter.empty]
@@ -171,4 +178,4 @@ def _check_named(net: nn.Module, takes: inspect.Signature, columns: Sequence[str
 
 
 def _takes_any_name(takes: inspect.Signature) -> bool:
-    return any(one.kind is Parameter.VAR_KEYWORD for one in takes.parameters.values())
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.parameters.values())

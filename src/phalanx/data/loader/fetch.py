@@ -1,122 +1,151 @@
-"""Loading the rows of a batch, in this process or in torch's workers."""
+"""Loading the samples of a batch, in this process or in torch's workers."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from phalanx.data.loader.worker import WorkerStart
 from phalanx.data.pipeline.columns import samples_of
 from phalanx.data.pipeline.pipeline import Pipeline
-from phalanx.data.samples.collate import collate
-from phalanx.data.sampling.order import Work, rows_of_tensor
+from phalanx.data.samples.batch import collate
+from phalanx.data.sampling.order import BatchRequest, rows_of_tensor
 from phalanx.data.sampling.seeding import seeded
-from phalanx.data.stream.stream import Portion, PortionDataset
+from phalanx.data.stream.stream import StreamBatch, StreamBatches
 
 
-class RowFetcher(Dataset[Any]):
-    """Turns a `Work` into its collated batch; workers get a copy of it."""
+class SampleFetcher(Dataset[Any]):
+    """Turns a `BatchRequest` into a collated batch; workers get a copy of the fetcher."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
         self.collate_fn = collate if collate_fn in (None, default_collate) else collate_fn
-        # Indexing the tensors at once gives what taking rows and stacking them again would.
+        # Indexing the tensors once equals fetching samples and stacking them.
         self.is_tensors = type(dataset) is TensorDataset and self.collate_fn is collate
 
-    def __getitems__(self, work: Work) -> Any:
+    def __getitems__(self, request: BatchRequest) -> Any:
         """Return the batch; torch's fetcher calls this with whatever the batch sampler yielded."""
         if self.is_tensors:
-            return [rows_of_tensor(tensor, work.indices) for tensor in self.dataset.tensors]
-        with seeded(work.seed):
-            return self.collate_fn(self._samples(work))
+            return [rows_of_tensor(tensor, request.indices) for tensor in self.dataset.tensors]
+        with seeded(request.seed):
+            return self.collate_fn(self._samples(request))
 
-    def _samples(self, work: Work) -> list[Any]:
+    def _samples(self, request: BatchRequest) -> list[Any]:
         fetch_many = getattr(self.dataset, "__getitems__", None)
         if fetch_many is not None:
-            samples: list[Any] = fetch_many(list(work.indices))
+            samples: list[Any] = fetch_many(list(request.indices))
             return samples
-        return samples_of(self.dataset, work.indices)
+        return samples_of(self.dataset, request.indices)
 
 
 class PipelineFetcher(Dataset[Any]):
-    """Turns a `Work` of a pipeline into its batch."""
+    """Turns a `BatchRequest` of a pipeline into its batch."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
 
-    def __getitems__(self, work: Work) -> Any:
-        """See `RowFetcher`."""
-        return self.pipeline.fetch(work)
+    def __getitems__(self, request: BatchRequest) -> Any:
+        """See `SampleFetcher`."""
+        return self.pipeline.fetch(request)
 
 
-class WorkLoader:
-    """Loads works in order, in this process or in workers; persistent workers serve every epoch."""
+class RequestLoader:
+    """Loads requested batches in order, in this process or in workers; persistent workers serve every epoch."""
 
-    def __init__(self, fetcher: RowFetcher | PipelineFetcher) -> None:
+    def __init__(self, fetcher: SampleFetcher | PipelineFetcher) -> None:
         self._fetcher = fetcher
-        self._sent = _Sent()
-        self._kept: DataLoader[Any] | None = None
+        self._sampler = _RequestSampler()
+        self._loader: DataLoader[Any] | None = None
 
-    def load(self, works: Iterator[Work], options: dict[str, Any]) -> Iterator[tuple[Any, Work]]:
-        """Yield (batch, work) for each work, in order.
+    def load(self, requests: Iterator[BatchRequest], options: dict[str, Any]) -> Iterator[tuple[Any, BatchRequest]]:
+        """Yield (batch, request) for each request, in order.
 
         Args:
-            works: The batches to load; read ahead of what is yielded when there are workers.
+            requests: The batches to load; read ahead of what is yielded when there are workers.
             options: `num_workers` and further arguments of torch's DataLoader.
         """
         if options["num_workers"] == 0 and not options.get("pin_memory"):
-            yield from ((self._fetcher.__getitems__(work), work) for work in works)
+            yield from ((self._fetcher.__getitems__(request), request) for request in requests)
             return
-        loader, sent = self._torch_loader(options)
-        sent.start(works)
+        loader, sampler = self._torch_loader(options)
+        sampler.start(requests)
         for batch in loader:
-            yield batch, sent.notes.popleft()
+            yield batch, sampler.notes.popleft()
 
-    def _torch_loader(self, options: dict[str, Any]) -> tuple[DataLoader[Any], _Sent]:
-        if self._kept is not None:
-            return self._kept, self._sent
-        sent = _Sent()
+    def _torch_loader(self, options: dict[str, Any]) -> tuple[DataLoader[Any], _RequestSampler]:
+        if self._loader is not None:
+            return self._loader, self._sampler
+        sampler = _RequestSampler()
         loader: DataLoader[Any] = DataLoader(
-            self._fetcher, batch_sampler=sent, collate_fn=_as_it_is, **_passed_on(options)
+            self._fetcher, batch_sampler=sampler, collate_fn=_as_it_is, **_dataloader_options(options)
         )
         if options["num_workers"] > 0 and options.get("persistent_workers"):
-            self._kept, self._sent = loader, sent
-        return loader, sent
+            self._loader, self._sampler = loader, sampler
+        return loader, sampler
 
 
-def load_portions(portions: PortionDataset, options: dict[str, Any]) -> Iterator[Portion]:
-    """Return an iterator over a stream's portions, read by worker processes if `options` has any."""
+def load_stream(portions: StreamBatches, options: dict[str, Any]) -> Iterator[StreamBatch]:
+    """Return an iterator over a stream's batches, read by worker processes if `options` has any."""
     if options["num_workers"] == 0 and not options.get("pin_memory"):
         return iter(portions)
-    return iter(DataLoader(portions, batch_size=None, collate_fn=_as_it_is, **_passed_on(options)))
+    return iter(DataLoader(portions, batch_size=None, collate_fn=_as_it_is, **_dataloader_options(options)))
 
 
-class _Sent(Sampler[Any]):
-    """A batch sampler that hands out works and notes them, so that each batch finds its own again."""
+class _RequestSampler(Sampler[Any]):
+    """A batch sampler that yields requests and records them, to match each batch with its request."""
 
     def __init__(self) -> None:
         self.start(iter(()))
 
-    def start(self, works: Iterator[Work]) -> None:
-        self.works: Iterator[Work] = works
-        self.notes: deque[Work] = deque()
+    def start(self, requests: Iterator[BatchRequest]) -> None:
+        self.requests: Iterator[BatchRequest] = requests
+        self.notes: deque[BatchRequest] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        for work in self.works:
-            self.notes.append(work)
-            yield work
+        for request in self.requests:
+            self.notes.append(request)
+            yield request
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _passed_on(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options torch accepts together: some are refused without workers."""
+def _dataloader_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that torch accepts together: it rejects some without workers."""
     if options["num_workers"] > 0:
         return {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
     without = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
     return {name: value for name, value in options.items() if name not in without}
+
+
+class WorkerStart:
+    """Ties a worker's life to the training process, then calls the user's `worker_init_fn`.
+
+    torch's workers check their parent only between two batches: one whose generator blocks would never end.
+
+    Args:
+        then: The user's function of the worker's number, if any.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+        # The kernel sends the signal when the *thread* that forked ends, so it is set only for the main thread.
+        is_main = threading.current_thread() is threading.main_thread()
+        self.parent = os.getpid() if is_main else 0
+
+    def __call__(self, worker: int) -> None:
+        """Start worker number `worker` of this process."""
+        # Another parent: a fork server's child, or training has died already, which torch notices at the next batch.
+        if os.getppid() == self.parent:
+            _prctl_pr_set_pdeathsig(signal.SIGKILL)
+            if os.getppid() != self.parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.then is not None:
+            self.then(worker)

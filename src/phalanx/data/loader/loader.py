@@ -1,7 +1,7 @@
 """The loader users iterate over: each rank gets its part of every global batch.
 
-loader = ShardedLoader(dataset, batch_size=32)       # 32 rows per rank
-loader = ShardedLoader(dataset, global_batch=128)    # 128 rows over all ranks, exact for any number of them
+loader = ShardedLoader(dataset, batch_size=32)       # 32 samples per rank
+loader = ShardedLoader(dataset, global_batch=128)    # 128 samples over all ranks, exact for any number of them
 for epoch in range(10):
     for x, y in loader: ...                          # a new order each epoch, nothing to call
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from phalanx.comm import context
 from phalanx.comm.batches import Iteration
 from phalanx.comm.context import BatchShare
-from phalanx.data.loader.options import Loading
-from phalanx.data.samples.device import to_device
+from phalanx.data.loader.options import LoaderOptions
+from phalanx.data.samples.batch import to_device
 from phalanx.data.stream.generator import GeneratorDataset
 from phalanx.errors import ConfigError
 
@@ -39,18 +39,18 @@ class ShardedLoader:
     """Loads this rank's part of every global batch, in an order that changes from epoch to epoch.
 
     Which rank this is is asked when an iteration starts, so a loader may be made before `phalanx.init()`. Every
-    iteration is the next epoch; the ranks take the same number of steps, and the rows of N ranks side by side are
+    iteration is the next epoch; the ranks take the same number of steps, and the samples of N ranks side by side are
     the batches of one process. A last batch that is not full is shared out as evenly as it goes; a rank for which
-    no row is left gets one that does not count (`share.rows` is 0).
+    no sample is left gets one that does not count (`share.rows` is 0).
 
     Iterating is collective for streams (at every batch) and for custom samplers (at the first batch), else local.
 
     Args:
         data: A torch Dataset or IterableDataset, a torch DataLoader (its settings are taken over), a tuple of
             tensors or arrays, a function that returns a new iterator of samples at each call, or a `Pipeline`.
-        batch_size: Rows per rank; the global batch is this times the number of ranks. A DataLoader's or pipeline's
+        batch_size: Samples per rank; the global batch is this times the number of ranks. A DataLoader's or pipeline's
             own otherwise.
-        global_batch: Rows over all ranks, instead of `batch_size`; need not divide by their number.
+        global_batch: Samples over all ranks, instead of `batch_size`; need not divide by their number.
         shuffle: Whether each epoch has an order of its own. As the DataLoader or the pipeline says; otherwise True
             when training on data with a length.
         seed: Start of every order and of the random numbers data code draws; the same on every rank. When omitted, that
@@ -60,7 +60,7 @@ class ShardedLoader:
         collate_fn: Makes a batch of a list of samples; torch's default when omitted.
         num_workers: Worker processes; as the DataLoader says, otherwise 0.
         training: Whether the batches are trained on. Others leave no trace in `Context.batch` once iterated.
-        stream: For an IterableDataset or function: `shared` if it yields the same rows on every rank, which are
+        stream: For an IterableDataset or function: `shared` if it yields the same samples on every rank, which are
             then split here; `own` if it splits itself over the ranks and their workers.
         shard: (index, count) to load as, instead of this process's rank and world size.
         loading: Further arguments of torch's DataLoader: pin_memory, timeout, worker_init_fn,
@@ -86,7 +86,7 @@ class ShardedLoader:
         shard: tuple[int, int] | None = None,
         **loading: Any,
     ) -> None:
-        self._loading = Loading(
+        self._options = LoaderOptions(
             data,
             batch_size=batch_size,
             global_batch=global_batch,
@@ -121,39 +121,39 @@ class ShardedLoader:
     @property
     def dataset(self) -> Any:
         """The dataset that is loaded from."""
-        return self._loading.source.dataset
+        return self._options.source.dataset
 
     @property
     def columns(self) -> tuple[str, ...] | None:
         """The names of the columns of a batch, in order, where a pipeline or a generator's feeds say them."""
-        if self._loading.pipeline is not None:
-            return self._loading.pipeline.columns
+        if self._options.pipeline is not None:
+            return self._options.pipeline.columns
         return self.dataset.column_names if isinstance(self.dataset, GeneratorDataset) else None
 
     @property
     def drops_last(self) -> bool:
         """Whether a last batch that is not full is left out."""
-        return self._loading.drop_last
+        return self._options.drop_last
 
     @property
     def has_batch_sampler(self) -> bool:
         """Whether a batch sampler of the user's cuts batches, of which each rank gets whole ones."""
-        return self._loading.source.batch_sampler is not None
+        return self._options.source.batch_sampler is not None
 
     @property
     def seed(self) -> int:
         """Start of every order, the same on every rank; of training data, rank 0 says it when it is first needed."""
-        return self._loading.seed()
+        return self._options.seed()
 
     @property
     def given_seed(self) -> int | None:
         """The seed that this loader was given; None where it is rank 0's generator or torch that says it."""
-        return self._loading.seed.given
+        return self._options.seed.given
 
     @property
     def ordering(self) -> str | None:
         """What a pipeline does to the order, in words; None for other data."""
-        return self._loading.describe_order()
+        return self._options.describe_order()
 
     @property
     def epoch(self) -> int:
@@ -163,22 +163,22 @@ class ShardedLoader:
     @property
     def global_batch(self) -> int:
         """Rows of a full global batch for the present number of ranks; batches when a batch sampler cuts them."""
-        return self._loading.global_batch_for(self._loading.here().count)
+        return self._options.global_batch_for(self._options.here().count)
 
     def global_batch_for(self, ranks: int) -> int:
-        """Return `global_batch` for another number of ranks that read rows of their own."""
-        return self._loading.global_batch_for(ranks)
+        """Return `global_batch` for another number of ranks that read samples of their own."""
+        return self._options.global_batch_for(ranks)
 
     @property
     def per_rank_batch(self) -> int:
-        """Most rows this rank gets of a global batch."""
-        count = self._loading.here().count
-        return -(-self._loading.global_batch_for(count) // count)
+        """Most samples this rank gets of a global batch."""
+        count = self._options.here().count
+        return -(-self._options.global_batch_for(count) // count)
 
     @property
     def fewest_rows(self) -> int | None:
-        """Fewest rows that a rank loads of a batch of an epoch; None where that is not known before."""
-        loading = self._loading
+        """Fewest samples that a rank loads of a batch of an epoch; None where that is not known before."""
+        loading = self._options
         rows, count = loading.rows(), loading.here().count
         if rows is None or self.has_batch_sampler or loading.pipeline is not None:
             return None
@@ -193,7 +193,7 @@ class ShardedLoader:
         return len(self)
 
     def __len__(self) -> int:
-        return self._loading.steps(self._loading.here().count)
+        return self._options.steps(self._options.here().count)
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
@@ -207,29 +207,29 @@ class ShardedLoader:
         Collective as iterating is. A stream is opened anew for it.
 
         Raises:
-            ConfigError: If the data has no row.
+            ConfigError: If the data has no sample.
         """
-        return self._loading.first_batch(self._next_epoch)
+        return self._options.first_batch(self._next_epoch)
 
     def keep_global_batch(self, ranks: int | None = None) -> None:
-        """Keep the rows of a global batch, also if fewer ranks are to read rows of their own.
+        """Keep the samples of a global batch, also if fewer ranks are to read samples of their own.
 
         Args:
             ranks: As many as these ranks would read, a size per rank each; what they are now when None. A loader that
                 was given its `shard` keeps what it has.
         """
-        self._loading.keep_global_batch(ranks)
+        self._options.keep_global_batch(ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self._epoch, self._position = self._next_epoch, self._next_position
         self._next_epoch, self._next_position = self._epoch + 1, 0
-        return self._hand_out(self._loading.batches(self._epoch, self._position))
+        return self._iterate(self._options.batches(self._epoch, self._position))
 
-    def _hand_out(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
-        iteration, is_complete = self._begun(), False
+    def _iterate(self, batches: Iterator[tuple[Any, BatchShare, int]]) -> Iterator[Any]:
+        iteration, is_complete = self._begin_pass(), False
         try:
             for batch, share, self._position in batches:
-                yield self._given_out(to_device(batch), share, iteration)
+                yield self._register(to_device(batch), share, iteration)
             self._epoch, self._position = self._epoch + 1, 0
             if self.training and context.is_initialized():
                 context.current().ended_with = self.share
@@ -238,22 +238,22 @@ class ShardedLoader:
             if context.is_initialized():
                 context.current().batches.end(iteration, is_complete=is_complete)
 
-    def _begun(self) -> Iteration:
+    def _begin_pass(self) -> Iteration:
         """Return the pass over the data that begins here."""
         if not context.is_initialized():
             return Iteration(self.training)
         return context.current().batches.begin(
-            is_training=self.training, shares=self._loading.shares(), is_resumed=self._position > 0
+            is_training=self.training, shares=self._options.shares(), is_resumed=self._position > 0
         )
 
-    def _given_out(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
+    def _register(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
         """Return a batch, registered as given out now."""
         self.share = share
         if context.is_initialized():
-            here = context.current()
-            here.batches.give(batch, share, iteration)
+            current = context.current()
+            current.batches.give(batch, share, iteration)
             if self.training:
-                here.rows_for = self._loading.global_batch_for
+                current.rows_for = self._options.global_batch_for
         return batch
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class ShardedLoader:
 
         Taken inside the loop it counts the batch in hand as done.
         """
-        order, rows = self.ordering, self._loading.rows()
+        order, rows = self.ordering, self._options.rows()
         return {
             "version": 1,
             "epoch": self._epoch,
@@ -280,8 +280,8 @@ class ShardedLoader:
         Costs the same wherever that is, save for streams, which are read up to it.
 
         Raises:
-            ConfigError: If `state` is of another version, lies inside an epoch of another order or number of rows, or
-                inside one of a stream that splits itself.
+            ConfigError: If `state` is of another version, lies inside an epoch of another order or number of samples,
+                or inside one of a stream that splits itself.
         """
         if state.get("version") != 1 or not {"epoch", "position", "seed"} <= state.keys():
             raise ConfigError(
@@ -292,17 +292,17 @@ class ShardedLoader:
         if state["position"] and state.get("order") != order:
             raise ConfigError(
                 f"The state was saved inside an epoch of a pipeline with {state.get('order') or 'no verbs'}, this one "
-                f"has {order or 'no verbs'}: the rest of the epoch would repeat rows and miss others. Say the same "
+                f"has {order or 'no verbs'}: the rest of the epoch would repeat samples and miss others. Say the same "
                 "shuffle and repeat."
             )
-        rows = self._loading.rows()
+        rows = self._options.rows()
         if state["position"] and state.get("rows", rows) != rows:
             raise ConfigError(
-                f"The state was saved inside an epoch of {state['rows']} rows, and this data has "
-                f"{'no length' if rows is None else rows}: the rest of the epoch would repeat rows and miss others. "
+                f"The state was saved inside an epoch of {state['rows']} samples, and this data has "
+                f"{'no length' if rows is None else rows}: the rest of the epoch would repeat samples and miss others. "
                 "Load the data it was saved with, or a state of the end of an epoch."
             )
-        if state["position"] and self._loading.order is None and self._loading.is_own:
+        if state["position"] and self._options.order is None and self._options.is_own:
             raise ConfigError(
                 'A stream that splits itself (stream="own") cannot be resumed inside an epoch. '
                 "Save at the end of an epoch, or let the dataset keep its own position."
@@ -310,12 +310,12 @@ class ShardedLoader:
         before = state.get("global_batch", self.global_batch)
         if state["position"] and before != self.global_batch:
             logger.warning(
-                "the epoch goes on at row %d in global batches of %d, and was begun in global batches of %d: give "
+                "the epoch goes on at sample %d in global batches of %d, and was begun in global batches of %d: give "
                 "global_batch= where training must not depend on the number of ranks",
                 state["position"],
                 self.global_batch,
                 before,
             )
-        self._loading.seed.restore(int(state["seed"]))
+        self._options.seed.restore(int(state["seed"]))
         self._next_epoch, self._next_position = int(state["epoch"]), int(state["position"])
         self._epoch, self._position = self._next_epoch, self._next_position

@@ -1,4 +1,4 @@
-"""What the arguments of a loader come to: what it loads, in which order and how."""
+"""The checked options of a loader: what it loads, in which order and how."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.loader.fetch import PipelineFetcher, RowFetcher, WorkLoader, load_portions
+from phalanx.data.loader.fetch import PipelineFetcher, RequestLoader, SampleFetcher, load_stream
 from phalanx.data.pipeline.order import Ordering, PipelineOrder, Window
-from phalanx.data.pipeline.pipeline import Pipeline, Verbs
+from phalanx.data.pipeline.pipeline import Pipeline, PipelineMethods
 from phalanx.data.pipeline.stream import PipelineStream
-from phalanx.data.samples.bad_records import counted
-from phalanx.data.samples.sources import Source, batch_sizes, decides_batches, read_source
+from phalanx.data.samples.bad_records import report_bad_records
+from phalanx.data.samples.sources import DataSource, batch_sizes, decides_batches, read_source
 from phalanx.data.sampling.loader_seed import LoaderSeed
-from phalanx.data.sampling.order import BatchOrder, Order, RowOrder
-from phalanx.data.sampling.ranks import Shard, place, shard_here
+from phalanx.data.sampling.order import BatchOrder, EpochOrder, SampleOrder
+from phalanx.data.sampling.ranks import DataShard, current_shard, resolve_shard
 from phalanx.data.sampling.seeding import seeded
 from phalanx.data.sampling.shuffle import mixed_seed
 from phalanx.data.stream.generator import GeneratorDataset
-from phalanx.data.stream.stream import PortionDataset, agree
+from phalanx.data.stream.stream import StreamBatches, agree
 from phalanx.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("phalanx.data")
@@ -39,8 +39,8 @@ _PASSED_ON = {
 _ARGUMENTS = {"batch_size", "global_batch", "shuffle", "seed", "drop_last", "collate_fn", "num_workers", "training"}
 
 
-class Loading:
-    """A loader's arguments, checked, and the epochs they mean. See `ShardedLoader` for the arguments."""
+class LoaderOptions:
+    """A loader's checked arguments, and the epochs they define. See `ShardedLoader` for the arguments."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Loading:
         self.training = training
         self._shard = _read_shard(shard)
         says = self.pipeline or source.dataset
-        self._asked_shard = says.shard if isinstance(says, Verbs) else None
+        self._requested_shard = says.shard if isinstance(says, PipelineMethods) else None
         self.is_own = stream == "own" or decides_batches(source.dataset)
         self._rows_per_rank, self._global_batch = batch_sizes(source, batch_size, global_batch)
         if self.pipeline is not None:
@@ -80,29 +80,29 @@ class Loading:
         self._check_shuffle(shuffle)
         if self.pipeline is not None and collate_fn is not None:
             raise ConfigError("Asked for a collate_fn, but a pipeline makes its batches. Map its columns instead.")
-        self._rows = RowFetcher(source.dataset, collate_fn or source.collate_fn)
-        self._works = WorkLoader(self._rows if self.pipeline is None else PipelineFetcher(self.pipeline))
+        self._rows = SampleFetcher(source.dataset, collate_fn or source.collate_fn)
+        self._request_loader = RequestLoader(self._rows if self.pipeline is None else PipelineFetcher(self.pipeline))
 
     @property
-    def order(self) -> Order | None:
-        """What says which rows each batch of an epoch that begins now holds; None for streams.
+    def order(self) -> EpochOrder | None:
+        """The order of the samples of an epoch that begins now; None for streams.
 
-        Made anew each time: a dataset may grow and a sampler list another number of rows from epoch to epoch.
+        Rebuilt each time: the length of a dataset or sampler may change from epoch to epoch.
         """
         return None if self.source.is_stream else self._make_order()
 
-    def here(self) -> Shard:
+    def here(self) -> DataShard:
         """Return which part of every global batch this process loads."""
-        return self._shard or shard_here(self._asked_shard, training=self.training)
+        return self._shard or resolve_shard(self._requested_shard, training=self.training)
 
     def global_batch_for(self, count: int) -> int:
-        """Return the rows of a full global batch for `count` shards; batches when a batch sampler cuts them."""
+        """Return the samples of a full global batch for `count` shards; batches if a batch sampler makes them."""
         if self.source.batch_sampler is not None:
             return count
         return self._global_batch or self._rows_per_rank * count
 
     def keep_global_batch(self, ranks: int | None) -> None:
-        """Let a size per rank stand for the rows that it means for so many ranks, or now, whoever reads them later."""
+        """Fix the global batch at what it is for this many ranks, or now, however many read later."""
         if self.source.batch_sampler is None:
             count = self.here().count if ranks is None or self._shard is not None else ranks
             self._global_batch = self.global_batch_for(count)
@@ -124,7 +124,7 @@ class Loading:
         return ordering.spans * (span // batch if self.drop_last else -(-span // batch))
 
     def shares(self) -> tuple[BatchShare, ...]:
-        """Return what the batches of this process are of the global batches; none for what is not known before."""
+        """Return the shares of this process in the global batches; empty if not known in advance."""
         order = self.order
         return () if order is None else order.shares(self.here())
 
@@ -134,75 +134,83 @@ class Loading:
         Collective for streams (at every batch), for custom samplers and for readers that skip broken records (at the
         first batch), else local.
         """
-        here, order = self.here(), self.order
-        found = self._portions(here, epoch, first) if order is None else self._rows_of(order, here, epoch, first)
-        return counted(self.source.dataset, found, here, is_own=self.is_own)
+        shard, order = self.here(), self.order
+        parts = (
+            self._stream_batches(shard, epoch, first)
+            if order is None
+            else self._sample_batches(order, shard, epoch, first)
+        )
+        return report_bad_records(self.source.dataset, parts, shard, is_own=self.is_own)
 
     def first_batch(self, epoch: int) -> tuple[Any, BatchShare]:
         """Return the first batch of an epoch and its share, loaded in this process; collective as `batches` is.
 
-        Random numbers are as they were afterwards.
+        Random state is restored afterwards.
 
         Raises:
             ConfigError: If there is none.
         """
-        here, order = self.here(), self.order
+        shard, order = self.here(), self.order
         with seeded(mixed_seed(self.seed(), epoch)):
             if order is None:
-                for batch, share, _ in self._portions(here, epoch, 0):
+                for batch, share, _ in self._stream_batches(shard, epoch, 0):
                     return batch, share
             else:
-                for batch, work in self._works.load(order.works(epoch, here, 0), {"num_workers": 0}):
+                for batch, work in self._request_loader.load(order.requests(epoch, shard, 0), {"num_workers": 0}):
                     return batch, work.share
-        raise ConfigError("Asked for the first batch of data that has no row. Give data with rows.")
+        raise ConfigError("Asked for the first batch of data that has no sample. Give data with samples.")
 
     def rows(self) -> int | None:
-        """Return the rows of one pass; None for streams and where a sampler decides."""
+        """Return the samples of one pass; None for streams and where a sampler decides."""
         source = self.source
         if source.is_stream or source.sampler is not None or source.batch_sampler is not None:
             return None
         return len(source.dataset)
 
     def describe_order(self) -> str | None:
-        """Return what a pipeline does to the order, None for other data."""
+        """Return the order of a pipeline as text, None for other data."""
         return None if self.pipeline is None else str(self._ordering())
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _rows_of(self, order: Order, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
-        works = order.works(epoch, here, first)
-        for batch, work in self._works.load(works, self._worker_options(epoch, here.index)):
+    def _sample_batches(
+        self, order: EpochOrder, shard: DataShard, epoch: int, first: int
+    ) -> Iterator[tuple[Any, BatchShare, int]]:
+        requests = order.requests(epoch, shard, first)
+        for batch, work in self._request_loader.load(requests, self._worker_options(epoch, shard.index)):
             yield batch, work.share, work.position
 
-    def _portions(self, here: Shard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
+    def _stream_batches(self, shard: DataShard, epoch: int, first: int) -> Iterator[tuple[Any, BatchShare, int]]:
         dataset, collate = self.source.dataset, self._rows.collate_fn
         if self.pipeline is not None:
-            dataset = PipelineStream(self.pipeline, self._ordering(), self.seed(), epoch, here if self.is_own else None)
+            dataset = PipelineStream(
+                self.pipeline, self._ordering(), self.seed(), epoch, shard if self.is_own else None
+            )
             collate = dataset.collate
-        portions = PortionDataset(
+        batches = StreamBatches(
             dataset,
             collate,
-            here,
-            global_batch=self.global_batch_for(here.count),
+            shard,
+            global_batch=self.global_batch_for(shard.count),
             drop_last=self.drop_last,
             is_shared=not self.is_own,
             first=first,
         )
-        options = self._stream_options(epoch, here, portions.chunk)
-        loaded = load_portions(portions, options)
+        options = self._stream_options(epoch, shard, batches.chunk)
+        loaded = load_stream(batches, options)
         readers = max(options["num_workers"], 1)
-        return agree(loaded, here, is_shared=not self.is_own, first=first, readers=readers)
+        return agree(loaded, shard, is_shared=not self.is_own, first=first, readers=readers)
 
-    def _stream_options(self, epoch: int, here: Shard, chunk: int) -> dict[str, Any]:
-        # Ranks that read the same rows draw the same random numbers, so that these rows are the same.
-        options = self._worker_options(epoch, here.index if self.is_own else 0)
+    def _stream_options(self, epoch: int, shard: DataShard, chunk: int) -> dict[str, Any]:
+        # Ranks that read the same samples draw the same random numbers, so that these samples are the same.
+        options = self._worker_options(epoch, shard.index if self.is_own else 0)
         dataset = self.source.dataset
         if isinstance(dataset, GeneratorDataset) and dataset.process:
             options["num_workers"] = max(options["num_workers"], 1)
             options["prefetch_factor"] = max(dataset.capacity // (chunk * options["num_workers"]), 1)
         if not self.is_own:
-            # Each worker would read the whole stream, and a dataset that splits itself over workers would lose
-            # rows; one worker reads ahead just as well.
+            # Each worker would read the full stream, and a dataset that splits itself over workers would lose
+            # samples; one worker prefetches just as well.
             options["num_workers"] = min(options["num_workers"], 1)
         return options
 
@@ -211,7 +219,7 @@ class Loading:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed(), epoch, rank))
         return {**self.source.loading, "num_workers": self.source.num_workers, "generator": generator}
 
-    def _make_order(self) -> Order:
+    def _make_order(self) -> EpochOrder:
         source = self.source
         if source.batch_sampler is not None:
             return BatchOrder(batch_sampler=source.batch_sampler, seed=self.seed)
@@ -223,7 +231,7 @@ class Loading:
                 seed=self.seed,
                 drop_last=self.drop_last,
             )
-        return RowOrder(
+        return SampleOrder(
             rows=len(source.dataset if source.sampler is None else source.sampler),
             global_batch=self.global_batch_for,
             seed=self.seed,
@@ -233,15 +241,15 @@ class Loading:
         )
 
     def _ordering(self) -> Ordering:
-        """Return what the pipeline says, and `shuffle` about it."""
+        """Return the ordering of the pipeline, with `shuffle` applied."""
         if self.pipeline is None:
             return Ordering()
-        said = self.pipeline.recipe.ordering
+        ordering = self.pipeline.recipe.ordering
         if not self._shuffle:
-            return replace(said, row_windows=(), unit_windows=())
-        if said.shuffles or self.source.is_stream:
-            return said
-        return replace(said, row_windows=(Window(len(self.source.dataset), 0),))
+            return replace(ordering, row_windows=(), unit_windows=())
+        if ordering.shuffles or self.source.is_stream:
+            return ordering
+        return replace(ordering, row_windows=(Window(len(self.source.dataset), 0),))
 
     def _check_shuffle(self, shuffle: bool | None) -> None:
         sampler = self.source.sampler or self.source.batch_sampler
@@ -252,17 +260,17 @@ class Loading:
             )
         if shuffle and self.source.is_stream and not self._ordering().shuffles:
             raise ConfigError(
-                "Asked to shuffle a stream, whose rows come in the order it yields them. Shuffle inside the generator "
-                "or within windows, Pipeline(...).shuffle(buffer_size), or give a dataset with a length."
+                "Asked to shuffle a stream, whose samples come in the order it yields them. Shuffle inside the "
+                "generator or within windows, Pipeline(...).shuffle(buffer_size), or give a dataset with a length."
             )
 
 
 def _pipeline_of(data: Any) -> Pipeline | None:
-    """Return the pipeline that data is, or has to be because its columns are named; None for any other data."""
+    """Return data as a pipeline if it is one or has named columns; None for any other data."""
     return data.pipeline() if isinstance(data, Pipeline | GeneratorDataset) else None
 
 
-def _source_of(pipeline: Pipeline) -> Source:
+def _source_of(pipeline: Pipeline) -> DataSource:
     source = read_source(pipeline.dataset)
     recipe = pipeline.recipe
     source.batch_size, source.global_batch = recipe.batch_size, recipe.global_batch
@@ -271,32 +279,32 @@ def _source_of(pipeline: Pipeline) -> Source:
     return source
 
 
-def _say_other_batches(pipeline: Pipeline, **asked: int | None) -> None:
+def _say_other_batches(pipeline: Pipeline, **loader_sizes: int | None) -> None:
     recipe = pipeline.recipe
-    said = {"batch_size": recipe.batch_size, "global_batch": recipe.global_batch}
-    if recipe.is_batched and any(asked.values()) and asked != said and place()[0] == 0:
-        ours, theirs = (next(f"{name}={rows}" for name, rows in sizes.items() if rows) for sizes in (asked, said))
-        logger.warning(
-            "batches are cut with %s, as the loader was asked, not with the pipeline's batch(%s)", ours, theirs
+    recipe_sizes = {"batch_size": recipe.batch_size, "global_batch": recipe.global_batch}
+    if recipe.is_batched and any(loader_sizes.values()) and loader_sizes != recipe_sizes and current_shard()[0] == 0:
+        ours, theirs = (
+            next(f"{name}={rows}" for name, rows in sizes.items() if rows) for sizes in (loader_sizes, recipe_sizes)
         )
+        logger.warning("batches have %s, as passed to the loader, not the pipeline's batch(%s)", ours, theirs)
 
 
-def _first(said: _T | None, otherwise: _T) -> _T:
-    return otherwise if said is None else said
+def _first(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
 
 
 def _check_passed_on(loading: dict[str, Any]) -> None:
     for name in loading.keys() - _PASSED_ON:
         raise ConfigError(
             f"ShardedLoader has no argument {name!r}.{did_you_mean(name, _PASSED_ON | _ARGUMENTS)} "
-            f"Those of torch's DataLoader that it passes on are {', '.join(sorted(_PASSED_ON))}."
+            f"Of torch's DataLoader it accepts {', '.join(sorted(_PASSED_ON))}."
         )
 
 
-def _read_shard(shard: tuple[int, int] | None) -> Shard | None:
+def _read_shard(shard: tuple[int, int] | None) -> DataShard | None:
     if shard is None:
         return None
     index, count = shard
     if not 0 <= index < count:
         raise ConfigError(f"Asked for shard {index} of {count}. Give an index from 0 to count - 1.")
-    return Shard(index, count, is_checked=False)
+    return DataShard(index, count, is_checked=False)

@@ -1,7 +1,7 @@
-"""Rows by columns: what a pipeline reads, maps and hands out.
+"""Samples as columns: what a pipeline reads, maps and yields.
 
-A column of n rows is a tensor (n, ...) where it can be, and else a list of n values. A dataset that reads several rows
-at once says so with `column_names` and `read_columns`; of any other, samples are fetched one by one and transposed.
+A column of n samples is a tensor (n, ...) if possible, else a list of n values. A dataset that reads many samples at
+once has `column_names` and `read_columns`; from any other, samples are fetched one by one and transposed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from phalanx.data.samples.collate import collate_column
+from phalanx.data.samples.batch import collate_column
 from phalanx.data.sampling.order import rows_of_tensor
 from phalanx.data.sampling.seeding import seeded
 from phalanx.errors import ConfigError, DataError, did_you_mean
@@ -25,36 +25,36 @@ Columns = dict[str, Column]
 
 @runtime_checkable
 class Columnar(Protocol):
-    """A dataset that reads many rows at once."""
+    """A dataset that reads many samples at once."""
 
     column_names: tuple[str, ...]
 
     def read_columns(self, rows: NDArray[np.int64]) -> Columns:
-        """Return the columns of `rows`, shape (n,), each as the file has it (images as uint8); draws nothing."""
+        """Return the columns of `rows`, shape (n,), each as stored in the file; no random numbers are drawn."""
 
 
-def names_of(dataset: Any, asked: str | Sequence[str] | None, *, is_stream: bool) -> tuple[str, ...]:
+def names_of(dataset: Any, columns: str | Sequence[str] | None, *, is_stream: bool) -> tuple[str, ...]:
     """Return the names of a dataset's columns.
 
     Args:
-        dataset: Whose columns; its first sample is read when nothing else tells.
-        asked: What the user calls them, in the order of the sample's parts, or which keys of its samples to take.
-        is_stream: Whether it can only be read row after row.
+        dataset: The dataset; its first sample is read if nothing else tells the columns.
+        columns: The user's names, in the order of the sample's parts, or the keys to take of its samples.
+        is_stream: Whether it can only be read sample after sample.
 
     Raises:
-        ConfigError: If there are not as many, two are equal, or those of a stream were not named.
+        ConfigError: If their number differs, two are equal, or those of a stream are not named.
     """
-    given = None if asked is None else (asked,) if isinstance(asked, str) else tuple(asked)
+    chosen = None if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
     own = _own_names(dataset)
-    if own is None and given is None and is_stream:
+    if own is None and chosen is None and is_stream:
         raise ConfigError(
             f"The columns of a stream are not known before it is read. Name what {type(dataset).__name__} yields, such "
             'as columns=("image", "label").'
         )
-    names = given or own or _names_of_sample(dataset)
-    if given is not None and (len(set(given)) < len(given) or not given or len(given) != len(own or given)):
+    names = chosen or own or _names_of_sample(dataset)
+    if chosen is not None and (len(set(chosen)) < len(chosen) or not chosen or len(chosen) != len(own or chosen)):
         raise ConfigError(
-            f"Asked for the columns {', '.join(given) or '(none)'} of {type(dataset).__name__}, found "
+            f"Asked for the columns {', '.join(chosen) or '(none)'} of {type(dataset).__name__}, found "
             f"{', '.join(own) if own else 'no other'}. Give each column one name of its own."
         )
     return names
@@ -77,78 +77,78 @@ def read_columns(dataset: Any, names: tuple[str, ...], rows: NDArray[np.int64], 
 
     Args:
         dataset: What to read.
-        names: What its columns are called.
-        rows: Which, shape (n,).
-        seed: Where the random numbers start that a dataset draws for its samples.
+        names: Names of its columns.
+        rows: Indices of the samples, shape (n,).
+        seed: Seed of the random numbers that the dataset draws.
 
     Raises:
         DataError: If a sample lacks a column; names both.
     """
     if isinstance(dataset, Columnar):
-        found = dataset.read_columns(rows)
-        return dict(zip(names, (found[name] for name in dataset.column_names), strict=True))
+        columns = dataset.read_columns(rows)
+        return dict(zip(names, (columns[name] for name in dataset.column_names), strict=True))
     if type(dataset) is TensorDataset:
         return dict(zip(names, (rows_of_tensor(tensor, rows) for tensor in dataset.tensors), strict=True))
     fetch_many = getattr(dataset, "__getitems__", None)
     numbers = rows.tolist()
     with seeded(seed):
         samples = fetch_many(numbers) if fetch_many is not None else samples_of(dataset, numbers)
-    described = type(dataset).__name__
-    return transposed([values_of(s, names, n, described) for s, n in zip(samples, numbers, strict=True)], names)
+    source = type(dataset).__name__
+    return transpose([values_of(s, names, n, source) for s, n in zip(samples, numbers, strict=True)], names)
 
 
 def samples_of(dataset: Any, rows: Iterable[int]) -> list[Any]:
-    """Return samples of a dataset, one by one; an error among them gets a note that says which row it was."""
+    """Return samples of a dataset, one by one; errors get a note that names the sample."""
     samples = []
     for row in rows:
         try:
             samples.append(dataset[row])
         except Exception as error:
-            error.add_note(f"while reading row {row} of {type(dataset).__name__}")
+            error.add_note(f"while reading sample {row} of {type(dataset).__name__}")
             raise
     return samples
 
 
-def values_of(sample: Any, names: tuple[str, ...], row: int, described: str) -> list[Any]:
+def values_of(sample: Any, names: tuple[str, ...], row: int, source: str) -> list[Any]:
     """Return a sample's values by column.
 
     Args:
         sample: A dictionary, which may hold more; a tuple or list; or the one value there is.
         names: The columns.
-        row: Its number, for the message.
-        described: Where it is from, for the message.
+        row: Its index, for the message.
+        source: Where it is from, for the message.
 
     Raises:
         DataError: If a column is missing; names it.
     """
     if isinstance(sample, dict):
         missing = [name for name in names if name not in sample]
-        found = ", ".join(map(str, sample)) or "nothing"
+        present = ", ".join(map(str, sample)) or "nothing"
         hint = did_you_mean(missing[0], map(str, sample)) if missing else ""
         values = [] if missing else [sample[name] for name in names]
     else:
         values = _parts(sample)
         missing = list(names[len(values) :])
-        found, hint = f"{len(values)} value{'s' * (len(values) != 1)}", ""
+        present, hint = f"{len(values)} value{'s' * (len(values) != 1)}", ""
     if missing or len(values) != len(names):
         lacks = f"has no {missing[0]!r}" if missing else "has more"
         raise DataError(
-            f"Row {row} of {described} {lacks}: asked for {', '.join(names)}, found {found}.{hint} "
-            "Let every row hold all columns, or name the columns it has."
+            f"Sample {row} of {source} {lacks}: asked for {', '.join(names)}, found {present}.{hint} "
+            "Let every sample hold all columns, or name the columns it has."
         )
     return values
 
 
-def transposed(rows: list[list[Any]], names: tuple[str, ...]) -> Columns:
-    """Return rows of values by column."""
+def transpose(rows: list[list[Any]], names: tuple[str, ...]) -> Columns:
+    """Return samples, each a list of values, as columns."""
     return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
-def batched(name: str, column: Column) -> Any:
-    """Return a column as the part of a batch: a tensor, or what torch's `default_collate` makes of its values.
+def collate_named(name: str, column: Column) -> Any:
+    """Return a column as part of a batch: a tensor, or torch's `default_collate` of its values.
 
     Raises:
-        DataError: If its values have different shapes, or are nothing that makes a batch.
+        DataError: If its values have different shapes, or cannot be batched.
     """
     if isinstance(column, Tensor):
         return column

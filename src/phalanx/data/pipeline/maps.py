@@ -1,4 +1,4 @@
-"""One `map` of a pipeline: operations on some columns, before or after the rows are a batch."""
+"""One `map` of a pipeline: operations on some columns, before or after the samples are a batch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ Seeds = NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """Operations on columns. Of several input columns each operation takes all values and returns the new ones."""
+    """Operations on columns. With several input columns each operation takes all values and returns the new ones."""
 
     operations: tuple[Callable[..., Any], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     number: int
-    """Which step of the chain it is; its random numbers are others than those of the other steps."""
+    """Index of the step in the chain; steps draw different random numbers."""
 
     per_batch: bool = False
-    """Whether it takes the rank's part of a batch, rather than rows."""
+    """Whether it is applied to this rank's part of a batch rather than to samples."""
 
     def names(self, before: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the columns there are afterwards: the outputs stand where the first input stood."""
+        """Return the columns afterwards: the outputs take the position of the first input."""
         at = before.index(self.inputs[0])
-        kept = [name for name in before if name not in self.inputs]
-        place = sum(1 for name in before[:at] if name not in self.inputs)
-        return (*kept[:place], *self.outputs, *kept[place:])
+        others = [name for name in before if name not in self.inputs]
+        position = sum(1 for name in before[:at] if name not in self.inputs)
+        return (*others[:position], *self.outputs, *others[position:])
 
     def apply(self, columns: Columns, seeds: Seeds) -> Columns:
         """Return the columns after the operations.
 
         Args:
-            columns: Of n rows, or parts of a batch of n rows.
-            seeds: Where the random numbers of each row start, shape (n,).
+            columns: Of n samples, or parts of a batch of n samples.
+            seeds: Seed of each sample, shape (n,).
         """
         draws = Draws(mix64(seeds + np.uint64(GOLDEN * (self.number + 1) & WORD)))
         work = self._on_batch if self.per_batch else self._on_rows
@@ -59,8 +59,8 @@ class Map:
         if self._is_of_one:
             return [self._by_row.batched(columns[self.inputs[0]], draws)]
         rows: list[Any] = list(zip(*(columns[name] for name in self.inputs), strict=True))
-        done = self._by_row.batched(rows, draws)
-        return [list(column) for column in zip(*(self._checked(row) for row in done), strict=True)]
+        results = self._by_row.batched(rows, draws)
+        return [list(column) for column in zip(*(self._check_results(row) for row in results), strict=True)]
 
     @property
     def _is_of_one(self) -> bool:
@@ -78,44 +78,44 @@ class Map:
                 continue
             with seeded(int(draws.words()[0])):
                 values = _as_tuple(operation(*values))
-        for value in self._checked(values):
+        for value in self._check_results(values):
             if isinstance(value, Tensor | list) and len(value) != len(draws):
                 raise DataError(
-                    f"{self._described()} made {len(value)} rows of a batch of {len(draws)}. Keep the rows of a batch, "
-                    "which are counted; leave rows out in the dataset."
+                    f"{self._description()} made {len(value)} samples of a batch of {len(draws)}. A map must keep the "
+                    "number of samples; filter them in the dataset."
                 )
         return list(values)
 
-    def _checked(self, values: Any) -> tuple[Any, ...]:
-        found = _as_tuple(values)
-        if len(found) != len(self.outputs):
+    def _check_results(self, values: Any) -> tuple[Any, ...]:
+        results = _as_tuple(values)
+        if len(results) != len(self.outputs):
             raise DataError(
-                f"{self._described()} returned {len(found)} values for the {len(self.outputs)} columns "
+                f"{self._description()} returned {len(results)} values for the {len(self.outputs)} columns "
                 f"{', '.join(self.outputs)}. Return one for each, or name them with output_columns."
             )
-        return found
+        return results
 
-    def _described(self) -> str:
+    def _description(self) -> str:
         last = self.operations[-1]
         return f"map of {getattr(last, '__name__', last)!s} on {', '.join(self.inputs)}"
 
 
-def checked_map(
+def build_map(
     operations: Callable[..., Any] | Sequence[Callable[..., Any]],
     input_columns: str | Sequence[str] | None,
     output_columns: str | Sequence[str] | None,
-    there: tuple[str, ...],
+    columns: tuple[str, ...],
     *,
     number: int,
     per_batch: bool,
 ) -> Map:
-    """Return the map that was asked for.
+    """Return a `Map` after checking its arguments.
 
     Args:
         operations: One or several; see `Map`.
         input_columns: The first column when omitted.
         output_columns: As the inputs when omitted.
-        there: The columns there are.
+        columns: The columns before it.
         number: See `Map`.
         per_batch: See `Map`.
 
@@ -127,34 +127,39 @@ def checked_map(
             f"Asked to map through {operations!r}, which is text. Operations come first, columns after them: "
             f"map(operations, {operations!r})."
         )
-    inputs = there[:1] if input_columns is None else _listed(input_columns)
-    outputs = inputs if output_columns is None else _listed(output_columns)
+    inputs = columns[:1] if input_columns is None else _as_names(input_columns)
+    outputs = inputs if output_columns is None else _as_names(output_columns)
     for name in inputs:
-        if name not in there:
+        if name not in columns:
             raise ConfigError(
-                f"Asked to map the column {name!r}, but the columns are {', '.join(there)}."
-                f"{did_you_mean(name, there)} Give input_columns= one or more of them."
+                f"Asked to map the column {name!r}, but the columns are {', '.join(columns)}."
+                f"{did_you_mean(name, columns)} Give input_columns= one or more of them."
             )
-    kept = [name for name in there if name not in inputs]
-    if not inputs or not outputs or len(set(inputs)) < len(inputs) or len({*kept, *outputs}) < len(kept) + len(outputs):
+    others = [name for name in columns if name not in inputs]
+    if (
+        not inputs
+        or not outputs
+        or len(set(inputs)) < len(inputs)
+        or len({*others, *outputs}) < len(others) + len(outputs)
+    ):
         raise ConfigError(
             f"Asked to map {', '.join(inputs) or 'nothing'} to {', '.join(outputs) or 'nothing'} beside "
-            f"{', '.join(kept) or 'no other column'}. Give every column a name of its own."
+            f"{', '.join(others) or 'no other column'}. Give every column a name of its own."
         )
-    listed = tuple(operations) if isinstance(operations, Sequence) else (operations,)
-    if not listed:
+    chain = tuple(operations) if isinstance(operations, Sequence) else (operations,)
+    if not chain:
         raise ConfigError(f"Asked to map {', '.join(inputs)} through no operation. Give one, or leave the map out.")
-    Chain(listed)  # says what is wrong with an operation
-    if len(inputs) > 1 and (transforms := [op for op in listed if isinstance(op, Transform)]):
+    Chain(chain)  # raises if an operation is invalid
+    if len(inputs) > 1 and (transforms := [op for op in chain if isinstance(op, Transform)]):
         raise ConfigError(
             f"Asked to map {', '.join(inputs)} through {transforms[0]!r}, which takes one column. "
             "Map one column at a time, or write a function of all of them."
         )
-    return Map(operations=listed, inputs=inputs, outputs=outputs, number=number, per_batch=per_batch)
+    return Map(operations=chain, inputs=inputs, outputs=outputs, number=number, per_batch=per_batch)
 
 
 class _Spread:
-    """Calls an operation with a row's values one by one."""
+    """Calls an operation with the values of a sample as separate arguments."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:
         self.operation = operation
@@ -167,5 +172,5 @@ def _as_tuple(values: Any) -> tuple[Any, ...]:
     return values if isinstance(values, tuple) else (values,)
 
 
-def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+def _as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)

@@ -1,7 +1,7 @@
-"""The order of a data pipeline: a function from positions of an epoch to rows of a dataset.
+"""The order of a data pipeline: a function from positions of an epoch to samples of a dataset.
 
-A *pass* is the dataset's rows once. A *span* is what batches are cut from without a break: one pass, or several that
-`repeat` joined before `batch`. An epoch is one span, or several that `repeat` set one after the other.
+A *pass* is the dataset's samples once. A *span* is split into batches without a break: one pass, or several that
+`repeat` joined before `batch`. An epoch is one span, or several if `repeat` comes after `batch`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.sampling.order import Work, cut, shares_of
-from phalanx.data.sampling.ranks import Shard
+from phalanx.data.sampling.order import BatchRequest, plan_epoch, shares_of
+from phalanx.data.sampling.ranks import DataShard
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.sampling.shards import EpochPlan
 from phalanx.data.sampling.shuffle import mixed_seed
-from phalanx.data.sampling.windows import windowed
+from phalanx.data.sampling.windows import shuffle_windows
 from phalanx.errors import ConfigError
 
 Rows = NDArray[np.int64]
@@ -32,13 +32,13 @@ class Window:
     """Elements of a window."""
 
     number: int
-    """Which step of the chain it is, so that two shuffles are different ones."""
+    """Index of the step in the chain, so that two shuffles differ."""
 
     seed: int = 0
-    """The user's own, beside that of the run."""
+    """The user's seed, combined with that of the run."""
 
     def start(self, seed: int, time: int) -> int:
-        """Return where its random numbers start in a run of `seed`, for the pass or span `time`."""
+        """Return the seed of this shuffle in a run of `seed`, for the pass or span `time`."""
         return mixed_seed(seed, time, self.number, self.seed)
 
     def __str__(self) -> str:
@@ -47,11 +47,11 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """What the verbs of a pipeline do to the order, whatever the data."""
+    """How the operations of a pipeline order the samples, for any data."""
 
     row_windows: tuple[Window, ...] = ()
     unit: int = 1
-    """Rows that stay together in `unit_windows`: a batch as the user cut it."""
+    """Samples that stay together in `unit_windows`: a batch of the user."""
 
     unit_windows: tuple[Window, ...] = ()
     joined: int = 1
@@ -62,22 +62,22 @@ class Ordering:
 
     @property
     def shuffles(self) -> bool:
-        """Whether the user said in which order."""
+        """Whether the user chose an order."""
         return bool(self.row_windows or self.unit_windows)
 
     def __str__(self) -> str:
-        said = [str(window) for window in self.row_windows]
-        said += [f"repeat({self.joined})"] * (self.joined > 1)
-        said += [f"{window} of batches of {self.unit}" for window in self.unit_windows]
-        said += [f"repeat({self.spans}) of batches"] * (self.spans > 1)
-        return ", ".join(said) or "in order"
+        steps = [str(window) for window in self.row_windows]
+        steps += [f"repeat({self.joined})"] * (self.joined > 1)
+        steps += [f"{window} of batches of {self.unit}" for window in self.unit_windows]
+        steps += [f"repeat({self.spans}) of batches"] * (self.spans > 1)
+        return ", ".join(steps) or "in order"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOrder:
-    """Rows as a pipeline orders them; cut into global batches here. See `Order`.
+    """Samples in the order of a pipeline, split into global batches. See `EpochOrder`.
 
-    Positions count the rows of an epoch's spans, those that `drop_last` leaves out included.
+    Positions count the samples of an epoch's spans, including those that `drop_last` drops.
     """
 
     rows: int
@@ -96,28 +96,28 @@ class PipelineOrder:
         return self.rows * self.ordering.joined
 
     def steps(self, shard_count: int) -> int:
-        """See `Order`."""
-        return self.ordering.spans * self._cut(shard_count).steps
+        """See `EpochOrder`."""
+        return self.ordering.spans * self._plan_span(shard_count).steps
 
-    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
-        """See `Order`."""
-        return shares_of(self._cut(shard.count), shard)
+    def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
+        """See `EpochOrder`."""
+        return shares_of(self._plan_span(shard.count), shard)
 
-    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
-        """See `Order`."""
+    def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
+        """See `EpochOrder`."""
         spans = self.ordering.spans
         if not 0 <= first <= self.span * spans:
             raise ConfigError(
-                f"Asked to resume at position {first}, but the epoch of this pipeline has {self.span * spans} rows. "
+                f"Asked to resume at position {first}, but the epoch of this pipeline has {self.span * spans} samples. "
                 "Resume with the pipeline the position was saved with."
             )
         for number in range(first // self.span, spans):
             before = number * self.span
-            plan = self._cut(shard.count, max(first - before, 0))
+            plan = self._plan_span(shard.count, max(first - before, 0))
             for step in range(plan.steps):
                 part = plan.rank_batch(step, shard.index, shard.count)
                 indices, seeds = self.at(epoch * spans + number, part.start, part.count)
-                yield Work(
+                yield BatchRequest(
                     indices,
                     BatchShare(part.rows, part.global_rows),
                     before + plan.position_after(step),
@@ -126,7 +126,7 @@ class PipelineOrder:
                 )
 
     def at(self, span: int, start: int, count: int) -> tuple[Rows, NDArray[np.uint64]]:
-        """Return the rows at positions of a span, and where the random numbers of each start, shapes (count,).
+        """Return the samples at positions of a span, and the seed of each, shapes (count,).
 
         Args:
             span: Counted over all epochs.
@@ -138,10 +138,10 @@ class PipelineOrder:
             return self._rows_of_pass(positions, span)
         rows, seeds = np.empty_like(positions), np.empty(count, np.uint64)
         passes = positions // self.rows
-        for one in np.unique(passes):
-            here = passes == one
-            within = positions[here] - one * self.rows
-            rows[here], seeds[here] = self._rows_of_pass(within, span * self.ordering.joined + int(one))
+        for number in np.unique(passes):
+            is_in_pass = passes == number
+            offsets = positions[is_in_pass] - number * self.rows
+            rows[is_in_pass], seeds[is_in_pass] = self._rows_of_pass(offsets, span * self.ordering.joined + int(number))
         return rows, seeds
 
     def _rows_of_units(self, positions: Rows, span: int) -> Rows:
@@ -152,17 +152,17 @@ class PipelineOrder:
         which, within = positions // unit, positions % unit
         whole = which < units
         numbers = which[whole]
-        # Rows of one unit stand side by side: each number is looked up once.
+        # Samples of one unit are adjacent: each number is looked up once.
         numbers, back = np.unique(numbers, return_inverse=True)
         for window in reversed(self.ordering.unit_windows):
-            numbers = windowed(units, window.buffer, window.start(self.seed(), span), numbers)
+            numbers = shuffle_windows(units, window.buffer, window.start(self.seed(), span), numbers)
         which[whole] = numbers[back]
         return which * unit + within
 
     def _rows_of_pass(self, positions: Rows, number: int) -> tuple[Rows, NDArray[np.uint64]]:
         for window in reversed(self.ordering.row_windows):
-            positions = windowed(self.rows, window.buffer, window.start(self.seed(), number), positions)
+            positions = shuffle_windows(self.rows, window.buffer, window.start(self.seed(), number), positions)
         return positions, Draws.of_rows(self.seed(), number, positions).seeds
 
-    def _cut(self, shard_count: int, first: int = 0) -> EpochPlan:
-        return cut(self.span, self.global_batch(shard_count), self.drop_last, first)
+    def _plan_span(self, shard_count: int, first: int = 0) -> EpochPlan:
+        return plan_epoch(self.span, self.global_batch(shard_count), self.drop_last, first)

@@ -54,11 +54,11 @@ def unpack_into(archive: Path, folder: Path, max_bytes: int) -> None:
 def _members(archive: Path) -> Iterator[_Member]:
     if tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
-            for one in tar:
-                if not (one.isfile() or one.isdir()):
-                    kind = "link" if one.issym() or one.islnk() else "device"
-                    raise DataError(f"{archive}: holds the {kind} {one.name!r}. Unpack by hand what can be trusted.")
-                yield _Member(one.name, one.size, tar.extractfile(one))
+            for member in tar:
+                if not (member.isfile() or member.isdir()):
+                    kind = "link" if member.issym() or member.islnk() else "device"
+                    raise DataError(f"{archive}: holds the {kind} {member.name!r}. Unpack by hand what can be trusted.")
+                yield _Member(member.name, member.size, tar.extractfile(member))
     elif zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
             for entry in packed.infolist():

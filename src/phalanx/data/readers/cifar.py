@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.data.readers.images import ImageDataset
 from phalanx.data.readers.mmap_records import MappedRecords, find_file
-from phalanx.data.samples.bad_records import Corrupt, OnCorrupt
+from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.data.vision.pointwise import Normalize, ToTensor
 from phalanx.errors import DataError
 
@@ -36,7 +36,7 @@ class Cifar10Dataset(ImageDataset):
         train: The five training files, or the test file.
         num_shards: Load as one of this many ranks instead of this job's; with `shard_id`.
         shard_id: Which of them, from 0.
-        on_corrupt: `stop` at a broken record, or `skip` it: it is left out and counted in `corrupt`.
+        on_corrupt: `stop` at a broken record, or `skip` it: it is dropped and counted in `corrupt`.
 
     Raises:
         ConfigError: If the folder does not exist, or an argument is out of range.
@@ -55,9 +55,9 @@ class Cifar10Dataset(ImageDataset):
         folder = Path(folder)
         if (folder / "cifar-10-batches-bin").is_dir():
             folder = folder / "cifar-10-batches-bin"
-        self.corrupt = Corrupt(on_corrupt)
+        self.corrupt = BadRecords(on_corrupt)
         self._files = [
-            _mapped(find_file(folder, name), self.corrupt) for name in (TRAIN_FILES if train else TEST_FILES)
+            _map_file(find_file(folder, name), self.corrupt) for name in (TRAIN_FILES if train else TEST_FILES)
         ]
         good = [file.table[:, 0] <= 9 for file in self._files]
         for file, is_good in zip(self._files, good, strict=True):
@@ -80,13 +80,13 @@ class Cifar10Dataset(ImageDataset):
         pixels = np.empty((len(rows), RECORD_BYTES - 1), np.uint8)
         files, records = self._file_of[rows], self._record_of[rows]
         for number, file in enumerate(self._files):
-            here = files == number
-            pixels[here] = file.table[records[here], 1:]
+            is_in_file = files == number
+            pixels[is_in_file] = file.table[records[is_in_file], 1:]
         # The three colours stay where they are; only the view has them last.
         return torch.from_numpy(pixels).view(-1, 3, 32, 32).permute(0, 2, 3, 1)
 
 
-def _mapped(path: Path, corrupt: Corrupt) -> MappedRecords:
+def _map_file(path: Path, corrupt: BadRecords) -> MappedRecords:
     records, rest = divmod(path.stat().st_size, RECORD_BYTES)
     if rest or not records:
         corrupt.add(
@@ -96,7 +96,7 @@ def _mapped(path: Path, corrupt: Corrupt) -> MappedRecords:
     return MappedRecords(path, 0, records, RECORD_BYTES)
 
 
-def _note_wrong_labels(file: MappedRecords, is_good: NDArray[np.bool_], corrupt: Corrupt) -> None:
+def _note_wrong_labels(file: MappedRecords, is_good: NDArray[np.bool_], corrupt: BadRecords) -> None:
     wrong = np.flatnonzero(~is_good)
     if wrong.size:
         record = int(wrong[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from phalanx.data.pipeline.columns import Columns
-from phalanx.data.pipeline.pipeline import Verbs
+from phalanx.data.pipeline.pipeline import PipelineMethods
 from phalanx.data.sampling.shuffle import shuffled
 from phalanx.errors import ConfigError
 
@@ -25,7 +25,7 @@ MEAN, STD = 4.884, 6.017
 _SPLIT_SEED = 8
 
 
-class DigitsDataset(Verbs, Dataset[tuple[Tensor, int]]):
+class DigitsDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
     """Digits as normalised float32 images of shape (channels, size, size) with an int label, in a pipeline too.
 
     Args:
@@ -45,11 +45,11 @@ class DigitsDataset(Verbs, Dataset[tuple[Tensor, int]]):
         images = torch.from_numpy(rows[:, :-1]).reshape(-1, 8, 8).float().sub_(MEAN).div_(STD).unsqueeze(1)
         labels = torch.from_numpy(rows[:, -1]).long()
         order = torch.from_numpy(shuffled(len(labels), _SPLIT_SEED, 0, len(labels)))
-        chosen = order[TEST_IMAGES:] if train else order[:TEST_IMAGES]
+        selected = order[TEST_IMAGES:] if train else order[:TEST_IMAGES]
         if image_size != 8:
             images = F.interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
-        self.images = images[chosen].expand(-1, channels, -1, -1)
-        self.labels = labels[chosen]
+        self.images = images[selected].expand(-1, channels, -1, -1)
+        self.labels = labels[selected]
 
     def read_columns(self, rows: NDArray[np.int64]) -> Columns:
         """Return the columns of `rows`; see `phalanx.data.pipeline.columns.Columnar`."""
@@ -69,11 +69,11 @@ def _rows() -> NDArray[np.float64]:
     Raises:
         ConfigError: If the package is not installed.
     """
-    found = find_spec("sklearn")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             'The digits come with scikit-learn, which is not installed. Run: pip install "phalanx[examples]"'
         )
-    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path, "rt") as file:
         return np.loadtxt(file, delimiter=",")

@@ -64,27 +64,27 @@ def download(
         DataError: If the file has another checksum, or the archive is broken or would write outside `folder`.
         PeerLostError: If the server cannot be reached or breaks off; the next call goes on from there.
     """
-    wanted = _Wanted(url, _name_of(url), Path(folder), _checked_digest(sha256), max_bytes, timeout_s)
+    target = _Download(url, _name_of(url), Path(folder), _read_digest(sha256), max_bytes, timeout_s)
     try:
-        wanted.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(wanted.folder / f".{wanted.name}.lock", wanted.name):
-            is_new = not wanted.path.exists()
+        target.folder.mkdir(parents=True, exist_ok=True)
+        with _lock(target.folder / f".{target.name}.lock", target.name):
+            is_new = not target.path.exists()
             if is_new:
-                _fetch(wanted)
+                _fetch(target)
             if unpack:
-                unpack_into(wanted.path, wanted.folder, max_bytes)
+                unpack_into(target.path, target.folder, max_bytes)
     except OSError as error:
         raise ConfigError(
             f"Asked to download {url} to {folder}, which failed: {error.strerror or error}. Give a folder on a disk "
             "with space that this process may write to."
         ) from None
-    if not is_new and wanted.sha256 is not None:
-        _check_present(wanted)
-    return wanted.folder if unpack else wanted.path
+    if not is_new and target.sha256 is not None:
+        _check_present(target)
+    return target.folder if unpack else target.path
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Download:
     url: str
     name: str
     folder: Path
@@ -111,24 +111,24 @@ def _name_of(url: str) -> str:
     return name
 
 
-def _checked_digest(sha256: str | None) -> str | None:
+def _read_digest(sha256: str | None) -> str | None:
     if sha256 is not None and (len(sha256) != 64 or set(sha256.lower()) - set("0123456789abcdef")):
         raise ConfigError(f"Got sha256={sha256!r}. Give 64 hexadecimal digits, as `sha256sum FILE` prints them.")
     return sha256 and sha256.lower()
 
 
 @contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
+def _lock(path: Path, name: str) -> Iterator[None]:
     with file_lock(path, lambda: logger.info("another process has %s in hand; waiting for it", name)):
         yield
 
 
-def _check_present(wanted: _Wanted) -> None:
-    with wanted.path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wanted.sha256:
+def _check_present(target: _Download) -> None:
+    with target.path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != target.sha256:
         raise DataError(
-            f"{wanted.path} has the checksum {found}, asked for {wanted.sha256}. Delete it to download it again, or "
+            f"{target.path} has the checksum {digest}, asked for {target.sha256}. Delete it to download it again, or "
             "correct sha256."
         )
 
@@ -136,62 +136,64 @@ def _check_present(wanted: _Wanted) -> None:
 # -- one download ----------------------------------------------------------------------------------------------------
 
 
-def _fetch(wanted: _Wanted) -> None:
-    have = wanted.part.stat().st_size if wanted.sha256 is not None and wanted.part.exists() else 0
-    with _asked(wanted, have) as answer:
+def _fetch(target: _Download) -> None:
+    have = target.part.stat().st_size if target.sha256 is not None and target.part.exists() else 0
+    with _request(target, have) as answer:
         start = have if answer.status == 206 else 0
         length = answer.headers.get("Content-Length")
         total = None if length is None else start + int(length)
-        _check_size(wanted, total, start)
-        digest = _digest_of_part(wanted.part, start)
-        with wanted.part.open("ab" if start else "wb") as file:
-            got = _copy(wanted, answer, file, digest, start, total)
+        _check_size(target, total, start)
+        digest = _digest_of_part(target.part, start)
+        with target.part.open("ab" if start else "wb") as file:
+            size = _copy(target, answer, file, digest, start, total)
             sync_file(file)
-    if total is not None and got < total:
-        raise PeerLostError(_broken_off(wanted, f"the answer ended after {got} of {total} bytes"))
-    _check_digest(wanted, digest.hexdigest(), start)
-    wanted.part.replace(wanted.path)
-    logger.info("%s: %s", wanted.path, format_mb(got))
+    if total is not None and size < total:
+        raise PeerLostError(_describe_failure(target, f"the answer ended after {size} of {total} bytes"))
+    _check_digest(target, digest.hexdigest(), start)
+    target.part.replace(target.path)
+    logger.info("%s: %s", target.path, format_mb(size))
 
 
 @contextmanager
-def _asked(wanted: _Wanted, have: int) -> Iterator[http.client.HTTPResponse]:
+def _request(target: _Download, have: int) -> Iterator[http.client.HTTPResponse]:
     """Ask for the file from byte `have` on; what goes wrong with server or network becomes our errors."""
-    request = urllib.request.Request(wanted.url, headers={"User-Agent": "phalanx", "Accept-Encoding": "identity"})
+    request = urllib.request.Request(target.url, headers={"User-Agent": "phalanx", "Accept-Encoding": "identity"})
     if have:
         request.add_header("Range", f"bytes={have}-")
     try:
-        with _opener().open(request, timeout=wanted.timeout_s) as answer:
+        with _opener().open(request, timeout=target.timeout_s) as answer:
             if answer.status == 206 and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                raise PeerLostError(_broken_off(wanted, "the server answered with another part than was asked for"))
+                raise PeerLostError(
+                    _describe_failure(target, "the server answered with another part than was asked for")
+                )
             yield answer
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 416:  # the part is as long as the file, or longer
-            wanted.part.unlink()
+            target.part.unlink()
         if error.code in (408, 416, 425, 429) or error.code >= 500:
-            raise PeerLostError(_broken_off(wanted, f"the server said {error.code} {error.reason}")) from None
+            raise PeerLostError(_describe_failure(target, f"the server said {error.code} {error.reason}")) from None
         raise ConfigError(
-            f"Asked to download {wanted.url}, the server said {error.code} {error.reason}. Check the address."
+            f"Asked to download {target.url}, the server said {error.code} {error.reason}. Check the address."
         ) from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise PeerLostError(_broken_off(wanted, str(reason) or type(error).__name__)) from None
+        raise PeerLostError(_describe_failure(target, str(reason) or type(error).__name__)) from None
 
 
-def _copy(wanted: _Wanted, answer: Any, file: Any, digest: Any, start: int, total: int | None) -> int:
+def _copy(target: _Download, answer: Any, file: Any, digest: Any, start: int, total: int | None) -> int:
     """Write the answer to `file` and return how many bytes the file has then."""
-    got, said = start, time.monotonic()
+    size, logged_at = start, time.monotonic()
     while piece := answer.read1(_PIECE_BYTES):
-        got += len(piece)
-        if got > wanted.max_bytes:
-            _check_size(wanted, got, start)
+        size += len(piece)
+        if size > target.max_bytes:
+            _check_size(target, size, start)
         digest.update(piece)
         file.write(piece)
-        if time.monotonic() - said > _SILENCE_S:
-            said = time.monotonic()
-            logger.info("%s: %s of %s", wanted.name, format_mb(got), "?" if total is None else format_mb(total))
-    return got
+        if time.monotonic() - logged_at > _SILENCE_S:
+            logged_at = time.monotonic()
+            logger.info("%s: %s of %s", target.name, format_mb(size), "?" if total is None else format_mb(total))
+    return size
 
 
 def _digest_of_part(part: Path, size: int) -> Any:
@@ -201,36 +203,36 @@ def _digest_of_part(part: Path, size: int) -> Any:
         return hashlib.file_digest(file, "sha256")
 
 
-def _check_size(wanted: _Wanted, total: int | None, start: int) -> None:
+def _check_size(target: _Download, total: int | None, start: int) -> None:
     if total is None:
         return
-    if total > wanted.max_bytes:
+    if total > target.max_bytes:
         raise ConfigError(
-            f"{wanted.url} has {total} bytes or more, above max_bytes={wanted.max_bytes}. Give a larger max_bytes, or "
+            f"{target.url} has {total} bytes or more, above max_bytes={target.max_bytes}. Give a larger max_bytes, or "
             "check the address."
         )
-    free = shutil.disk_usage(wanted.folder).free
+    free = shutil.disk_usage(target.folder).free
     if total - start > free:
-        raise ConfigError(f"{wanted.url} has {total} bytes, but {wanted.folder} has space for {free}. Make space.")
+        raise ConfigError(f"{target.url} has {total} bytes, but {target.folder} has space for {free}. Make space.")
 
 
-def _check_digest(wanted: _Wanted, found: str, start: int) -> None:
-    if wanted.sha256 is None:
-        logger.warning('%s was downloaded unchecked; pass sha256="%s" to download()', wanted.name, found)
-    elif found != wanted.sha256:
-        wanted.part.unlink()
+def _check_digest(target: _Download, digest: str, start: int) -> None:
+    if target.sha256 is None:
+        logger.warning('%s was downloaded unchecked; pass sha256="%s" to download()', target.name, digest)
+    elif digest != target.sha256:
+        target.part.unlink()
         again = " It was put together from two attempts; call again to download it whole." if start else ""
         raise DataError(
-            f"{wanted.url} has the checksum {found}, asked for {wanted.sha256}.{again} Check the address and the "
+            f"{target.url} has the checksum {digest}, asked for {target.sha256}.{again} Check the address and the "
             "checksum: the file may have been replaced."
         )
 
 
-def _broken_off(wanted: _Wanted, reason: str) -> str:
-    kept = wanted.part.stat().st_size if wanted.sha256 is not None and wanted.part.exists() else 0
-    again = f"call again to go on after {kept} bytes" if kept else "call again"
+def _describe_failure(target: _Download, reason: str) -> str:
+    resumable = target.part.stat().st_size if target.sha256 is not None and target.part.exists() else 0
+    again = f"call again to go on after {resumable} bytes" if resumable else "call again"
     return (
-        f"Asked to download {wanted.url}: {reason}. Check the network, then {again}, or put the file at {wanted.path}."
+        f"Asked to download {target.url}: {reason}. Check the network, then {again}, or put the file at {target.path}."
     )
 
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.readers.image_decode import decode_all, problem_of, require_pillow
+from phalanx.data.readers.image_decode import decode_all, find_problems, require_pillow
 from phalanx.data.readers.images import ImageDataset
-from phalanx.data.samples.bad_records import Corrupt, OnCorrupt
+from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.crop import CenterCrop, RandomCrop
 from phalanx.data.vision.flip import RandomHorizontalFlip
@@ -68,7 +68,7 @@ class FlowersDataset(ImageDataset):
     ) -> None:
         require_pillow()
         folder = Path(folder)
-        self.corrupt, self.threads, self.image_size = Corrupt(on_corrupt), threads, image_size
+        self.corrupt, self.threads, self.image_size = BadRecords(on_corrupt), threads, image_size
         if (folder / "imagelabels.mat").exists():
             paths, labels = _published(folder, train)
             names: Sequence[str] = [str(number + 1) for number in range(class_dim)]
@@ -87,8 +87,8 @@ class FlowersDataset(ImageDataset):
 
 
 def _usual(train: bool, image_size: int) -> list[Transform]:
-    cut = [RandomCrop(image_size), RandomHorizontalFlip()] if train else [CenterCrop(image_size)]
-    return [*cut, ToTensor(), Normalize(MEAN, STD)]
+    crop = [RandomCrop(image_size), RandomHorizontalFlip()] if train else [CenterCrop(image_size)]
+    return [*crop, ToTensor(), Normalize(MEAN, STD)]
 
 
 def _check_labels(paths: list[Path], labels: list[int], class_dim: int) -> None:
@@ -100,10 +100,10 @@ def _check_labels(paths: list[Path], labels: list[int], class_dim: int) -> None:
             )
 
 
-def _readable(paths: list[Path], corrupt: Corrupt, threads: int | None) -> list[int]:
+def _readable(paths: list[Path], corrupt: BadRecords, threads: int | None) -> list[int]:
     """Return the numbers of the images that can be decoded."""
     good = []
-    for number, problem in enumerate(problem_of(paths, threads)):
+    for number, problem in enumerate(find_problems(paths, threads)):
         if problem is None:
             good.append(number)
         else:
@@ -151,8 +151,8 @@ def _by_class(folder: Path, train: bool) -> tuple[list[Path], list[int], list[st
             f"Asked for images in {folder}, found neither imagelabels.mat nor {part.name}/<class>/ folders there. "
             "Give the folder of the 102 flowers (jpg/, imagelabels.mat, setid.mat), or one folder of images per class."
         )
-    found = [(path, label) for label, one in enumerate(classes) for path in _images(one)]
-    return [path for path, _ in found], [label for _, label in found], [one.name for one in classes]
+    images = [(path, label) for label, folder in enumerate(classes) for path in _images(folder)]
+    return [path for path, _ in images], [label for _, label in images], [folder.name for folder in classes]
 
 
 def _images(folder: Path) -> Sequence[Path]:

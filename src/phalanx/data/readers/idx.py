@@ -24,7 +24,7 @@ from torch import Tensor
 
 from phalanx.data.readers.images import ImageDataset
 from phalanx.data.readers.mmap_records import MappedRecords, find_file
-from phalanx.data.samples.bad_records import Corrupt, OnCorrupt
+from phalanx.data.samples.bad_records import BadRecords, OnCorrupt
 from phalanx.data.samples.labels import check_labels
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import Transform
@@ -48,7 +48,7 @@ def read_idx(path: str | Path, dims: int | None = None) -> NDArray[Any]:
         DataError: If the file is missing, cut off, too long or not an IDX file; names it and the byte offset.
     """
     path = Path(path)
-    with _opened(path) as file:
+    with _open(path) as file:
         header = _read_header(file, path, dims)
         size = math.prod(header.shape) * header.element.itemsize
         content = _take(file, path, header.bytes, size)
@@ -68,7 +68,7 @@ class _Header(NamedTuple):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     try:
         with cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             yield file
@@ -153,7 +153,7 @@ class IdxDataset(ImageDataset):
         stem, endings = "train" if train else "t10k", ("", ".gz")
         images = find_file(folder, f"{stem}-images-idx3-ubyte", endings)
         labels = find_file(folder, f"{stem}-labels-idx1-ubyte", endings)
-        self.corrupt = Corrupt(on_corrupt)
+        self.corrupt = BadRecords(on_corrupt)
         self._side, promised, self._pixels = _open_records(images, 3, self.corrupt)
         _, promised_labels, classes = _open_records(labels, 1, self.corrupt)
         if promised != promised_labels:
@@ -213,9 +213,9 @@ class _Table:
         return len(self.table)
 
 
-def _open_records(path: Path, dims: int, corrupt: Corrupt) -> tuple[tuple[int, ...], int, MappedRecords | _Table]:
+def _open_records(path: Path, dims: int, corrupt: BadRecords) -> tuple[tuple[int, ...], int, MappedRecords | _Table]:
     """Return the shape of a record, how many the file promises, and those it has as bytes."""
-    with _opened(path) as file:
+    with _open(path) as file:
         header = _read_header(file, path, dims)
     promised, shape = header.shape[0], header.shape[1:]
     if header.element.itemsize != 1:

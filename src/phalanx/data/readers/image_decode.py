@@ -48,23 +48,23 @@ def decode_all(paths: list[Path], side: int | None, threads: int | None) -> list
     Raises:
         DataError: If one cannot be decoded; names it.
     """
-    return list(_in_threads(lambda path: torch.from_numpy(_decoded(path, side)), paths, threads))
+    return list(_map_in_threads(lambda path: torch.from_numpy(_decode(path, side)), paths, threads))
 
 
-def problem_of(paths: list[Path], threads: int | None) -> Iterator[str | None]:
+def find_problems(paths: list[Path], threads: int | None) -> Iterator[str | None]:
     """Yield for each image what is wrong with it, None if it can be decoded."""
 
     def read(path: Path) -> str | None:
         try:
-            _decoded(path, 1)
+            _decode(path, 1)
         except DataError as error:
             return str(error).removesuffix(". Replace or remove the file.")
         return None
 
-    return _in_threads(read, paths, threads)
+    return _map_in_threads(read, paths, threads)
 
 
-def _decoded(path: Path, side: int | None) -> Any:
+def _decode(path: Path, side: int | None) -> Any:
     pillow = require_pillow()
     try:
         with pillow.open(path) as image:
@@ -79,7 +79,7 @@ def _decoded(path: Path, side: int | None) -> Any:
         raise DataError(f"{path}: cannot be decoded ({error}). Replace or remove the file.") from None
 
 
-def _in_threads(work: Callable[[Path], _T], paths: list[Path], threads: int | None) -> Iterator[_T]:
+def _map_in_threads(work: Callable[[Path], _T], paths: list[Path], threads: int | None) -> Iterator[_T]:
     # Pillow lets other threads run while it decodes.
     threads = threads or (1 if get_worker_info() is not None else len(os.sched_getaffinity(0)))
     if threads == 1 or len(paths) < 2:

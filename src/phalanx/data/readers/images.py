@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from phalanx.data.pipeline.columns import Column, Columns
-from phalanx.data.pipeline.pipeline import Verbs
-from phalanx.data.samples.bad_records import Corrupt
+from phalanx.data.pipeline.pipeline import PipelineMethods
+from phalanx.data.samples.bad_records import BadRecords
 from phalanx.data.sampling.ranks import read_shard
 from phalanx.data.sampling.row_rng import Draws
 from phalanx.data.vision.base import Transform
 from phalanx.data.vision.chain import Chain
 
 
-class ImageDataset(Verbs, Dataset[tuple[Tensor, int]]):
+class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
     """Images with labels.
 
     In a pipeline (`map`, `shuffle`, `batch`, `repeat`) it has two columns: `image`, bytes of (height, width, channels)
@@ -36,7 +36,7 @@ class ImageDataset(Verbs, Dataset[tuple[Tensor, int]]):
     class_names: tuple[str, ...]
     """What the labels mean, by label."""
 
-    corrupt: Corrupt
+    corrupt: BadRecords
     """The records that were left out."""
 
     usual: Chain

@@ -26,7 +26,7 @@ class MappedRecords:
     def __init__(self, path: Path, first_byte: int, records: int, record_bytes: int) -> None:
         self.path = path
         self._place = (path, first_byte, records, record_bytes)
-        self.table = _mapped(*self._place)
+        self.table = _map_records(*self._place)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -48,12 +48,12 @@ def find_file(folder: str | Path, name: str, endings: tuple[str, ...] = ("",)) -
     for ending in endings:
         if (folder / f"{name}{ending}").is_file():
             return folder / f"{name}{ending}"
-    there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-    asked = f"neither {name} nor {name}{endings[-1]}" if len(endings) > 1 else f"no {name}"
-    raise DataError(f"{folder} holds {asked}; found {there}. Put the file there.")
+    present = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    missing = f"neither {name} nor {name}{endings[-1]}" if len(endings) > 1 else f"no {name}"
+    raise DataError(f"{folder} holds {missing}; found {present}. Put the file there.")
 
 
-def _mapped(path: Path, first_byte: int, records: int, record_bytes: int) -> NDArray[np.uint8]:
+def _map_records(path: Path, first_byte: int, records: int, record_bytes: int) -> NDArray[np.uint8]:
     if not records:
         return np.empty((0, record_bytes), np.uint8)  # nothing cannot be mapped
     try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, get_args
 
-from phalanx.data.sampling.ranks import Shard, gather_integers
+from phalanx.data.sampling.ranks import DataShard, gather_integers
 from phalanx.errors import ConfigError, DataError, did_you_mean
 
 logger = logging.getLogger("phalanx.data")
@@ -14,7 +14,7 @@ logger = logging.getLogger("phalanx.data")
 OnCorrupt = Literal["stop", "skip"]
 
 
-class Corrupt:
+class BadRecords:
     """The broken records a reader met.
 
     Args:
@@ -56,7 +56,7 @@ class Corrupt:
 _T = TypeVar("_T")
 
 
-def counted(dataset: Any, batches: Iterator[_T], shard: Shard, *, is_own: bool) -> Iterator[_T]:
+def report_bad_records(dataset: Any, batches: Iterator[_T], shard: DataShard, *, is_own: bool) -> Iterator[_T]:
     """Return an epoch's batches; of a dataset that skips records, it says at the end how many, on all ranks alike.
 
     Such a dataset makes it collective, when `shard.is_checked`: at the first batch of data that all ranks share, which
@@ -72,24 +72,26 @@ def counted(dataset: Any, batches: Iterator[_T], shard: Shard, *, is_own: bool) 
         DataError: On every rank, while iterating, if data that all ranks share differs.
     """
     corrupt = getattr(dataset, "corrupt", None)
-    if not isinstance(corrupt, Corrupt) or corrupt.on_corrupt == "stop":
+    if not isinstance(corrupt, BadRecords) or corrupt.on_corrupt == "stop":
         return batches
-    return _counted(dataset, corrupt, batches, shard, is_own)
+    return _report_bad_records(dataset, corrupt, batches, shard, is_own)
 
 
-def _counted(dataset: Any, corrupt: Corrupt, batches: Iterator[_T], shard: Shard, is_own: bool) -> Iterator[_T]:
+def _report_bad_records(
+    dataset: Any, corrupt: BadRecords, batches: Iterator[_T], shard: DataShard, is_own: bool
+) -> Iterator[_T]:
     name = type(dataset).__name__
     if shard.is_checked and not is_own:
         _check_alike(name, gather_integers([len(dataset), corrupt.count]))
     yield from batches
     adds_up = shard.is_checked and is_own
-    corrupt.global_count = sum(one for (one,) in gather_integers([corrupt.count])) if adds_up else corrupt.count
+    corrupt.global_count = sum(count for (count,) in gather_integers([corrupt.count])) if adds_up else corrupt.count
     if corrupt.global_count and shard.index == 0:
         first = f"; the first here: {corrupt.first}" if corrupt.first else ""
         logger.warning("%d broken records of %s left out so far%s", corrupt.global_count, name, first)
 
 
 def _check_alike(name: str, everyone: list[list[int]]) -> None:
-    if len({tuple(one) for one in everyone}) > 1:
-        found = ", ".join(f"rank {rank} has {rows} and left out {out}" for rank, (rows, out) in enumerate(everyone))
-        raise DataError(f"The ranks read different records of {name}: {found}. Give all of them the same files.")
+    if len({tuple(report) for report in everyone}) > 1:
+        reports = ", ".join(f"rank {rank} has {rows} and left out {out}" for rank, (rows, out) in enumerate(everyone))
+        raise DataError(f"The ranks read different records of {name}: {reports}. Give all of them the same files.")

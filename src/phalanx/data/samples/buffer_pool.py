@@ -24,7 +24,7 @@ _KEPT = 4
 """Blocks a process keeps: a batch in training, one being made, and as many of another size."""
 
 
-class Reuse:
+class BufferPool:
     """Blocks of memory and who holds them. Any thread may ask for one."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Reuse:
             return torch.empty(0, dtype=torch.float32).set_(storage).view(shape)
         block = self._free(size)
         # A tensor made of an array holds this very object for as long as its storage lives.
-        held = block.view(np.float32)
-        self._blocks.append((block, weakref.ref(held)))
-        return torch.from_numpy(held).view(shape)
+        array = block.view(np.float32)
+        self._blocks.append((block, weakref.ref(array)))
+        return torch.from_numpy(array).view(shape)
 
     def _free(self, size: int) -> NDArray[np.uint8]:
         for _ in range(len(self._blocks)):
@@ -63,5 +63,5 @@ class Reuse:
         return np.empty(size, np.uint8)
 
 
-batches = Reuse()
+batches = BufferPool()
 """The blocks of this process."""

@@ -42,7 +42,7 @@ def label_problem(output: Sequence[int], labels: Tensor, *, ignored: int) -> str
     """Return what makes labels no target of a loss over classes, and what to do; None when they are one.
 
     Args:
-        output: Shape of the logits, (rows, classes, ...).
+        output: Shape of the logits, (samples, classes, ...).
         labels: One class for each place of the output, or probabilities, of which nothing is said.
         ignored: The label that the loss leaves out.
     """
@@ -51,7 +51,7 @@ def label_problem(output: Sequence[int], labels: Tensor, *, ignored: int) -> str
     rows, classes, *places = output
     needed = (rows, *places)
     if tuple(labels.shape) != needed:
-        remedy = "Let the data give one class for each row"
+        remedy = "Let the data give one class for each sample"
         if labels.dim() == len(needed) + 1 and labels.numel() == math.prod(needed):
             dim = next(i for i in range(labels.dim() - 1, -1, -1) if labels.shape[i] == 1)
             remedy = f"Write target.squeeze({dim})"
@@ -60,32 +60,32 @@ def label_problem(output: Sequence[int], labels: Tensor, *, ignored: int) -> str
             f"{tuple(labels.shape)}. {remedy}."
         )
     if labels.dtype not in (torch.int64, torch.uint8):
-        found = str(labels.dtype).removeprefix("torch.")
-        return f"The loss takes labels of type int64, found {found}. Write target.long(), or convert them in the data."
+        dtype = str(labels.dtype).removeprefix("torch.")
+        return f"The loss takes labels of type int64, found {dtype}. Write target.long(), or convert them in the data."
     values = labels.detach().cpu().numpy()
     wrong = ((values < 0) | (values >= classes)) & (values != ignored)
     if not wrong.any():
         return None
     row, label = np.nonzero(wrong)[0][0], values[wrong][0]
     return (
-        f"The label {label}, of row {row} of this rank's batch, is outside the {classes} classes of the output (0 to "
-        f"{classes - 1}). Let the model give an output for every class, or correct the labels; "
-        "px.data.check_labels(dataset, classes) finds all such rows."
+        f"The label {label}, of sample {row} of this rank's batch, is outside the {classes} classes of the output (0 "
+        f"to {classes - 1}). Let the model give an output for every class, or correct the labels; "
+        "px.data.check_labels(dataset, classes) finds all such samples."
     )
 
 
 def labels_of(data: Any) -> NDArray[Any]:
     """Return the labels `data` holds, shape (samples,); see `check_labels`."""
     if isinstance(data, Subset):
-        chosen: NDArray[Any] = labels_of(data.dataset)[np.asarray(data.indices)]
-        return chosen
+        selected: NDArray[Any] = labels_of(data.dataset)[np.asarray(data.indices)]
+        return selected
     if isinstance(data, TensorDataset):
         data = data.tensors[-1]
-    found = data
+    values = data
     for name in ("labels", "targets"):
-        found = getattr(found, name, found)
-    if isinstance(found, torch.Tensor | np.ndarray | list | tuple):
-        labels: NDArray[Any] = np.asarray(found).reshape(-1)
+        values = getattr(values, name, values)
+    if isinstance(values, torch.Tensor | np.ndarray | list | tuple):
+        labels: NDArray[Any] = np.asarray(values).reshape(-1)
         return labels
     raise ConfigError(
         f"Asked to check the labels of a {type(data).__name__}, which has neither `labels` nor `targets`. "

@@ -1,4 +1,4 @@
-"""What a user hands a loader, read into one value: a Dataset, a DataLoader, tensors, a generator function."""
+"""Read what a user passes to a loader (Dataset, DataLoader, tensors, generator function) into one value."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from torch.utils.data import (
 )
 
 from phalanx.data.sampling.order import generators_of
-from phalanx.data.sampling.shards import asked_rows
+from phalanx.data.sampling.shards import read_count
 from phalanx.errors import ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
-class Source:
-    """A dataset and everything that was said about loading it; None where nothing was said."""
+class DataSource:
+    """A dataset and the settings for loading it; None where unset."""
 
     dataset: Any
     batch_size: int | None = None
-    """Rows per rank, as a DataLoader's or a pipeline's user cut them."""
+    """Samples per rank, as set by a DataLoader or a pipeline."""
 
     global_batch: int | None = None
-    """Rows over all ranks, as a pipeline's user cut them."""
+    """Samples over all ranks, as set by a pipeline."""
 
     shuffle: bool | None = None
     seed: int | None = None
     generators: list[torch.Generator] = field(default_factory=list)
-    """The user's generators that the order is drawn from, the one that decides first."""
+    """The user's generators that the order is drawn from, the deciding one first."""
 
     drop_last: bool | None = None
     sampler: Any = None
@@ -47,11 +47,11 @@ class Source:
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     loading: dict[str, Any]
-    """Further DataLoader arguments that are passed on as they are."""
+    """Further DataLoader arguments, passed through."""
 
     @property
     def is_stream(self) -> bool:
-        """Whether rows only come one after the other."""
+        """Whether samples can only be read sequentially."""
         return isinstance(self.dataset, IterableDataset)
 
 
@@ -65,8 +65,8 @@ class FunctionStream(IterableDataset[Any]):
         return iter(self.function())
 
 
-def read_source(data: Any) -> Source:
-    """Return what `data` is and says.
+def read_source(data: Any) -> DataSource:
+    """Return the dataset and settings of `data`.
 
     Args:
         data: A map-style or iterable torch Dataset, any object with `__getitem__` and `__len__`, a
@@ -74,25 +74,25 @@ def read_source(data: Any) -> Source:
             new iterator of samples each time it is called.
 
     Raises:
-        ConfigError: If it is none of these, or cannot be shared out over ranks.
+        ConfigError: If it is none of these, or cannot be sharded over ranks.
     """
     if isinstance(data, DataLoader):
         return _read_torch_loader(data)
     if isinstance(data, tuple):
-        return Source(dataset=_as_tensors(data), loading={})
+        return DataSource(dataset=_as_tensors(data), loading={})
     if isinstance(data, IterableDataset):
-        return Source(dataset=data, loading={})
+        return DataSource(dataset=data, loading={})
     if isinstance(data, Dataset) or _is_sequence(data):
         _require_length(data)
         _check_samples(data)
-        return Source(dataset=data, loading={})
+        return DataSource(dataset=data, loading={})
     if inspect.isgenerator(data) or isinstance(data, Iterator):
         raise ConfigError(
             f"Asked to load from a {type(data).__name__}, which can be read only once. "
             "Give the function that makes it, without calling it, so that each epoch starts anew."
         )
     if callable(data):
-        return Source(dataset=FunctionStream(data), loading={})
+        return DataSource(dataset=FunctionStream(data), loading={})
     named = ", or Pipeline(tuple(data.values()), columns=tuple(data))" if isinstance(data, dict) else ""
     raise ConfigError(
         f"Asked to load from a {type(data).__name__}. Give a torch Dataset or DataLoader, a tuple of tensors, or a "
@@ -101,7 +101,7 @@ def read_source(data: Any) -> Source:
 
 
 def decides_batches(dataset: Any) -> bool:
-    """Return whether a dataset hands out ready batches of this rank's own rows (`batches`), not one row at a time."""
+    """Return whether a dataset yields ready batches of this rank's samples (`batches`), not single samples."""
     return getattr(dataset, "decides_batches", False)
 
 
@@ -110,12 +110,12 @@ def _is_sequence(data: Any) -> bool:
 
 
 def _check_samples(data: Any) -> None:
-    """Raise where a list of columns was meant: tensors of as many rows and different shapes are no samples."""
+    """Raise if a list of columns was meant: tensors of equal length and different shapes are no samples."""
     if type(data) is not list or not all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in data):
         return
     if len({part.shape for part in data}) > 1 and len({len(part) for part in data}) == 1:
         raise ConfigError(
-            f"Asked to load from a list of {len(data)} tensors of {len(data[0])} rows and different shapes; a list "
+            f"Asked to load from a list of {len(data)} tensors of {len(data[0])} samples and different shapes; a list "
             "holds samples. Give a tuple of columns: (images, labels)."
         )
 
@@ -132,14 +132,14 @@ def _as_tensors(data: tuple[Any, ...]) -> TensorDataset:
     lengths = [part.shape[0] if part.ndim else 0 for part in tensors]
     if len(set(lengths)) > 1:
         raise ConfigError(
-            f"Asked to load from tensors with {', '.join(map(str, lengths))} rows. "
-            "Give tensors with the same number of rows."
+            f"Asked to load from tensors with {', '.join(map(str, lengths))} samples. "
+            "Give tensors with the same number of samples."
         )
     return TensorDataset(*tensors)
 
 
-def _read_torch_loader(loader: DataLoader[Any]) -> Source:
-    source = Source(
+def _read_torch_loader(loader: DataLoader[Any]) -> DataSource:
+    source = DataSource(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
@@ -161,14 +161,13 @@ def _read_torch_loader(loader: DataLoader[Any]) -> Source:
             source.batch_sampler, source.drop_last = _shareable(loader.batch_sampler), None
             source.generators = generators_of(loader.batch_sampler) + source.generators
             return source
-        # Torch's own, which cuts as a DataLoader does that was given the batch size.
+        # torch's own BatchSampler: equal to a DataLoader with that batch size.
         sampler = loader.batch_sampler.sampler
         source.batch_size, source.drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
     if source.batch_size is None:
         raise ConfigError(
-            "The DataLoader has batch_size=None, so its dataset cuts the batches and they cannot be shared "
-            "out "
-            "row by row. Let the dataset yield samples and give the DataLoader a batch_size."
+            "The DataLoader has batch_size=None, so its dataset makes the batches and they cannot be sharded "
+            "sample by sample. Let the dataset yield samples and give the DataLoader a batch_size."
         )
     if not source.is_stream:
         _require_length(loader.dataset)
@@ -176,10 +175,10 @@ def _read_torch_loader(loader: DataLoader[Any]) -> Source:
     return source
 
 
-def _read_sampler(source: Source, sampler: Any) -> None:
+def _read_sampler(source: DataSource, sampler: Any) -> None:
     source.generators = generators_of(sampler) + source.generators
     if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
-        # Its rank and padding are replaced by ours; what the user chose about the order is kept.
+        # Its rank and padding are replaced by ours; the user's choice of order is preserved.
         source.shuffle, source.seed = sampler.shuffle, sampler.seed
     elif type(sampler) is SequentialSampler and sampler.data_source is source.dataset:
         source.shuffle = False
@@ -197,14 +196,13 @@ def _shareable(sampler: Any) -> Any:
     name = type(sampler).__name__
     if not isinstance(sampler, Sized):
         raise ConfigError(
-            f"{name} has no length, so its rows cannot be shared out over the ranks. "
-            "Give it a __len__ that says how many entries an epoch has."
+            f"{name} has no length, so its samples cannot be sharded over the ranks. "
+            "Give it a __len__ that returns the entries of an epoch."
         )
     if hasattr(sampler, "num_replicas"):
         raise ConfigError(
-            f"{name} already shares its rows over ranks (it has num_replicas); shared out again most rows "
-            "would "
-            "never be used. Give the sampler of one process; the sharing is done here."
+            f"{name} already shards its samples over ranks (it has num_replicas); sharded again most samples "
+            "would never be used. Pass the sampler of one process; the sharding is done here."
         )
     return sampler
 
@@ -217,20 +215,20 @@ def _require_length(dataset: Any) -> None:
             f"{type(dataset).__name__} has no length. Give it a __len__, or make it an IterableDataset."
         ) from None
     if rows == 0:
-        raise ConfigError(f"{type(dataset).__name__} is empty: it has 0 rows. Check the path it reads from.")
+        raise ConfigError(f"{type(dataset).__name__} is empty: it has 0 samples. Check the path it reads from.")
 
 
-def batch_sizes(source: Source, batch_size: int | None, global_batch: int | None) -> tuple[int, int]:
-    """Return (rows per rank, rows over all ranks), the one that was not chosen as 0.
+def batch_sizes(source: DataSource, batch_size: int | None, global_batch: int | None) -> tuple[int, int]:
+    """Return (samples per rank, samples over all ranks); the unused one is 0.
 
     Raises:
-        ConfigError: If none or both were given, or one that is no whole number from 1 to the rows there are.
+        ConfigError: If none or both are set, or one is no integer from 1 to the number of samples.
     """
     if source.batch_sampler is not None:
         if batch_size is not None or global_batch is not None:
             raise ConfigError(
-                f"The DataLoader's {type(source.batch_sampler).__name__} cuts the batches, and a batch size was "
-                "given too. Give one or the other."
+                f"The DataLoader's {type(source.batch_sampler).__name__} makes the batches, and a batch size was "
+                "given too. Pass one or the other."
             )
         return 1, 0
     if batch_size is not None and global_batch is not None:
@@ -240,20 +238,20 @@ def batch_sizes(source: Source, batch_size: int | None, global_batch: int | None
     if batch_size is None and global_batch is None:
         batch_size, global_batch = source.batch_size, source.global_batch
     if global_batch is not None:
-        rows = asked_rows("global_batch", global_batch)
+        rows = read_count("global_batch", global_batch)
         _check_rows_suffice(source, rows)
         return 0, rows
     if batch_size is None:
-        raise ConfigError("No batch size was given. Give batch_size= (rows per rank) or global_batch= (over all).")
-    return asked_rows("batch_size", batch_size), 0
+        raise ConfigError("No batch size was given. Give batch_size= (samples per rank) or global_batch= (over all).")
+    return read_count("batch_size", batch_size), 0
 
 
-def _check_rows_suffice(source: Source, global_batch: int) -> None:
+def _check_rows_suffice(source: DataSource, global_batch: int) -> None:
     if source.is_stream:
         return
     drawn = source.dataset if source.sampler is None else source.sampler
     if len(drawn) < global_batch:
         raise ConfigError(
-            f"Asked for global_batch={global_batch}, but {type(drawn).__name__} has {len(drawn)} rows, which is not "
+            f"Asked for global_batch={global_batch}, but {type(drawn).__name__} has {len(drawn)} samples, which is not "
             f"one batch. Give {f'at most {len(drawn)}, or ' if len(drawn) else ''}more data."
         )

@@ -31,11 +31,11 @@ class LoaderSeed:
         kind: The kind of data; loaders of one kind are used in the same order on all ranks.
     """
 
-    def __init__(self, given: int | None, generators: list[torch.Generator], *, training: bool, kind: str) -> None:
-        self.given, self._generators = given, generators
+    def __init__(self, user_seed: int | None, generators: list[torch.Generator], *, training: bool, kind: str) -> None:
+        self.given, self._generators = user_seed, generators
         self._training, self._kind = training, kind
-        self._value = given
-        self._is_shared = given is not None or not training
+        self._value = user_seed
+        self._is_shared = user_seed is not None or not training
 
     def __call__(self) -> int:
         """Return the seed, 0 to 2**64 - 1 unless another was given.
@@ -62,7 +62,7 @@ class LoaderSeed:
         if self.given is not None and saved != self.given:
             raise ConfigError(
                 f"The state was saved with seed {saved}, this loader has seed {self.given}: the rest of "
-                "the epoch would repeat rows and miss others. Make the loader with the saved seed."
+                "the epoch would repeat samples and miss others. Make the loader with the saved seed."
             )
         if self._generators and saved != self._own():
             logger.warning(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.comm.context import BatchShare
-from phalanx.data.sampling.ranks import Shard, gather_integers
+from phalanx.data.sampling.ranks import DataShard, gather_integers
 from phalanx.data.sampling.seeding import seeded
 from phalanx.data.sampling.shards import EpochPlan
 from phalanx.data.sampling.shuffle import mixed_seed, shuffled
@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchRequest:
     """One batch to load."""
 
     indices: Sequence[int] | NDArray[np.int64]
@@ -32,33 +32,33 @@ class Work:
     seed: int
     """Where the random numbers of loading it start; another one for each batch, rank and epoch."""
 
-    row_seeds: NDArray[np.uint64] | None = None
-    """Where those of each row start, the same on any rank; for pipelines."""
+    sample_seeds: NDArray[np.uint64] | None = None
+    """Where those of each sample start, the same on any rank; for pipelines."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To a worker goes what it needs, in few bytes: dataclasses are slow to pickle, and this is done per batch.
-        return _for_worker, (self.indices, self.seed, self.row_seeds)
+        return _for_worker, (self.indices, self.seed, self.sample_seeds)
 
 
-def _for_worker(indices: Any, seed: int, row_seeds: Any) -> Work:
-    return Work(indices, BatchShare(0, 0), 0, seed, row_seeds)
+def _for_worker(indices: Any, seed: int, sample_seeds: Any) -> BatchRequest:
+    return BatchRequest(indices, BatchShare(0, 0), 0, seed, sample_seeds)
 
 
-class Order(Protocol):
-    """Says which rows each batch of an epoch holds."""
+class EpochOrder(Protocol):
+    """Says which samples each batch of an epoch holds."""
 
     def steps(self, shard_count: int) -> int:
         """Return the number of global batches of a whole epoch."""
 
-    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
+    def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
         """Return what this shard's batches of a whole epoch are of their global batches; none if that is not known."""
 
-    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
+    def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
         """Yield this shard's batches of `epoch`, from position `first` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOrder:
+class SampleOrder:
     """Rows in order, shuffled, or as a sampler lists them; cut into global batches here."""
 
     rows: int
@@ -75,23 +75,23 @@ class RowOrder:
     sampler: Any = None
 
     def steps(self, shard_count: int) -> int:
-        """See `Order`."""
-        return cut(self.rows, self.global_batch(shard_count), self.drop_last).steps
+        """See `EpochOrder`."""
+        return plan_epoch(self.rows, self.global_batch(shard_count), self.drop_last).steps
 
-    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
-        """See `Order`."""
-        return shares_of(cut(self.rows, self.global_batch(shard.count), self.drop_last), shard)
+    def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
+        """See `EpochOrder`."""
+        return shares_of(plan_epoch(self.rows, self.global_batch(shard.count), self.drop_last), shard)
 
-    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
-        """See `Order`. With a sampler it is collective at the first batch."""
+    def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
+        """See `EpochOrder`. With a sampler it is collective at the first batch."""
         seed = self.seed()
         rows = self.rows if self.sampler is None else list_sampler(self.sampler, mixed_seed(seed, epoch), shard)
         count = rows if isinstance(rows, int) else len(rows)
-        plan = cut(count, self.global_batch(shard.count), self.drop_last, first)
+        plan = plan_epoch(count, self.global_batch(shard.count), self.drop_last, first)
         pick = self._picker(rows, mixed_seed(seed, epoch))
         for step in range(plan.steps):
             part = plan.rank_batch(step, shard.index, shard.count)
-            yield Work(
+            yield BatchRequest(
                 pick(part.start, part.count),
                 BatchShare(part.rows, part.global_rows),
                 plan.position_after(step),
@@ -99,7 +99,7 @@ class RowOrder:
             )
 
     def _picker(self, rows: int | list[int], seed: int) -> Callable[[int, int], Sequence[int]]:
-        """Return what lists the rows at a run of positions, of so many rows or of those that a sampler listed."""
+        """Return what lists the samples at a run of positions, of so many samples or of those that a sampler listed."""
         if not isinstance(rows, int):
             return lambda start, count: rows[start : start + count]
         if not self.shuffle:
@@ -115,15 +115,15 @@ class BatchOrder:
     seed: Callable[[], int]
 
     def steps(self, shard_count: int) -> int:
-        """See `Order`."""
+        """See `EpochOrder`."""
         return EpochPlan(len(self.batch_sampler), shard_count).steps
 
-    def shares(self, shard: Shard) -> tuple[BatchShare, ...]:
-        """See `Order`. The sampler says the rows of a batch with the batch."""
+    def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
+        """See `EpochOrder`. The sampler says the samples of a batch with the batch."""
         return ()
 
-    def works(self, epoch: int, shard: Shard, first: int = 0) -> Iterator[Work]:
-        """See `Order`; positions count batches. Collective at the first batch."""
+    def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
+        """See `EpochOrder`; positions count batches. Collective at the first batch."""
         seed = self.seed()
         batches = list_sampler(self.batch_sampler, mixed_seed(seed, epoch), shard)
         plan = EpochPlan(len(batches), shard.count, first=first)
@@ -132,7 +132,7 @@ class BatchOrder:
             start = plan.first + step * plan.global_batch
             global_rows = sum(len(batch) for batch in batches[start : plan.position_after(step)])
             indices = list(batches[part.start])
-            yield Work(
+            yield BatchRequest(
                 indices,
                 BatchShare(len(indices) if part.rows else 0, global_rows),
                 plan.position_after(step),
@@ -140,7 +140,7 @@ class BatchOrder:
             )
 
 
-def cut(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochPlan:
+def plan_epoch(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochPlan:
     """Return the cut of `rows` into global batches, from position `first` on.
 
     Raises:
@@ -148,19 +148,19 @@ def cut(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochP
     """
     if drop_last and rows < global_batch:
         raise ConfigError(
-            f"Asked to drop the last batch if it is not full, but {rows} rows are not one global batch of "
+            f"Asked to drop the last batch if it is not full, but {rows} samples are not one global batch of "
             f"{global_batch}: no batch is left. Give a smaller batch, or drop_last=False."
         )
     return EpochPlan(rows, global_batch, drop_last, first)
 
 
-def shares_of(plan: EpochPlan, shard: Shard) -> tuple[BatchShare, ...]:
+def shares_of(plan: EpochPlan, shard: DataShard) -> tuple[BatchShare, ...]:
     """Return what a shard's batches are of their global batches: of the full ones, and of the last."""
     parts = [plan.rank_batch(step, shard.index, shard.count) for step in {0, plan.steps - 1} if 0 <= step < plan.steps]
     return tuple({BatchShare(part.rows, part.global_rows): None for part in parts})
 
 
-def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
+def list_sampler(sampler: Any, seed: int, shard: DataShard) -> list[Any]:
     """Return what `sampler` yields, drawn from the same random numbers on every rank.
 
     Its own generators are as they were afterwards.
@@ -170,7 +170,7 @@ def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
         ConfigError: On every rank, if the ranks listed different things, or not as many as the sampler's
         length.
     """
-    with seeded(seed), _started_at(seed, generators_of(sampler)):
+    with seeded(seed), _seed_generators(seed, generators_of(sampler)):
         listed = list(sampler)
     digest = zlib.crc32(repr(listed).encode())
     wrong_length = isinstance(sampler, Sized) and len(sampler) != len(listed)
@@ -183,7 +183,7 @@ def list_sampler(sampler: Any, seed: int, shard: Shard) -> list[Any]:
         )
     if len({answer[0] for answer in answers}) > 1:
         raise ConfigError(
-            f"{name} lists different rows on different ranks, so they cannot be shared out. "
+            f"{name} lists different samples on different ranks, so they cannot be shared out. "
             "Let it draw from torch, numpy or random (seeded here alike on every rank), or drop the sampler."
         )
     return listed
@@ -197,7 +197,7 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 @contextlib.contextmanager
-def _started_at(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
+def _seed_generators(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
     """Let the user's generators draw from `seed` on for a while, and be as they were afterwards."""
     states = [generator.get_state() for generator in generators]
     try:
@@ -210,7 +210,7 @@ def _started_at(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
 
 
 def rows_of_tensor(tensor: torch.Tensor, indices: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
-    """Return rows of a tensor in memory of their own: whoever gets a batch may change it, and the data stays."""
+    """Return samples of a tensor in memory of their own: whoever gets a batch may change it, and the data stays."""
     if isinstance(indices, range) and indices.step == 1:
         return tensor[indices.start : indices.stop].clone(memory_format=torch.contiguous_format)
     return tensor[torch.from_numpy(np.asarray(indices, dtype=np.int64))]

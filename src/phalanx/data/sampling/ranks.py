@@ -1,4 +1,4 @@
-"""What data code asks the other ranks: who reads which rows, and a few whole numbers from each."""
+"""Which shard of the data this rank reads, and an all-gather of a few integers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Which of how many parts of every global batch this process loads."""
+class DataShard:
+    """Which part of every global batch this process loads."""
 
     index: int
     count: int
     is_checked: bool = True
-    """Whether the other parts belong to ranks that can be asked."""
+    """Whether the other parts belong to ranks of this job."""
 
 
-def place() -> tuple[int, int]:
-    """Return (index, count) of the share of the rows this process reads; (0, 1) before `phalanx.init()`.
+def current_shard() -> tuple[int, int]:
+    """Return (index, count) of the shard that this process reads; (0, 1) before `phalanx.init()`.
 
-    That is (rank, world size) unless a Plan lets several ranks read the same rows.
+    That is (rank, world size) unless a Plan lets several ranks read the same samples.
     """
     if not context.is_initialized():
         return 0, 1
@@ -55,54 +55,55 @@ def read_shard(num_shards: int | None, shard_id: int | None) -> tuple[int, int] 
     return shard_id, num_shards
 
 
-def shard_here(asked: tuple[int, int] | None, *, training: bool = False) -> Shard:
-    """Return the shard this process loads: the one of its place, unless the data says another.
+def resolve_shard(requested: tuple[int, int] | None, *, training: bool = False) -> DataShard:
+    """Return the shard this process loads: that of its rank, unless the data requests another.
 
-    Data that says (rank, world size) means its place, also where several ranks read the same rows.
+    Data that requests (rank, world size) gets the rank's shard, also if several ranks read the same samples.
 
     Args:
-        asked: What `read_shard` returned.
-        training: Whether the rows are trained on; then every rank has to load the shard of its place.
+        requested: What `read_shard` returned.
+        training: Whether the samples are trained on; then every rank has to load its own shard.
 
     Raises:
-        ConfigError: If it has not.
+        ConfigError: If it requests another.
     """
-    index, count = place()
-    if asked is None:
-        return Shard(index, count)
+    index, count = current_shard()
+    if requested is None:
+        return DataShard(index, count)
     if context.is_initialized():
         role = context.current()
-        if asked in ((index, count), (role.rank, role.world_size)):
-            return Shard(index, count)
+        if requested in ((index, count), (role.rank, role.world_size)):
+            return DataShard(index, count)
         if training and role.world_size > 1:
             raise ConfigError(
-                f"Asked to train on shard {asked[0]} of {asked[1]}, but rank {role.rank} of {role.world_size} reads "
-                f"shard {index} of {count}: rows would be read twice or never. Leave num_shards and shard_id out."
+                f"Asked to train on shard {requested[0]} of {requested[1]}, but rank {role.rank} of {role.world_size} "
+                f"reads shard {index} of {count}: samples would be read twice or never. Leave num_shards and shard_id "
+                "out."
             )
-    return Shard(*asked, is_checked=False)
+    return DataShard(*requested, is_checked=False)
 
 
-def shards_expected(asked: tuple[int, int] | None) -> int:
+def expected_shard_count(requested: tuple[int, int] | None) -> int:
     """Return how many shards there are or, before `phalanx.init()`, will be."""
-    if asked is None and not context.is_initialized():
+    if requested is None and not context.is_initialized():
         return Role.detect().world_size
-    return shard_here(asked).count
+    return resolve_shard(requested).count
 
 
 def gather_integers(values: Sequence[int]) -> list[list[int]]:
-    """Return `values` of every reader (see `place`), in order.
+    """Return `values` of every reading rank (see `current_shard`), in order.
 
-    Collective: every rank must call it, with as many values. Alone, it returns [values].
+    Collective: every rank must call it, with equally many values. With one reader it returns [values].
 
     Args:
         values: Numbers that fit 64 bits with sign.
     """
-    _, count = place()
+    _, count = current_shard()
     if count == 1:
         return [list(values)]
-    here = context.current()
-    mine = torch.tensor(list(values), dtype=torch.int64, device=here.device)
-    everyone = [torch.empty_like(mine) for _ in range(count)]
-    with peers_named("all_gather of numbers of rows", here.readers.group):
-        dist.all_gather(everyone, mine, group=here.readers.group)
-    return [row.tolist() for row in everyone]
+    current = context.current()
+    mine = torch.tensor(list(values), dtype=torch.int64, device=current.device)
+    gathered = [torch.empty_like(mine) for _ in range(count)]
+    with peers_named("all_gather of numbers of samples", current.readers.group):
+        dist.all_gather(gathered, mine, group=current.readers.group)
+    return [row.tolist() for row in gathered]

@@ -1,7 +1,7 @@
-"""Random numbers of many rows at once, each row with a stream of its own.
+"""Random numbers of many samples at once, each sample with a stream of its own.
 
-What a row draws is a function of its seed alone, so it does not depend on the rank, worker or batch it is loaded in.
-A generator object for each row would cost 15 us a row; a counter that is mixed costs nothing worth measuring
+What a sample draws is a function of its seed alone, so it does not depend on the rank, worker or batch it is loaded in.
+A generator object for each sample would cost 15 us a sample; a counter that is mixed costs nothing worth measuring
 (`data/sampling/hash64.py`; G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014).
 """
 
@@ -20,14 +20,14 @@ from phalanx.data.sampling.shuffle import hash_numbers, mixed_seed
 
 
 class Draws:
-    """The random numbers of n rows; each call hands out the next one of every row.
+    """The random numbers of n samples; each call hands out the next one of every sample.
 
-    How many calls an operation makes may not depend on a row's pixels or numbers: then one row alone draws what it
+    How many calls an operation makes may not depend on a row's pixels or numbers: then one sample alone draws what it
     draws among others.
 
     Args:
-        seeds: One 64-bit seed for each row, shape (n,).
-        drawn: How many numbers each row has drawn already.
+        seeds: One 64-bit seed for each sample, shape (n,).
+        drawn: How many numbers each sample has drawn already.
     """
 
     def __init__(self, seeds: NDArray[np.uint64], drawn: int = 0) -> None:
@@ -39,8 +39,8 @@ class Draws:
 
         Args:
             seed: The run's seed.
-            epoch: Or any number that changes whenever the same rows are to draw anew.
-            rows: What tells the rows of an epoch apart, such as their positions.
+            epoch: Or any number that changes whenever the same samples are to draw anew.
+            rows: What tells the samples of an epoch apart, such as their positions.
         """
         return cls(hash_numbers(np.asarray(rows, np.int64).astype(np.uint64), mixed_seed(seed, epoch)))
 
@@ -53,24 +53,24 @@ class Draws:
         return len(self.seeds)
 
     def row(self, index: int) -> Draws:
-        """Return the numbers of one row from here on; they are not taken from this object's."""
+        """Return the numbers of one sample from here on; they are not taken from this object's."""
         return Draws(self.seeds[index : index + 1], self._drawn)
 
     def skip_like(self, other: Draws) -> None:
-        """Count as drawn what `other`, a row of this object, has drawn."""
+        """Count as drawn what `other`, a sample of this object, has drawn."""
         self._drawn = other._drawn
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """Return a number in [low, high) for every row, float64 of shape (n,)."""
+        """Return a number in [low, high) for every sample, float64 of shape (n,)."""
         unit = (self.words() >> np.uint64(11)) * 2.0**-53
         return torch.from_numpy(low + (high - low) * unit)
 
     def integers(self, count: int) -> Tensor:
-        """Return a whole number in [0, count) for every row, int64 of shape (n,); `count` is at most 2**32."""
+        """Return a whole number in [0, count) for every sample, int64 of shape (n,); `count` is at most 2**32."""
         return torch.from_numpy((((self.words() >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).view(np.int64))
 
     def words(self) -> NDArray[np.uint64]:
-        """Return 64 random bits for every row, shape (n,)."""
+        """Return 64 random bits for every sample, shape (n,)."""
         self._drawn += 1
         return mix64(self.seeds + np.uint64(GOLDEN * self._drawn & WORD))
 

@@ -1,7 +1,7 @@
-"""Which rows of an epoch go to which rank: arithmetic alone, the same on every rank.
+"""Which samples of an epoch go to which rank: arithmetic alone, the same on every rank.
 
-An epoch is a row of positions 0 to n - 1. It is cut into global batches first and each global batch is cut
-over the ranks second, so the global batches, and with them the training, are the same for any world size.
+An epoch is the positions 0 to n - 1. It is split into global batches first, and each global batch over the ranks
+second, so the global batches, and with them the training, are the same for any world size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class RankBatch:
     """How many positions it loads; at least 1, so that its model always has something to compute on."""
 
     rows: int
-    """How many of them count: `count`, or 0 when the row is only there to keep the ranks in step."""
+    """How many of them count: `count`, or 0 if the sample only keeps the ranks in step."""
 
     global_rows: int
-    """Rows of the whole global batch."""
+    """Samples of the global batch."""
 
 
 def even_split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Cut `size` things into `parts` runs whose lengths differ by at most 1, the longer ones first.
+    """Split `size` items into `parts` runs whose lengths differ by at most 1, the longer ones first.
 
     Returns:
         (offset, length) of run `index`.
@@ -40,11 +40,11 @@ def even_split(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * length + min(index, longer), length + (index < longer)
 
 
-def asked_rows(name: str, value: Any) -> int:
-    """Return a number of rows, or of other things, that a user gave.
+def read_count(name: str, value: Any) -> int:
+    """Return a count that a user passed, as an int.
 
     Raises:
-        ConfigError: If it is no whole number from 1 on; names the argument.
+        ConfigError: If it is no integer of 1 or more; names the argument.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(
@@ -59,26 +59,26 @@ def asked_rows(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """One epoch, or what is left of it, cut into global batches."""
+    """One epoch, or the rest of it, split into global batches."""
 
     rows: int
-    """Rows of the whole epoch."""
+    """Samples of the whole epoch."""
 
     global_batch: int
-    """Rows of one global batch, over all ranks."""
+    """Samples of one global batch, over all ranks."""
 
     drop_last: bool = False
     """Whether a last batch that is not full is left out."""
 
     first: int = 0
-    """Position the first batch starts at; not 0 for an epoch that is resumed."""
+    """Position of the first batch; not 0 for a resumed epoch."""
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
-            raise ConfigError(f"Asked for a global batch of {self.global_batch} rows. Give at least 1.")
+            raise ConfigError(f"Asked for a global batch of {self.global_batch} samples. Give at least 1.")
         if not 0 <= self.first <= self.rows:
             raise ConfigError(
-                f"Asked to resume at position {self.first}, but the epoch has {self.rows} rows. "
+                f"Asked to resume at position {self.first}, but the epoch has {self.rows} samples. "
                 "Resume with the dataset the position was saved with."
             )
 
@@ -89,14 +89,14 @@ class EpochPlan:
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
     def position_after(self, step: int) -> int:
-        """Return the position that follows the last row of global batch `step`."""
+        """Return the position that follows the last sample of global batch `step`."""
         return min(self.first + (step + 1) * self.global_batch, self.rows)
 
     def rank_batch(self, step: int, rank: int, world_size: int) -> RankBatch:
         """Return what `rank` loads of global batch `step`.
 
-        The ranks' parts are runs in rank order, so that laid side by side they are the global batch. A rank
-        for which no row is left loads the batch's first row, which then does not count.
+        The ranks' parts are consecutive runs in rank order; concatenated they are the global batch. A rank for which no
+        sample is left loads the batch's first sample, which then does not count.
 
         Args:
             step: 0 to `steps` - 1.

@@ -1,4 +1,4 @@
-"""A shuffled epoch as a function: which row stands at which position, without a table of all rows.
+"""A shuffled epoch as a function: which sample stands at which position, without a table of all samples.
 
 The native core computes it. The NumPy twin below gives the same bits, is what the native code is tested
 against and takes over where the package was installed without a compiler. The method and its sources:
@@ -18,7 +18,7 @@ if HAS_NATIVE:
     from phalanx import _core
 
 MAX_ROWS = 2**62
-"""Most rows a permutation can order."""
+"""Most samples a permutation can order."""
 
 _ROUNDS = 8
 
@@ -29,7 +29,7 @@ def shuffled(n: int, seed: int, start: int, count: int, step: int = 1) -> NDArra
     Costs time in `count` alone. The element at a position does not depend on the cut into calls.
 
     Args:
-        n: Number of rows, 1 to 2**62.
+        n: Number of samples, 1 to 2**62.
         seed: Any integer; taken modulo 2**64.
         start: First position, 0 to n - 1.
         count: How many positions.
@@ -94,7 +94,7 @@ class _Network:
 
 def _check(n: int, start: int, count: int, step: int) -> None:
     if not 1 <= n <= MAX_ROWS:
-        raise ConfigError(f"Asked to shuffle {n} rows; a shuffle holds 1 to 2**62. Give a dataset of that size.")
+        raise ConfigError(f"Asked to shuffle {n} samples; a shuffle holds 1 to 2**62. Give a dataset of that size.")
     if count < 0 or step < 1 or start < 0 or (count > 0 and start + (count - 1) * step >= n):
         raise ConfigError(
             f"Asked for {count} positions from {start} in steps of {step}, but the epoch has positions "

@@ -18,7 +18,7 @@ from phalanx.data.sampling.shuffle import mixed_seed, shuffled
 T = TypeVar("T")
 
 
-def windowed(n: int, buffer: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+def shuffle_windows(n: int, buffer: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the elements that stand at `positions`, in time proportional to how many they are.
 
     No element stands more than `buffer` - 1 places from where it was.
@@ -43,8 +43,8 @@ def windowed(n: int, buffer: int, seed: int, positions: NDArray[np.int64]) -> ND
     return elements
 
 
-def windowed_stream(items: Iterable[T], buffer: int, seed: int) -> Iterator[T]:
-    """Yield what `windowed` orders, of items that come one after the other; reads at most `buffer` + 1 ahead."""
+def shuffle_stream_windows(items: Iterable[T], buffer: int, seed: int) -> Iterator[T]:
+    """Yield what `shuffle_windows` orders, of items that come one after the other; reads at most `buffer` + 1 ahead."""
     if buffer == 1:
         yield from items
         return

@@ -1,7 +1,7 @@
 """Which worker reads which file, and how far every file has been read.
 
 A file is read by one worker at a time, whole; so N workers need at least N files. Progress counts, for each file, the
-epochs it was read to the end and the rows read of the next: it says what is left to read for any number of workers.
+epochs it was read to the end and the samples read of the next: it says what is left to read for any number of workers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.data.sampling.ranks import place
+from phalanx.data.sampling.ranks import current_shard
 from phalanx.errors import ConfigError
 
 logger = logging.getLogger("phalanx.data")
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class FileLease:
     """One file for this worker to read."""
 
     file: str
@@ -29,16 +29,16 @@ class Lease:
 class FileSource(Protocol):
     """Hands files out to this worker; one thread of it asks."""
 
-    def lease(self, epoch: int) -> Lease | None:
+    def lease(self, epoch: int) -> FileLease | None:
         """Return the next file of an epoch, counted from 0; None when this worker has no more to read of it."""
         ...
 
-    def done(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
-        """Say that the first `rows` rows of a leased file were handed to training, and whether these were all."""
+    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+        """Say that the first `rows` samples of a leased file were handed to training, and whether these were all."""
         ...
 
     def settle(self) -> None:
-        """Say that all rows handed to training so far were trained on."""
+        """Say that all samples handed to training so far were trained on."""
         ...
 
     def next_epoch(self) -> int:
@@ -71,10 +71,10 @@ class SplitFiles:
 
     def mine(self) -> list[str]:
         """Return this worker's files."""
-        index, count = self._shard or place()
+        index, count = self._shard or current_shard()
         return self.files[index::count]
 
-    def lease(self, epoch: int) -> Lease | None:
+    def lease(self, epoch: int) -> FileLease | None:
         """Return the next file of an epoch that is not read to its end; see `FileSource`."""
         if self._leased[0] != epoch:
             self._start(epoch)
@@ -82,7 +82,7 @@ class SplitFiles:
             epochs, rows = self._progress[file]
             if epochs == epoch and file not in self._leased[1]:
                 self._leased[1].add(file)
-                return Lease(file, rows)
+                return FileLease(file, rows)
         return None
 
     def _start(self, epoch: int) -> None:
@@ -90,13 +90,13 @@ class SplitFiles:
         for file in self.mine():
             # What is left of an epoch that was broken off is not read later.
             self._progress[file] = max(self._progress.get(file, (0, 0)), (epoch, 0))
-        index, count = self._shard or place()
+        index, count = self._shard or current_shard()
         if index >= len(self.files):
             logger.warning(
                 "worker %d of %d has no file to read. Cut the data into at least as many files", index, count
             )
 
-    def done(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
         """Note how far a file was read; see `FileSource`."""
         self._progress[file] = (epoch + 1, 0) if is_finished else (epoch, rows)
 
@@ -108,7 +108,7 @@ class SplitFiles:
         return min((epochs for epochs, _ in self._progress.values()), default=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, for each of this worker's files, the epochs read to the end and the rows read of the next."""
+        """Return, for each of this worker's files, the epochs read to the end and the samples read of the next."""
         return {"version": 1, "files": {file: list(self._progress.get(file, (0, 0))) for file in self.mine()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -117,11 +117,12 @@ class SplitFiles:
         Raises:
             ConfigError: If it is of another version, or says nothing of a file that this worker reads.
         """
-        found = set(state.get("files", ()))
-        if state.get("version") != 1 or not set(self.mine()) <= found:
+        saved_files = set(state.get("files", ()))
+        if state.get("version") != 1 or not set(self.mine()) <= saved_files:
             raise ConfigError(
-                f"Asked to load a state of the files {sorted(found)}, but this worker reads {self.mine()}. Load what "
-                "state_dict() of the same files returned; for another number of workers, merge_states of all of them."
+                f"Asked to load a state of the files {sorted(saved_files)}, but this worker reads {self.mine()}. Load "
+                "what state_dict() of the same files returned; for another number of workers, merge_states of all of "
+                "them."
             )
         self._progress = {file: (int(at[0]), int(at[1])) for file, at in state["files"].items()}
         self._leased = (-1, set())
@@ -131,11 +132,11 @@ class LeaseStore(Protocol):
     """What `LeasedFiles` asks; a job's `phalanx.ps.stores.base.Store` is one."""
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
-        """Return a file that nobody reads (or None), the rows of it that are done, and how many files are left."""
+        """Return a file that nobody reads (or None), the samples of it that are done, and how many files are left."""
         ...
 
     def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
-        """Report the rows of a leased file that were trained on, and whether these were all."""
+        """Report the samples of a leased file that were trained on, and whether these were all."""
         ...
 
 
@@ -147,7 +148,8 @@ class LeasedFiles:
     """Gives each worker that is free the next file that nobody reads; the parameter servers keep who has which.
 
     A fast worker reads more files. The file of a worker that died goes to the next that asks, from the last report
-    on: at most `REPORT_ROWS` rows and a batch are then trained on twice, none is left out. Progress is in the servers'
+    on: at most `REPORT_ROWS` samples and a batch are then trained on twice, none is left out. Progress is in the
+        servers'
     snapshots.
 
     Args:
@@ -160,15 +162,15 @@ class LeasedFiles:
         self._reported: dict[str, int] = {}
         self._handed_out: dict[str, tuple[int, int, bool]] = {}
 
-    def lease(self, epoch: int) -> Lease | None:
+    def lease(self, epoch: int) -> FileLease | None:
         """Return a file that nobody reads; None when all are done or being read."""
         file, rows, _ = self._store.lease(epoch, self.files)
         if file is None:
             return None
         self._reported[file] = rows
-        return Lease(file, rows)
+        return FileLease(file, rows)
 
-    def done(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
+    def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
         """Note what is handed to training; see `FileSource`."""
         self._handed_out[file] = (epoch, rows, is_finished)
 

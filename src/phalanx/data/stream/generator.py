@@ -8,15 +8,15 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from phalanx.data.pipeline.columns import values_of
-from phalanx.data.pipeline.pipeline import Verbs
+from phalanx.data.pipeline.pipeline import PipelineMethods
 from phalanx.data.samples.sources import FunctionStream
 from phalanx.data.sampling.ranks import read_shard
-from phalanx.data.sampling.shards import asked_rows
-from phalanx.data.stream.prefetch_queue import HandOver
+from phalanx.data.sampling.shards import read_count
+from phalanx.data.stream.prefetch_queue import PrefetchQueue
 from phalanx.errors import ConfigError
 
 
-class GeneratorDataset(Verbs, FunctionStream):
+class GeneratorDataset(PipelineMethods, FunctionStream):
     """A stream with named columns, from a function that returns a new iterator of samples at each call.
 
     Every epoch calls the function anew. On several ranks each calls it, and keeps its part of every global batch:
@@ -53,20 +53,20 @@ class GeneratorDataset(Verbs, FunctionStream):
             )
         super().__init__(function)
         self.column_names = (columns,) if isinstance(columns, str) else tuple(columns)
-        self.capacity = 0 if capacity == 0 else asked_rows("capacity", capacity)
+        self.capacity = 0 if capacity == 0 else read_count("capacity", capacity)
         self.process = process
         self.shard = read_shard(num_shards, shard_id)
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """What the samples come from, for messages."""
         return f"the generator {getattr(self.function, '__name__', type(self.function).__name__)}"
 
     def __iter__(self) -> Iterator[Any]:
         if self.capacity == 0 or self.process or get_worker_info() is not None:
             return self._samples()
-        return iter(HandOver(self._samples, self.capacity))
+        return iter(PrefetchQueue(self._samples, self.capacity))
 
     def _samples(self) -> Iterator[list[Any]]:
         for row, sample in enumerate(self.function()):
-            yield values_of(sample, self.column_names, row, self.described)
+            yield values_of(sample, self.column_names, row, self.description)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 _END: Any = object()
 
 
-class HandOver(Generic[T]):
+class PrefetchQueue(Generic[T]):
     """Runs an iterator in a thread of its own, at most `capacity` items ahead.
 
     Iterate it once. An error of the iterator is raised where the items are taken. Leaving the loop early closes the
@@ -58,7 +58,7 @@ class HandOver(Generic[T]):
             items = iter(self._make())
             # Room comes first: an item that waited for it would be one more read ahead than was allowed.
             while self._has_room() and (item := next(items, _END)) is not _END:
-                self._put(item)
+                self._append(item)
         except BaseException as error:  # noqa: BLE001 -- raised in the thread that takes the items
             self._error = error
         finally:
@@ -72,7 +72,7 @@ class HandOver(Generic[T]):
             self._changed.wait_for(lambda: len(self._items) < self._capacity or self._is_closed)
             return not self._is_closed
 
-    def _put(self, item: T) -> None:
+    def _append(self, item: T) -> None:
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()

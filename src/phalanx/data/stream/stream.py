@@ -1,9 +1,9 @@
-"""Batches from data that can only be read one row after the other.
+"""Batches from data that can only be read one sample after the other.
 
 A `shared` stream gives every rank the same rows: each reads all of it and keeps its part of every global
 batch, so the batches are those of one process. A stream of its `own` on each rank (one that splits itself,
-say by files) is batched as it comes. Either way the ranks tell each other at every step how many rows they
-have, so that they end together and each batch is weighted by what it holds.
+for example by files) is batched as it comes. Either way the ranks exchange the number of samples at every step, so
+that they end together and each batch is weighted by its size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from phalanx.comm.context import BatchShare
 from phalanx.data.samples.sources import decides_batches
-from phalanx.data.sampling.ranks import Shard, gather_integers
+from phalanx.data.sampling.ranks import DataShard, gather_integers
 from phalanx.data.sampling.shards import even_split
 from phalanx.errors import DataError
 
@@ -33,29 +33,29 @@ COMPARED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """What one rank loaded for one step of a stream."""
+class StreamBatch:
+    """One rank's batch for one step of a stream."""
 
     batch: Any
     rows: int
     global_rows: int
-    """Rows of the global batch as this rank read it; its own rows when the stream is its own."""
+    """Samples of the global batch as this rank read it; its own samples if the stream is its own."""
 
     position: int = 0
-    """Rows of a shared stream that were read when this portion was done, those that were left out included."""
+    """Rows of a shared stream that were read when this portion was done, including dropped ones."""
 
     begins_with: int = 0
-    """Of a shared stream's first portion, a checksum of the first rows of all ranks; 0 where nothing is compared."""
+    """For the first batch of a shared stream, a checksum of the first samples of all ranks; else 0."""
 
 
-class PortionDataset(IterableDataset[Portion]):
-    """One rank's portions of a stream, collated."""
+class StreamBatches(IterableDataset[StreamBatch]):
+    """One rank's batches of a stream, collated."""
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any],
-        shard: Shard,
+        shard: DataShard,
         *,
         global_batch: int,
         drop_last: bool,
@@ -67,10 +67,10 @@ class PortionDataset(IterableDataset[Portion]):
         own_rows = even_split(global_batch, shard.count, shard.index)[1]
         self.chunk = global_batch if is_shared else max(own_rows, 1)
 
-    def __iter__(self) -> Iterator[Portion]:
+    def __iter__(self) -> Iterator[StreamBatch]:
         if decides_batches(self.dataset):
             for batch in self.dataset.batches(self.chunk, drop_last=self.drop_last):
-                yield Portion(batch, len(batch[0]), len(batch[0]))
+                yield StreamBatch(batch, len(batch[0]), len(batch[0]))
             return
         position = 0
         for span in spans_of(self.dataset):
@@ -81,69 +81,69 @@ class PortionDataset(IterableDataset[Portion]):
                 if len(rows) == self.chunk or not self.drop_last:
                     yield self._portion(rows, position, is_first=position == self.first + len(rows))
 
-    def _portion(self, rows: list[Any], position: int, *, is_first: bool) -> Portion:
+    def _portion(self, rows: list[Any], position: int, *, is_first: bool) -> StreamBatch:
         if not self.is_shared:
-            return Portion(self.collate_fn(rows), len(rows), len(rows))
+            return StreamBatch(self.collate_fn(rows), len(rows), len(rows))
         offset, count = even_split(len(rows), self.shard.count, self.shard.index)
-        kept = rows[offset : offset + count] or rows[:1]
+        own = rows[offset : offset + count] or rows[:1]
         begins_with = digest(rows[:COMPARED_ROWS], of_others=_kind) if is_first else 0
-        return Portion(self.collate_fn(kept), count, len(rows), position, begins_with)
+        return StreamBatch(self.collate_fn(own), count, len(rows), position, begins_with)
 
 
 def spans_of(dataset: Any) -> Iterable[Iterable[Any]]:
-    """Return what is cut into batches one after the other: the dataset, or the spans a pipeline makes of it."""
+    """Return what is split into batches in turn: the dataset, or the spans of a pipeline."""
     spans: Iterable[Iterable[Any]] = dataset.spans() if hasattr(dataset, "spans") else (dataset,)
     return spans
 
 
 def agree(
-    portions: Iterator[Portion], shard: Shard, *, is_shared: bool, first: int = 0, readers: int = 1
+    batches: Iterator[StreamBatch], shard: DataShard, *, is_shared: bool, first: int = 0, readers: int = 1
 ) -> Iterator[tuple[Any, BatchShare, int]]:
-    """Yield (batch, share, position after it) until every rank has run out.
+    """Yield (batch, share, position after it) until every rank is exhausted.
 
-    A rank that runs out first goes on with its last batch, which then counts 0 rows.
-    Collective at every batch when the shard's ranks can be asked.
+    A rank that is exhausted first repeats its last batch, which then counts 0 samples.
+    Collective at every batch if the shards belong to ranks of this job.
 
     Args:
-        portions: What this rank loads.
+        batches: The batches that this rank loads.
         shard: Which part of how many that is.
-        is_shared: Whether all ranks read the same rows.
-        first: Position before the first portion.
-        readers: Worker processes that read streams of their own on each rank, whose portions come in turn.
+        is_shared: Whether all ranks read the same samples.
+        first: Position before the first batch.
+        readers: Worker processes per rank that read their own streams, whose batches arrive in turn.
 
     Raises:
-        DataError: On every rank, if a shared stream differs between ranks, a rank's own stream gave nothing,
-            or the own streams of ranks or workers began with the same rows.
+        DataError: On every rank, if a shared stream differs between ranks, a rank's own stream is empty,
+            or the own streams of ranks or workers began with the same samples.
     """
     last: Any = None
-    position, begun = first, dict[int, tuple[int, int]]()
+    position, firsts = first, dict[int, tuple[int, int]]()
     for step in itertools.count():
-        portion = next(portions, None)
-        told = _tell(portion, is_compared=step < readers, is_shared=is_shared)
-        answers = gather_integers(told) if shard.is_checked else [told]
+        batch = next(batches, None)
+        own = _summarize(batch, is_compared=step < readers, is_shared=is_shared)
+        answers = gather_integers(own) if shard.is_checked else [own]
         check_answers(answers, step, is_shared)
         if not is_shared:
-            check_beginnings(answers, step, begun)
+            check_beginnings(answers, step, firsts)
         elif len({answer[3] for answer in answers}) > 1 and shard.index == 0:
             logger.warning(
-                "the ranks read different rows from a stream that they share: rows may be trained on twice or never. "
-                "Let it yield the same rows on every rank (seed its random numbers)"
+                "the ranks read different samples from a stream that they share: samples may be trained on twice or "
+                "never. Let it yield the same samples on every rank (seed its random numbers)"
             )
         if not any(answer[2] for answer in answers):
             return
-        last = _copied(last) if portion is None else portion.batch
-        rows = 0 if portion is None else portion.rows
-        global_rows = told[1] if is_shared else sum(answer[0] for answer in answers)
-        position = portion.position if is_shared and portion is not None else position + global_rows
+        last = _clone_batch(last) if batch is None else batch.batch
+        rows = 0 if batch is None else batch.rows
+        global_rows = own[1] if is_shared else sum(answer[0] for answer in answers)
+        position = batch.position if is_shared and batch is not None else position + global_rows
         yield last, BatchShare(rows, global_rows), position
 
 
-def _copied(batch: Any) -> Any:
-    """Return a batch that is handed out once more, in memory of its own as every batch."""
+def _clone_batch(batch: Any) -> Any:
+    """Return a copy of a batch that is yielded again, as every batch has its own memory."""
     return tree_map(lambda part: part.detach().clone() if isinstance(part, torch.Tensor) else part, batch)
 
 
-def _tell(portion: Portion | None, *, is_compared: bool, is_shared: bool) -> list[int]:
+def _summarize(portion: StreamBatch | None, *, is_compared: bool, is_shared: bool) -> list[int]:
     if portion is None:
         return [0, 0, 0, 0]
     begins_with = 0 if not is_compared else portion.begins_with if is_shared else digest(portion.batch)
@@ -151,38 +151,39 @@ def _tell(portion: Portion | None, *, is_compared: bool, is_shared: bool) -> lis
 
 
 def check_answers(answers: list[list[int]], step: int, is_shared: bool) -> None:
-    """Raise `DataError` if what the ranks told each other (see `_tell`) shows that their streams are wrong."""
-    found = [answer[1] for answer in answers]
-    if is_shared and len(set(found)) > 1:
+    """Raise `DataError` if the summaries of the ranks (see `_summarize`) show that their streams are wrong."""
+    totals = [answer[1] for answer in answers]
+    if is_shared and len(set(totals)) > 1:
         raise DataError(
-            f"The ranks read different streams: at batch {step} they found {found} rows (rank 0 first). "
-            "Let the generator yield the same rows on every rank (seed its random numbers), or pass "
+            f"The ranks read different streams: at batch {step} they found {totals} samples (rank 0 first). "
+            "Let the generator yield the same samples on every rank (seed its random numbers), or pass "
             'stream="own" if it splits itself over the ranks.'
         )
-    if step > 0 or is_shared or not any(found):
+    if step > 0 or is_shared or not any(totals):
         return
-    empty = [rank for rank, rows in enumerate(found) if rows == 0]
+    empty = [rank for rank, rows in enumerate(totals) if rows == 0]
     if empty:
         raise DataError(
-            f'With stream="own" every rank needs rows, but the stream of rank {empty[0]} is empty. '
+            f'With stream="own" every rank needs samples, but the stream of rank {empty[0]} is empty. '
             "Split the data into at least as many parts as there are ranks."
         )
 
 
-def check_beginnings(answers: list[list[int]], step: int, begun: dict[int, tuple[int, int]]) -> None:
+def check_beginnings(answers: list[list[int]], step: int, firsts: dict[int, tuple[int, int]]) -> None:
     """Raise `DataError` if an own stream of a rank, or of one of its workers, began like another.
 
     Args:
-        answers: What the ranks told each other, see `_tell`; nothing is compared without a digest.
+        answers: The summaries of all ranks, see `_summarize`; nothing is compared without a digest.
         step: Which batch that was: the workers' first ones come in turn.
-        begun: Digest -> (rank, worker) of the steps before; added to.
+        firsts: Digest -> (rank, worker) of the steps before; added to.
     """
     for rank, (*_, digest) in enumerate(answers):
-        other, worker = begun.setdefault(digest, (rank, step)) if digest else (rank, step)
+        other, worker = firsts.setdefault(digest, (rank, step)) if digest else (rank, step)
         if (other, worker) != (rank, step):
             who = f"workers {worker} and {step} of rank {rank}" if other == rank else f"ranks {other} and {rank}"
             raise DataError(
-                f'With stream="own" every rank and worker reads other rows, but {who} began with the same batch. Split '
+                f'With stream="own" every rank and worker reads other samples, but {who} began with the same batch. '
+                "Split "
                 "the stream by rank, and by torch.utils.data.get_worker_info(), or pass "
                 'stream="shared" to have it split here.'
             )

@@ -1,8 +1,8 @@
-"""What a transform is: an operation on one sample that has a form for a whole batch.
+"""Transforms: operations on one sample that also work on a whole batch.
 
     op(sample)                   # by hand: its random numbers follow from torch's global generator
-    op(sample, draws)            # draws: the numbers of this one row
-    op.batched(samples, draws)   # samples: a tensor (n, ...); draws: the numbers of the n rows
+    op(sample, draws)            # draws: the numbers of this one sample
+    op.batched(samples, draws)   # samples: a tensor (n, ...); draws: the numbers of the n samples
 
 Both forms give the same bits for the same numbers. Any other callable may stand where a transform does; it is called
 with one sample at a time (`data/vision/chain.py`).
@@ -33,7 +33,7 @@ class Transform(ABC):
 
         Args:
             samples: Samples of one shape side by side, (n, ...); not modified.
-            draws: Random numbers of the n rows. How many are taken may not depend on the samples.
+            draws: Random numbers of the n samples. How many are taken may not depend on the samples.
         """
 
     def __call__(self, sample: Any, draws: Draws | None = None) -> Tensor:
@@ -41,13 +41,13 @@ class Transform(ABC):
 
         Args:
             sample: A tensor, NumPy array, Pillow image or number.
-            draws: Random numbers of this row; when omitted they follow from torch's global generator.
+            draws: Random numbers of this sample; when omitted they follow from torch's global generator.
         """
         return self.batched(as_tensor(sample).unsqueeze(0), draws or Draws.from_torch(1))[0]
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({said})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({settings})"
 
 
 def as_tensor(sample: Any) -> Tensor:
@@ -63,13 +63,13 @@ def as_tensor(sample: Any) -> Tensor:
     return torch.from_numpy(array[..., None] if is_grey_picture else array)
 
 
-def layout_of(images: Tensor, asked: str) -> Literal["HWC", "CHW"]:
-    """Return how the images of a batch lie: channels last, or first.
+def layout_of(images: Tensor, operation: str) -> Literal["HWC", "CHW"]:
+    """Return the layout of a batch of images: channels last, or first.
 
     Args:
         images: Shape (n, height, width, channels) or (n, channels, height, width), with 1, 3 or 4 channels. Images
             that could be either are read as channels last.
-        asked: What they are wanted for, for the message.
+        operation: Name of the operation, for the message.
 
     Raises:
         ConfigError: If they are neither.
@@ -79,6 +79,7 @@ def layout_of(images: Tensor, asked: str) -> Literal["HWC", "CHW"]:
     if images.ndim == 4 and images.shape[1] in CHANNELS:
         return "CHW"
     raise ConfigError(
-        f"{asked} works on images of (height, width, channels) or (channels, height, width) with 1, 3 or 4 channels, "
-        f"found a sample of shape {tuple(images.shape[1:])}. Give a grey image its channel with image[..., None]."
+        f"{operation} works on images of (height, width, channels) or (channels, height, width) with 1, 3 or 4 "
+        f"channels, found a sample of shape {tuple(images.shape[1:])}. Give a grey image its channel with image[..., "
+        "None]."
     )

@@ -40,5 +40,5 @@ def _read(dtype: torch.dtype | type | str) -> torch.dtype:
         name = repr(dtype)
     if name not in _NAMES:
         raise ConfigError(f"TypeCast got {name!r}.{did_you_mean(name, _NAMES)} Give one of {', '.join(_NAMES)}.")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, name)
+    return torch_dtype

@@ -26,9 +26,9 @@ class RandomHorizontalFlip(Transform):
     def batched(self, samples: Tensor, draws: Draws) -> Tensor:
         """See `Transform`."""
         is_last = height_and_width(samples, "RandomHorizontalFlip")[2]
-        chosen = (draws.uniform() < self.prob).numpy()
-        # Rows are taken and put back by NumPy, which copies an image at once; torch has a fast mirror.
+        is_mirrored = (draws.uniform() < self.prob).numpy()
+        # Samples are taken and put back by NumPy, which copies an image at once; torch has a fast mirror.
         array = samples.numpy().copy(order="K")
-        mirrored = channels_first(torch.from_numpy(array[chosen]), is_last).flip(-1)
-        array[chosen] = channels_as_before(mirrored, is_last).numpy()
+        mirrored = channels_first(torch.from_numpy(array[is_mirrored]), is_last).flip(-1)
+        array[is_mirrored] = channels_as_before(mirrored, is_last).numpy()
         return torch.from_numpy(array)

@@ -39,9 +39,9 @@ class Pointwise(Transform):
     @classmethod
     def of(cls, scale: Any, shift: Any, channels_first: bool) -> Pointwise:
         """Return the operation with these numbers."""
-        made = cls()
-        made._set(scale, shift, channels_first)
-        return made
+        operation = cls()
+        operation._set(scale, shift, channels_first)
+        return operation
 
     def _set(self, scale: Any, shift: Any, channels_first: bool) -> None:
         self._scale = None if scale is None else np.asarray(scale, np.float64)
@@ -62,7 +62,7 @@ class Pointwise(Transform):
     def batched(self, samples: Tensor, draws: Draws) -> Tensor:
         """See `Transform`."""
         if self._channels_first:
-            samples = _moved(samples)
+            samples = _channels_to_front(samples)
         if self._scale is None:
             return samples.contiguous()
         result = batches.empty(samples.shape)
@@ -161,20 +161,20 @@ class ToTensor(Pointwise):
         self._set(1 / 255, 0.0, channels_first=True)
 
 
-def fused(operations: Sequence[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+def fuse(operations: Sequence[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
     """Return the operations with neighbours of this kind made one; results agree to a few parts in ten million."""
-    made: list[Callable[[Any], Any]] = []
+    chain: list[Callable[[Any], Any]] = []
     for operation in operations:
-        before = made[-1] if made else None
+        before = chain[-1] if chain else None
         both = before.then(operation) if isinstance(before, Pointwise) and isinstance(operation, Pointwise) else None
         if both is None:
-            made.append(operation)
+            chain.append(operation)
         else:
-            made[-1] = both
-    return made
+            chain[-1] = both
+    return chain
 
 
-def _moved(samples: Tensor) -> Tensor:
+def _channels_to_front(samples: Tensor) -> Tensor:
     if samples.ndim != 4 or samples.shape[3] not in CHANNELS:
         raise ConfigError(
             f"Asked to move the channels of a sample of shape {tuple(samples.shape[1:])} to the front; expected "

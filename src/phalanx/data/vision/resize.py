@@ -58,8 +58,10 @@ def resized(images: Tensor, size: tuple[int, int], interpolation: Interpolation)
     return F.interpolate(images, size, mode=interpolation, antialias=True, align_corners=False)
 
 
-def check_interpolation(name: str, asked: str) -> None:
+def check_interpolation(name: str, operation: str) -> None:
     """Raise ConfigError unless there is an interpolation of this name."""
     if name not in get_args(Interpolation):
-        known = get_args(Interpolation)
-        raise ConfigError(f"{asked} got interpolation={name!r}.{did_you_mean(name, known)} Give {', '.join(known)}.")
+        names = get_args(Interpolation)
+        raise ConfigError(
+            f"{operation} got interpolation={name!r}.{did_you_mean(name, names)} Give {', '.join(names)}."
+        )

@@ -11,7 +11,7 @@ from phalanx.data.vision.base import layout_of
 from phalanx.errors import ConfigError
 
 
-def read_size(size: Any, asked: str) -> tuple[int, int]:
+def read_size(size: Any, operation: str) -> tuple[int, int]:
     """Return (height, width) of a whole number or a pair.
 
     Raises:
@@ -20,12 +20,12 @@ def read_size(size: Any, asked: str) -> tuple[int, int]:
     pair = (size, size) if isinstance(size, int) else size
     if not _are_whole(pair, (2,)) or min(pair) < 1:
         raise ConfigError(
-            f"{asked} got size {size!r}. Give a side of at least 1, or (height, width), such as (32, 32)."
+            f"{operation} got size {size!r}. Give a side of at least 1, or (height, width), such as (32, 32)."
         )
     return pair[0], pair[1]
 
 
-def read_padding(padding: Any, asked: str) -> tuple[int, int, int, int]:
+def read_padding(padding: Any, operation: str) -> tuple[int, int, int, int]:
     """Return (left, top, right, bottom) of one number for all sides, (left and right, top and bottom), or all four.
 
     Raises:
@@ -34,26 +34,27 @@ def read_padding(padding: Any, asked: str) -> tuple[int, int, int, int]:
     sides = (padding,) * 4 if isinstance(padding, int) else padding
     if not _are_whole(sides, (2, 4)) or min(sides) < 0:
         raise ConfigError(
-            f"{asked} got padding {padding!r}. Give one number of pixels, or (left, top, right, bottom), of 0 or more."
+            f"{operation} got padding {padding!r}. Give one number of pixels, or (left, top, right, bottom), of 0 or "
+            "more."
         )
     sides = tuple(sides) * (4 // len(sides))
     return sides[0], sides[1], sides[2], sides[3]
 
 
-def read_share(name: str, value: Any, asked: str) -> float:
+def read_share(name: str, value: Any, operation: str) -> float:
     """Return a probability.
 
     Raises:
         ConfigError: If it is no number from 0 to 1.
     """
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{asked} got {name}={value!r}. Give a number from 0 to 1.")
+        raise ConfigError(f"{operation} got {name}={value!r}. Give a number from 0 to 1.")
     return float(value)
 
 
-def height_and_width(images: Tensor, asked: str) -> tuple[int, int, bool]:
+def height_and_width(images: Tensor, operation: str) -> tuple[int, int, bool]:
     """Return (height, width, whether channels are last) of a batch of images."""
-    is_last = layout_of(images, asked) == "HWC"
+    is_last = layout_of(images, operation) == "HWC"
     height, width = images.shape[1:3] if is_last else images.shape[2:4]
     return height, width, is_last
 

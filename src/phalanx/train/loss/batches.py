@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data.loader.binding import Binding, Inputs, bind, described, fits, parameters_of, signature_of
+from phalanx.data.loader.binding import Binding, Inputs, bind, describe_signature, fits, parameters_of, signature_of
 from phalanx.errors import ConfigError
 from phalanx.train.loss.own_loss import scores_of, takes_scores
 
@@ -184,7 +184,7 @@ def check_loss(loss_fn: object) -> None:
     if not fits(takes, 2):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise ConfigError(
-            f"loss_fn is called as loss_fn(output, target), and {name} takes {described(takes)}. Wrap it."
+            f"loss_fn is called as loss_fn(output, target), and {name} takes {describe_signature(takes)}. Wrap it."
         )
 
 

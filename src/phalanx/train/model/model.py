@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from phalanx.comm import context
 from phalanx.data.loader.binding import Binding, Inputs, bind, call
 from phalanx.data.loader.loader import ShardedLoader
-from phalanx.data.samples.device import moved
+from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.checks.consistency import make_consistent
@@ -272,7 +272,7 @@ class Model:
         with evaluation_mode(self.net), torch.no_grad():
             if (columns := _one_batch(data)) is not None:
                 binding = bind(self.net, tuple(columns), is_ordered=not isinstance(data[0], Mapping))
-                tensors = {name: moved(torch.as_tensor(part), here.device) for name, part in columns.items()}
+                tensors = {name: move_to_device(torch.as_tensor(part), here.device) for name, part in columns.items()}
                 return self._output(binding.inputs(tensors), tensors)
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm import context
 from phalanx.data.loader.binding import Inputs, bind_argument, call
-from phalanx.data.samples.device import moved
+from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to, is_cared_for
 from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
@@ -163,7 +163,7 @@ class TrainStep:
             target: What the loss function takes beside its output.
             columns: The same by the names that the script has for them, for errors.
         """
-        inputs, target = moved(inputs, self._device), moved(target, self._device)
+        inputs, target = move_to_device(inputs, self._device), move_to_device(target, self._device)
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
