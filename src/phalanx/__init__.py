@@ -39,9 +39,8 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.callbacks.ema import EMACallback
     from phalanx.train.callbacks.monitors import LossMonitor, TimeMonitor
     from phalanx.train.callbacks.progress import ProgressBar
-    from phalanx.train.callbacks.records import CSVLogger, JSONLogger
+    from phalanx.train.callbacks.records import CSVLogger, JSONLogger, TensorBoard
     from phalanx.train.callbacks.schedule import LearningRateSchedule
-    from phalanx.train.callbacks.tensorboard import TensorBoard
     from phalanx.train.distribute import distribute
     from phalanx.train.events import report
     from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand
@@ -88,7 +87,7 @@ _HOMES = {
     "LossMonitor": "phalanx.train.callbacks.monitors",
     "ModelCheckpoint": "phalanx.train.callbacks.checkpoint",
     "ProgressBar": "phalanx.train.callbacks.progress",
-    "TensorBoard": "phalanx.train.callbacks.tensorboard",
+    "TensorBoard": "phalanx.train.callbacks.records",
     "TimeMonitor": "phalanx.train.callbacks.monitors",
     "EMA": "phalanx.parallel.optim.ema",
     "ParallelMode": "phalanx.train.model.modes",

@@ -13,7 +13,7 @@ import phalanx as px
 from phalanx.cluster.role.role import Role
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
-from phalanx.train.step.cuda_graph import WARMUP_STEPS, Captured, refuse_waits
+from phalanx.train.step.cuda_graph import WARMUP_STEPS, GraphedStep, refuse_waits
 from phalanx.train.step.sink import can_capture
 from phalanx.train.step.step import TrainStep
 
@@ -104,7 +104,7 @@ class FakeStream:
 class FakeGraph:
     """Stands for a captured graph on a machine without a card: a replay computes from the buffers into the results."""
 
-    def __init__(self, of: list[Captured]) -> None:
+    def __init__(self, of: list[GraphedStep]) -> None:
         self._of = of
 
     def replay(self) -> None:
@@ -120,7 +120,7 @@ class FakeGraph:
 
 
 def test_around_the_graph_batches_are_copied_in_and_results_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Captured] = []
+    made: list[GraphedStep] = []
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
@@ -133,7 +133,7 @@ def test_around_the_graph_batches_are_copied_in_and_results_out(monkeypatch: pyt
         net = nn.Linear(6, 5)
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         step = TrainStep(net, F.cross_entropy, optimizer, {}, False, captured=captured)
-        if isinstance(step._backward, Captured):
+        if isinstance(step._backward, GraphedStep):
             made.append(step._backward)
         return [step(x[start : start + 8], y[start : start + 8]).loss for start in [*range(0, 50, 8)] * 2]
 
@@ -160,7 +160,7 @@ def test_a_replayed_step_gives_what_the_eager_one_gives() -> None:
         schedule = px.LearningRateSchedule(torch.optim.lr_scheduler.StepLR(model.optimizer, 3, 0.5))  # type: ignore[arg-type]
         model.train(3, (x, y), [Losses(), schedule], dataset_sink_mode=sink, batch_size=8)
         step = next(iter(model._steps.values()))
-        replays = step._backward.replays if isinstance(step._backward, Captured) else 0
+        replays = step._backward.replays if isinstance(step._backward, GraphedStep) else 0
         return [loss.item() for loss in seen], replays
 
     eager, sunk = losses(False), losses(True)

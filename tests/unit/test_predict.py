@@ -301,10 +301,10 @@ def test_heads_need_not_divide_the_width() -> None:
 
 
 def test_a_step_takes_as_long_as_its_fullest_replica() -> None:
-    def with_rows(rows: int) -> dict[str, Any]:
+    def with_batch_size(rows: int) -> dict[str, Any]:
         return described(parallel={"tp": 1, "dp": 4}, batch={"global": rows, "micro": 2})
 
-    uneven, full = px.predict(with_rows(10)), px.predict(with_rows(12))
+    uneven, full = px.predict(with_batch_size(10)), px.predict(with_batch_size(12))
     assert uneven.step_time_s == full.step_time_s
     assert uneven.tokens_per_s_per_device == pytest.approx(full.tokens_per_s_per_device * 10 / 12)
 

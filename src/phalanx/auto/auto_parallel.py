@@ -14,7 +14,7 @@ from phalanx.auto.capture.graph import Captured
 from phalanx.auto.capture.layers import EVERY_WAY, Layers, Region, Way
 from phalanx.auto.capture.module_calls import Segment, segments
 from phalanx.auto.capture.shape_check import cannot_run_cut, may_be_cut
-from phalanx.auto.capture.step import LossFunction, capture
+from phalanx.auto.capture.step import capture
 from phalanx.auto.cost.machine_model import STATES, Speed, speed_of_devices, speed_of_machine
 from phalanx.auto.cost.parallel_config import Arrangement
 from phalanx.auto.cost.segment_work import LayerWork
@@ -34,6 +34,7 @@ from phalanx.auto.search.request import PLAN_KNOBS, Limit, check_asked, is_of_ar
 from phalanx.auto.units import read_size, some
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
+from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError, PlanError
 from phalanx.plan.value import matches
 from phalanx.strategy import DistributedStrategy

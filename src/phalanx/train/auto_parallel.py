@@ -10,22 +10,22 @@ from typing import ParamSpec
 from phalanx.auto.auto_parallel import auto_parallel as search
 from phalanx.auto.planner.result import Planned
 from phalanx.train.job_cluster import job_cluster
-from phalanx.train.model.no_tables import check_no_tables
+from phalanx.train.model.planning import require_no_tables
 
-Asked = ParamSpec("Asked")
+Params = ParamSpec("Params")
 
 
-def _of_this_job(plan: Callable[Asked, Planned]) -> Callable[Asked, Planned]:
+def _of_this_job(plan: Callable[Params, Planned]) -> Callable[Params, Planned]:
     signature = inspect.signature(plan)
 
     @wraps(plan)
-    def planned(*args: Asked.args, **named: Asked.kwargs) -> Planned:
-        check_no_tables(signature.bind(*args, **named).arguments["model"])
-        if named.get("cluster") is None:
-            named["cluster"] = job_cluster()
-        return plan(*args, **named)
+    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> Planned:
+        require_no_tables(signature.bind(*args, **kwargs).arguments["model"])
+        if kwargs.get("cluster") is None:
+            kwargs["cluster"] = job_cluster()
+        return plan(*args, **kwargs)
 
-    return planned
+    return wrapper
 
 
 auto_parallel = _of_this_job(search)

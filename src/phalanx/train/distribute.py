@@ -63,9 +63,11 @@ def distribute(
     if assembly.planner is not None and loader is not None:
         assembly.planner(Training(model=model, optimizer=optimizer, strategy=assembly.strategy))
     if isinstance(plan, Plan) and loader is not None:
-        from phalanx.train.model.planning import look_ahead  # a job without a Plan of its own does not wait for this
+        from phalanx.train.model.planning import (
+            prepare_for_plan,
+        )  # a job without a Plan of its own does not wait for this
 
-        look_ahead(model, loader, plan)
+        prepare_for_plan(model, loader, plan)
     at_updates = not ACTS_AT_UPDATES.isdisjoint(use_strategy(None).techniques)
     add_model(model, plan, expects_optimizer=optimizer is None and at_updates)
     check_batch_norms(model, loader)

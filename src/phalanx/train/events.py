@@ -30,7 +30,7 @@ class EventStream:
     """Appends events to one file; does nothing when there is no file to append to."""
 
     def __init__(self, path: str | None, rows_read: RowsRead = lambda: None) -> None:
-        self._file: io.FileIO | None = _opened(path) if path else None
+        self._file: io.FileIO | None = _open(path) if path else None
         self._last_time = 0.0
         self._rows_read = rows_read
         self._rows: tuple[int, int] | None = None
@@ -51,7 +51,7 @@ class EventStream:
             **(self.facts() if self.facts is not None else self._speed(now - before)),
         }
         event |= {name: _plain(name, v) for name, v in values.items()}  # what a script says itself goes first
-        return _written(self._file, json.dumps(event) + "\n")
+        return _append(self._file, json.dumps(event) + "\n")
 
     def _speed(self, seconds: float) -> dict[str, float]:
         """Rows of all ranks a second since the last event, where both lie in one epoch of a loader that counts them."""
@@ -67,7 +67,7 @@ class EventStream:
             self._file = None
 
 
-def _opened(path: str) -> io.FileIO | None:
+def _open(path: str) -> io.FileIO | None:
     """The file, unbuffered: what could not be written must not be tried again; None where its folder is gone."""
     try:
         return open(path, "ab", buffering=0)
@@ -76,7 +76,7 @@ def _opened(path: str) -> io.FileIO | None:
         return None
 
 
-def _written(file: io.FileIO, line: str) -> bool:
+def _append(file: io.FileIO, line: str) -> bool:
     """Append a line, unless the file system is full: a report is not worth a training."""
     try:
         return file.write(line.encode()) == len(line.encode())
@@ -143,12 +143,12 @@ def _own() -> EventStream:
 
 
 def _rows_read() -> tuple[int, int] | None:
-    watch = sys.modules.get("phalanx.parallel.session")  # there if something is distributed
-    loader = None if watch is None else watch.assembly.loader
+    session = sys.modules.get("phalanx.parallel.session")  # there if something is distributed
+    loader = None if session is None else session.assembly.loader
     if loader is None or loader.has_batch_sampler:
         return None  # its batches are counted, not their rows
-    here = loader.state_dict()
-    return here["epoch"], here["position"]
+    state = loader.state_dict()
+    return state["epoch"], state["position"]
 
 
 def _plain(name: str, value: Any) -> float | int | str:

@@ -25,23 +25,23 @@ def cluster_of(role: Role, device: torch.device) -> Cluster:
     """
     if device.type == "cpu" and role.node_count == 1:
         try:
-            node, measured, said = measured_node(role.world_size, exactly=False)
+            node, measured, assumptions = measured_node(role.world_size, exactly=False)
         except ConfigError as error:
             logger.info("the planner reckons with what this host looks like, as it was not measured: %s", error)
         else:
-            for one in said:
-                logger.info("the planner reckons with figures of this host: %s", one)
-            return Cluster(nodes=(node,), measured=measured, assumed=said)
-    found = Cluster.detect(role)
-    per_node = role.world_size // len(found.nodes)
-    return replace(found, nodes=tuple(replace(node, devices=per_node) for node in found.nodes))
+            for assumption in assumptions:
+                logger.info("the planner reckons with figures of this host: %s", assumption)
+            return Cluster(nodes=(node,), measured=measured, assumed=assumptions)
+    cluster = Cluster.detect(role)
+    per_node = role.world_size // len(cluster.nodes)
+    return replace(cluster, nodes=tuple(replace(node, devices=per_node) for node in cluster.nodes))
 
 
 def job_cluster() -> Cluster | None:
     """Return the cluster of this process's job; None where nobody launched it and it joined none."""
     if context_of.is_initialized():
-        here = context_of.current()
-        return cluster_of(here.role, here.device)
+        current = context_of.current()
+        return cluster_of(current.role, current.device)
     role = Role.detect()
     if role.launcher == "none":
         return None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.auto.capture.fake_copy import copied, random_numbers_kept
 from phalanx.auto.capture.layers import Way
-from phalanx.auto.capture.step import LossFunction, arguments_of, capture, gradients_start
+from phalanx.auto.capture.step import arguments_of, capture, gradients_start
+from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError
 
 _CUT = (nn.Linear, nn.Embedding, nn.Dropout)

@@ -7,7 +7,7 @@ made up, and what depends on them is told module by module only. `docs/design/ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +25,12 @@ from phalanx.auto.capture.graph import LEVELS, Captured, Level, Operator
 from phalanx.auto.capture.operator_sites import unfit
 from phalanx.auto.capture.tracer import Recorder
 from phalanx.cluster.messages.messages import meant, text
-from phalanx.data.loader.binding import Inputs, bind_argument, entry_of
+from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, entry_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.captured import note_capture
 from phalanx.plan.shape import ParamShape
 
 logger = logging.getLogger("phalanx.auto")
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, level: Level | None = None) -> Captured:

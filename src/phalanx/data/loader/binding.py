@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 """Arguments of a model: all by position, or all by keyword."""
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""From (output, target) to the loss."""
 
 _NEAR, _FAR = 0.8, 0.6
 """Similarity (1: equal) above which a name counts as a typo of a parameter: with `**kwargs`, and without."""

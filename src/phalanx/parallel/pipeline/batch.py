@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from phalanx.data.loader.binding import LossFunction
 from phalanx.errors import ConfigError
 from phalanx.parallel.pipeline.stage_io import unpack
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Batch:

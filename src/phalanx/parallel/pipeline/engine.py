@@ -25,14 +25,14 @@ from phalanx.comm import transfers
 from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_gather
 from phalanx.comm.context import Context
-from phalanx.data.loader.binding import Inputs
+from phalanx.data.loader.binding import Inputs, LossFunction
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import note_stages
 from phalanx.parallel.pipeline import stage_io
-from phalanx.parallel.pipeline.batch import Batch, LossFunction, rows_of, split
+from phalanx.parallel.pipeline.batch import Batch, rows_of, split
 from phalanx.parallel.pipeline.partition import Recorded, owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
 from phalanx.parallel.pipeline.schedule import Route, Stage, flow, microbatches_of, schedule_for

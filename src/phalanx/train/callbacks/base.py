@@ -69,15 +69,15 @@ class Callback:
         """Go on from what `state_dict` returned."""
 
 
-def read_callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback]:
+def read_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callback]:
     """Return the callbacks in the order in which they act.
 
     Raises:
         ConfigError: If something else was given, or one twice.
     """
-    several = isinstance(given, Iterable) and not isinstance(given, Callback | type | str)
-    listed: list[Any] = [] if given is None else list(given) if several else [given]  # type: ignore[arg-type]
-    for callback in listed:
+    is_several = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback | type | str)
+    chosen: list[Any] = [] if callbacks is None else list(callbacks) if is_several else [callbacks]  # type: ignore[arg-type]
+    for callback in chosen:
         if isinstance(callback, type) and issubclass(callback, Callback):
             raise ConfigError(f"callbacks has the class {callback.__name__}. Make one: {callback.__name__}().")
         if not isinstance(callback, Callback):
@@ -85,9 +85,9 @@ def read_callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback
                 f"callbacks takes phalanx.Callback objects, found {type(callback).__name__}. Derive it from "
                 "phalanx.Callback, and override the methods it needs."
             )
-    if len(set(map(id, listed))) < len(listed):
+    if len(set(map(id, chosen))) < len(chosen):
         raise ConfigError("callbacks has one object twice. Make two, if it is to act twice.")
-    return sorted(listed, key=lambda callback: callback.acts_last)
+    return sorted(chosen, key=lambda callback: callback.acts_last)
 
 
 def check_evaluated(callbacks: Iterable[Callback]) -> None:

@@ -11,7 +11,7 @@ from phalanx.checkpoint.saving import save_training
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
 from phalanx.train.callbacks.early_stopping import Best, Mode, check_followed, metric_of
-from phalanx.train.callbacks.pace import Pace
+from phalanx.train.callbacks.measure import StepInterval
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
@@ -58,7 +58,7 @@ class ModelCheckpoint(Callback):
         if keep is not None and keep < 1:
             raise ConfigError(f"keep is a number of checkpoints, found {keep}. Give at least 1, or None for all.")
         self.folder = Path(folder)
-        self._pace = Pace(every_steps, "every_steps")
+        self._pace = StepInterval(every_steps, "every_steps")
         self._every_epochs = (1 if every_steps is None else 0) if every_epochs is None else every_epochs
         self._keep, self._background = keep, background
         self._best = None if best is None else Best(best, mode)
@@ -119,9 +119,9 @@ class ModelCheckpoint(Callback):
 
     def _save(self, run: Run) -> None:
         # An epoch's end is another place than its last step: the next pass goes on from there.
-        if self._saved_at != (place := (run.step, run.loader.epoch)):
+        if self._saved_at != (position := (run.step, run.loader.epoch)):
             self._write(run, self.folder, self._keep)
-            self._saved_at = place
+            self._saved_at = position
 
     def _write(self, run: Run, folder: Path, keep: int | None) -> None:
         save_training(

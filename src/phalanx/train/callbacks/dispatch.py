@@ -21,7 +21,7 @@ SIGNALLED = "asked to end (SIGTERM)"
 """The reason when no rank gave one."""
 
 
-class Edges:
+class CallbackDispatcher:
     """Tells the callbacks, and keeps what fails or asks to stop here until the next edge, where all ranks hear of it.
 
     Collective: every rank makes one with the same callbacks and comes to the same edges.
@@ -82,8 +82,8 @@ class Edges:
     def decide(self, topic: str) -> str:
         """Return the first reason to stop that a rank gave; raise on all ranks what failed on any. Collective."""
 
-        def first(said: list[str | None]) -> str:
-            return next(filter(None, said), SIGNALLED)
+        def first(reasons: list[str | None]) -> str:
+            return next(filter(None, reasons), SIGNALLED)
 
         reason: str = self._ranks.decide(topic, self._say, first, timeout_s=DEFAULT_TIMEOUT_S)
         return reason

@@ -40,9 +40,9 @@ class EMACallback(Callback):
         """Begin the average, at the weights as they are."""
         if run.ema is not None:
             raise ConfigError("callbacks has two EMACallback; checkpoints hold one average. Keep one of them.")
-        kept = kept_average(run.model)
-        self._is_ours = kept is None
-        self._ema = run.ema = EMA(run.model, self._decay, warmup=self._warmup) if kept is None else kept
+        strategy_ema = kept_average(run.model)
+        self._is_ours = strategy_ema is None
+        self._ema = run.ema = EMA(run.model, self._decay, warmup=self._warmup) if strategy_ema is None else strategy_ema
 
     def on_update(self, run: Run) -> None:
         """Move the average."""

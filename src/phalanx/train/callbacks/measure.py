@@ -1,13 +1,17 @@
-"""What a run measures of itself: its speed, and the memory of its process."""
+"""What callbacks share: the speed, memory and values of a run, the steps that are due, and lines on the console."""
 
 from __future__ import annotations
 
+import math
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # a run measures itself
     from phalanx.train.callbacks.run import Run
@@ -15,7 +19,7 @@ if TYPE_CHECKING:  # a run measures itself
 _PAGE_BYTES = resource.getpagesize()
 
 
-class Clock:
+class EpochClock:
     """Seconds spent in epochs, from their first batch to their last: without evaluations and what is between."""
 
     def __init__(self) -> None:
@@ -32,7 +36,7 @@ class Clock:
         self.seconds, self._since = self.seconds + now - self._since, now
 
 
-class Speed:
+class Throughput:
     """Samples per second of all ranks."""
 
     def __init__(self) -> None:
@@ -65,3 +69,56 @@ def memory(device: torch.device) -> dict[str, int]:
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     return {"memory_bytes": resident, "peak_memory_bytes": max(peak, resident)}
+
+
+def learning_rates(run: Run) -> list[float]:
+    """Return the learning rate of each parameter group."""
+    return [float(group["lr"]) for group in run.optimizer.param_groups]
+
+
+def values_of(run: Run, speed: Throughput) -> dict[str, float | int]:
+    """Return epoch, step (from 0), samples, loss over all ranks, learning rate, and samples/s of all ranks.
+
+    Collective: the loss is averaged over the ranks.
+    """
+    rates = learning_rates(run)
+    named = {"lr": rates[0]} if len(rates) == 1 else {f"lr/{number}": rate for number, rate in enumerate(rates)}
+    return {
+        "epoch": run.epoch,
+        "step": run.step - 1,
+        "samples": run.samples,
+        "loss": math.nan if run.loss is None else run.global_loss(),
+        **named,
+        "samples_per_s": round(speed.rate(run), 1),
+    }
+
+
+class StepInterval:
+    """Every n-th step is due; where steps come in sinks, the end of a sink that holds one.
+
+    Args:
+        every: Steps from one to the next; never due when None.
+        name: What the caller calls `every`, for messages.
+    """
+
+    def __init__(self, every: int | None, name: str) -> None:
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigError(f"{name} is a number of steps, found {every!r}. Give at least 1.")
+        self._every = every
+        self._done = 0
+
+    def restart(self, step: int) -> None:
+        """Go on after this step."""
+        self._done = step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an n-th step was among those since the last call."""
+        before, self._done = self._done, step
+        return self._every is not None and step // self._every > before // self._every
+
+
+def show(rank: int, line: str) -> None:
+    """Write a line to standard output, on rank 0 only."""
+    if rank == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.console import show
-from phalanx.train.callbacks.pace import Pace
+from phalanx.train.callbacks.measure import StepInterval, show
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
@@ -22,7 +21,7 @@ class LossMonitor(Callback):
     """
 
     def __init__(self, per_print_times: int | None = None) -> None:
-        self._pace = Pace(per_print_times, "per_print_times")
+        self._pace = StepInterval(per_print_times, "per_print_times")
         self._by_epoch = per_print_times is None
 
     def on_train_begin(self, run: Run) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.measure import Speed
+from phalanx.train.callbacks.measure import Throughput
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
@@ -40,7 +40,7 @@ class ProgressBar(Callback):
         self._next_look = 0
         self._loss = ""
         self._line_at = 0.0
-        self._speed = Speed()
+        self._speed = Throughput()
 
     def on_train_begin(self, run: Run) -> None:
         """Open the bar where there is a terminal."""
@@ -96,11 +96,11 @@ class ProgressBar(Callback):
         is_early = is_last or time.monotonic() - self._line_at < LINE_EVERY_S
         if self._bar is None and not is_end and is_early:
             return
-        said = f"{self._loss}  {self._speed.mean(run):,.0f} samples/s"
+        text = f"{self._loss}  {self._speed.mean(run):,.0f} samples/s"
         if is_end and (shown := {name: value for name, value in run.metrics.items() if isinstance(value, float)}):
-            said += "  eval" + "".join(f" {name} {value:.4g}" for name, value in shown.items())
+            text += "  eval" + "".join(f" {name} {value:.4g}" for name, value in shown.items())
         of = f"/{run.steps_per_epoch}" if run.steps_per_epoch else ""
-        line = f"{_epoch(run)}  {run.batches}{of}  {said}"
+        line = f"{_epoch(run)}  {run.batches}{of}  {text}"
         if self._bar is None or self._task is None:
             self._line_at = time.monotonic()
             logger.info("%s", line)
@@ -108,7 +108,7 @@ class ProgressBar(Callback):
             self._bar.remove_task(self._task)
             self._bar.console.print(line, highlight=False)
         else:
-            self._bar.update(self._task, completed=run.batches, said=said)
+            self._bar.update(self._task, completed=run.batches, said=text)
 
 
 def _epoch(run: Run) -> str:

@@ -1,8 +1,9 @@
-"""`CSVLogger` and `JSONLogger`: the numbers of a run in a file, written by rank 0."""
+"""`CSVLogger`, `JSONLogger` and `TensorBoard`: the values of a run, written by rank 0."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 from abc import abstractmethod
@@ -13,16 +14,14 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.train.callbacks.base import Callback
-from phalanx.train.callbacks.measure import Speed
-from phalanx.train.callbacks.pace import Pace
-from phalanx.train.callbacks.values import values_of
+from phalanx.train.callbacks.measure import StepInterval, Throughput, values_of
 from phalanx.train.metrics.classification import Confusion
 
 if TYPE_CHECKING:  # a run has callbacks
     from phalanx.train.callbacks.run import Run
 
 
-class Recorder(Callback):
+class RunRecorder(Callback):
     """Collects the numbers of a run every so many steps and after each epoch, and hands them on, on rank 0.
 
     Every row has epoch, step (from 0), samples, loss over all ranks, learning rate and samples/s of all ranks; the rows
@@ -36,8 +35,8 @@ class Recorder(Callback):
     acts_last = True
 
     def __init__(self, every_steps: int | None = None) -> None:
-        self._pace = Pace(every_steps, "every_steps")
-        self._speed = Speed()
+        self._pace = StepInterval(every_steps, "every_steps")
+        self._speed = Throughput()
         self._written_at = -1
 
     def on_train_begin(self, run: Run) -> None:
@@ -71,7 +70,7 @@ class Recorder(Callback):
         """Write one row; on rank 0."""
 
 
-class FileRecorder(Recorder):
+class FileRecorder(RunRecorder):
     """Records to one file: a new one; the same one further when training was resumed, or goes on in another call."""
 
     def __init__(self, path: str | Path, every_steps: int | None = None) -> None:
@@ -88,14 +87,14 @@ class FileRecorder(Recorder):
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if run.resumed_from is not None and self.path.exists():
-            self.cut(run.step)  # rows after the checkpoint come again
+            self.truncate(run.step)  # rows after the checkpoint come again
         elif not self._was_open:
             self.path.unlink(missing_ok=True)
         self._was_open = True
         self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
 
     @abstractmethod
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Remove the rows of a step and later ones from the file."""
 
     @property
@@ -114,7 +113,7 @@ class FileRecorder(Recorder):
 class JSONLogger(FileRecorder):
     """Writes one JSON object a line to `path`: `{"epoch": 0, "step": 194, "loss": 1.997, "eval/acc1": 0.31, ...}`."""
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Remove the lines of a step and later ones, and one that a kill cut short."""
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
@@ -139,7 +138,7 @@ class CSVLogger(FileRecorder):
         with self.path.open(encoding="utf-8", newline="") as file:
             self._columns = next(csv.reader(file), [])
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Remove the rows of a step and later ones, and one that a kill cut short."""
         with self.path.open(encoding="utf-8", newline="") as file:
             header, *rows = [*csv.reader(line for line in file if line.endswith("\n"))] or [[]]
@@ -159,6 +158,52 @@ class CSVLogger(FileRecorder):
             writer.writeheader()
             writer.writerows(rows)
         csv.DictWriter(self.file, self._columns).writerow(row)
+
+
+class TensorBoard(RunRecorder):
+    """Writes `train/loss`, `train/lr`, `train/samples_per_s` and `eval/<metric>` over steps for TensorBoard.
+
+    Look at them with `tensorboard --logdir <folder>`.
+
+    Args:
+        folder: Where event files go.
+        every_steps: Updates from one point to the next, in sink mode the ends of sinks that hold one; one point an
+            epoch when omitted.
+
+    Raises:
+        ConfigError: If the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path, every_steps: int | None = None) -> None:
+        super().__init__(every_steps)
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError(
+                "TensorBoard needs the package tensorboard, which is not installed. Run "
+                "`pip install 'phalanx[tensorboard]'`, or use CSVLogger or JSONLogger."
+            )
+        self.folder = Path(folder)
+        self._writer: Any = None
+
+    def open(self, run: Run) -> None:
+        """Begin an event file; points after the step of a resumed checkpoint, of the run before, are hidden."""
+        from torch.utils.tensorboard import SummaryWriter  # over a second
+
+        purge = run.step if run.resumed_from is not None else None
+        self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a point to each curve."""
+        for name, value in row.items():
+            if name not in ("epoch", "step", "samples") and isinstance(value, (int, float)):
+                curve = name if name.startswith("eval/") else f"train/{name}"
+                self._writer.add_scalar(curve, value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _plain(value: Any) -> Any:

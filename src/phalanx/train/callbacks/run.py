@@ -38,8 +38,8 @@ from phalanx.parallel.optim.ema import EMA
 from phalanx.parallel.step.gate import has_updated
 from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
-from phalanx.train.callbacks.dispatch import SIGNALLED, Edges
-from phalanx.train.callbacks.measure import Clock, Speed, memory
+from phalanx.train.callbacks.dispatch import SIGNALLED, CallbackDispatcher
+from phalanx.train.callbacks.measure import EpochClock, Throughput, memory
 from phalanx.train.metrics.accuracy import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
@@ -103,7 +103,7 @@ class Run:
         self.compile_s = 0.0
         """Seconds of steps in which something was compiled, likewise."""
 
-        self.clock = Clock()
+        self.clock = EpochClock()
         """Time spent in epochs."""
 
         self.resumed_from: Loaded | None = None
@@ -112,17 +112,17 @@ class Run:
 
         self.callbacks = read_callbacks(callbacks)
         _check_sinks(self.callbacks, steps_in_sink)
-        here = context.init()
-        self.rank, self.world_size = here.rank, here.world_size
+        current = context.init()
+        self.rank, self.world_size = current.rank, current.world_size
         self.steps_per_epoch = _length(loader)
         """Batches of one epoch; None when the data has no length."""
 
         self._first_epoch = loader.epoch
         self._share: BatchShare | None = None
         self._global_loss: tuple[int, float] | None = None
-        self._speed = Speed()
-        self._device = here.device
-        self._edges = Edges(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
+        self._speed = Throughput()
+        self._device = current.device
+        self._edges = CallbackDispatcher(self.callbacks, {"epochs": epochs, "sink": steps_in_sink})
         try:
             self._edges.tell("setup", self)
             self._edges.decide("setup")
@@ -132,8 +132,8 @@ class Run:
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
-        said = [f"epoch {self.epoch} of {self.epochs}", f"{self.step} steps", metrics, self.stop_reason or ""]
-        return f"Run({', '.join(filter(None, said))})"
+        parts = [f"epoch {self.epoch} of {self.epochs}", f"{self.step} steps", metrics, self.stop_reason or ""]
+        return f"Run({', '.join(filter(None, parts))})"
 
     # -- for callbacks ---------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is and the states of its callbacks; checkpoints hold it as `extra["run"]`."""
-        states = {name: callback.state_dict() for name, callback in self._named()}
+        states = {name: callback.state_dict() for name, callback in self._list_named()}
         return {
             "step": self.step,
             "samples": self.samples,
@@ -189,16 +189,16 @@ class Run:
 
         Collective. The loader goes on inside its epoch; `begin_epoch` goes on with the pass it was in.
         """
-        self.resumed_from = found = load_newest(folder, self.training)
-        if found is not None:
-            state = (found.extra or {}).get("run")
+        self.resumed_from = loaded = load_newest(folder, self.training)
+        if loaded is not None:
+            state = (loaded.extra or {}).get("run")
             if state is None:
                 raise ConfigError(
-                    f"{found.path} was not saved by a callback, so where its run was is not known. Load it with "
+                    f"{loaded.path} was not saved by a callback, so where its run was is not known. Load it with "
                     "phalanx.load before training."
                 )
             self._take_over(state)
-        return found
+        return loaded
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self._first_epoch = state["step"], state["samples"], state["first_epoch"]
@@ -210,13 +210,13 @@ class Run:
                 self.epoch,
                 self.epochs,
             )
-        for name, callback in self._named():
+        for name, callback in self._list_named():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
             elif callback.state_dict():
                 logger.warning("callback %s begins anew: the checkpoint has no state of it", name)
 
-    def _named(self) -> Iterator[tuple[str, Callback]]:
+    def _list_named(self) -> Iterator[tuple[str, Callback]]:
         return zip(self._edges.names, self.callbacks, strict=True)
 
     def __enter__(self) -> Run:

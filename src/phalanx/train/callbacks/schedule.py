@@ -58,24 +58,24 @@ class LearningRateSchedule(Callback):
         """Make the scheduler, or check that it is of the optimizer that trains."""
         if self._monitor is not None and run.evaluated is not None:
             check_followed(run.evaluated, self._monitor, "LearningRateSchedule")
-        given = self._given
-        made = given if isinstance(given, LRScheduler) else given(run.optimizer)
-        if not isinstance(made, LRScheduler):
+        source = self._given
+        scheduler = source if isinstance(source, LRScheduler) else source(run.optimizer)
+        if not isinstance(scheduler, LRScheduler):
             raise ConfigError(
                 f"LearningRateSchedule takes a scheduler of torch.optim.lr_scheduler, or a function that makes one of "
-                f"an optimizer, found {type(made).__name__}."
+                f"an optimizer, found {type(scheduler).__name__}."
             )
-        if made.optimizer is not run.optimizer:
+        if scheduler.optimizer is not run.optimizer:
             raise ConfigError(
-                f"the {type(made).__name__} was made for another optimizer than the one that trains. Give a function: "
-                f"LearningRateSchedule(lambda optimizer: {type(made).__name__}(optimizer, ...))."
+                f"the {type(scheduler).__name__} was made for another optimizer than the one that trains. Give a "
+                f"function: LearningRateSchedule(lambda optimizer: {type(scheduler).__name__}(optimizer, ...))."
             )
-        if isinstance(made, ReduceLROnPlateau) != (self._monitor is not None):
+        if isinstance(scheduler, ReduceLROnPlateau) != (self._monitor is not None):
             raise ConfigError(
-                f"monitor={self._monitor!r} was given for a {type(made).__name__}. ReduceLROnPlateau needs the name of "
-                "a metric, and no other scheduler takes one."
+                f"monitor={self._monitor!r} was given for a {type(scheduler).__name__}. ReduceLROnPlateau needs the "
+                "name of a metric, and no other scheduler takes one."
             )
-        self._scheduler = made
+        self._scheduler = scheduler
 
     def on_update(self, run: Run) -> None:
         """Step, if it steps with updates."""

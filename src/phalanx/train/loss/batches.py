@@ -6,21 +6,28 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data.loader.binding import Binding, Inputs, bind, describe_signature, fits, parameters_of, signature_of
+from phalanx.data.loader.binding import (
+    Binding,
+    Inputs,
+    LossFunction,
+    bind,
+    describe_signature,
+    fits,
+    parameters_of,
+    signature_of,
+)
 from phalanx.errors import ConfigError
 from phalanx.train.loss.own_loss import scores_of, takes_scores
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Columns that are the target of a batch by column, wherever they stand."""
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 _TAKES_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -108,15 +115,15 @@ def _target_of(net: nn.Module, columns: Sequence[Any]) -> Any:
 
 def _no_target(columns: Sequence[Any]) -> str:
     if len(columns) < 2:
-        found, advice = f"{len(columns)} column{'s' * (len(columns) != 1)}", "Let the data yield the target too"
+        present, advice = f"{len(columns)} column{'s' * (len(columns) != 1)}", "Let the data yield the target too"
     else:
         named = [name for name in columns if name in TARGETS]
         which = f"{' and '.join(named)} may be" if named else "none is"
-        found = f"the columns {', '.join(map(str, columns))}, of which {which} the target"
+        present = f"the columns {', '.join(map(str, columns))}, of which {which} the target"
         advice = f"Call one column {', '.join(TARGETS[:-1])} or {TARGETS[-1]}"
     return (
-        f"a batch is (input, ..., target), found {found}. {advice}, leave loss_fn out if the net returns its own loss, "
-        "or give px.evaluate forward=lambda model, batch: (output, target)."
+        f"a batch is (input, ..., target), found {present}. {advice}, leave loss_fn out if the net returns its own "
+        "loss, or give px.evaluate forward=lambda model, batch: (output, target)."
     )
 
 
@@ -134,7 +141,7 @@ _SPEAKS_OF_TYPES = re.compile("same d?type|should be the same|expected scalar ty
 
 
 @contextlib.contextmanager
-def types_explained(net: nn.Module, columns: Mapping[Any, Any]) -> Iterator[None]:
+def explain_dtype_errors(net: nn.Module, columns: Mapping[Any, Any]) -> Iterator[None]:
     """Let torch's error about element types say which column of a batch has another than the net.
 
     Args:
@@ -150,16 +157,16 @@ def types_explained(net: nn.Module, columns: Mapping[Any, Any]) -> Iterator[None
         own = {param.dtype for param in net.parameters() if param.is_floating_point()}
         others = {name: part.dtype for name, part in columns.items() if isinstance(part, Tensor)}
         # Whole numbers beside a float64 column are labels or indices, as a rule.
-        found = {name: dtype for name, dtype in others.items() if dtype not in own}
-        found = {name: dtype for name, dtype in found.items() if dtype.is_floating_point} or found
-        if len(own) != 1 or not found or not _SPEAKS_OF_TYPES.search(str(error)):
+        others_left = {name: dtype for name, dtype in others.items() if dtype not in own}
+        others_left = {name: dtype for name, dtype in others_left.items() if dtype.is_floating_point} or others_left
+        if len(own) != 1 or not others_left or not _SPEAKS_OF_TYPES.search(str(error)):
             raise
-        wanted, (name, dtype) = _short(own.pop()), next(iter(found.items()))
-        said = name if isinstance(name, str) else f"column{name}"  # as pipelines call it
+        expected, (name, dtype) = _short(own.pop()), next(iter(others_left.items()))
+        column_name = name if isinstance(name, str) else f"column{name}"  # as pipelines call it
         raise ConfigError(
-            f"column {name!r} of the batch is {_short(dtype)} and {type(net).__name__} computes in {wanted}, which "
-            f"torch does not mix. Convert it where the data is made, array.astype({wanted!r}) or "
-            f"tensor.to(torch.{wanted}), or in a pipeline: .map(vision.TypeCast({wanted!r}), {said!r})."
+            f"column {name!r} of the batch is {_short(dtype)} and {type(net).__name__} computes in {expected}, which "
+            f"torch does not mix. Convert it where the data is made, array.astype({expected!r}) or "
+            f"tensor.to(torch.{expected}), or in a pipeline: .map(vision.TypeCast({expected!r}), {column_name!r})."
         ) from error
 
 
@@ -213,8 +220,8 @@ class MeanLoss:
                 target = _as_numbers(output, target)
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"loss_fn returned {found}. Return the mean over the rows of the batch: one element.")
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"loss_fn returned {kind}. Return the mean over the rows of the batch: one element.")
         return loss if not loss.dim() else loss.reshape(())  # adds no operator of its own where none is needed
 
 

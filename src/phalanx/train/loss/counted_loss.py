@@ -62,38 +62,38 @@ class CountedLoss:
         return loss
 
 
-def counted_loss(loss_fn: Any, made: Applied | None) -> CountedLoss | None:
+def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
     """Return a loss function as a sum and its weight, if it is one of those and ranks meet in every step.
 
     Workers of a parameter server and ranks that train apart (localsgd) do not meet; each follows the mean over its own.
     """
     inner: Any = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
     is_known = type(inner) in (nn.CrossEntropyLoss, nn.NLLLoss) and inner.reduction == "mean"
-    if made is None or not (is_known or inner in (F.cross_entropy, F.nll_loss)):
+    if applied is None or not (is_known or inner in (F.cross_entropy, F.nll_loss)):
         return None
-    meets = not any(isinstance(rule.update, Average | Push) for rule in made.plan.params)
-    return CountedLoss(loss_fn) if meets and not is_sum_of_ranks(made.plan) else None
+    meets = not any(isinstance(rule.update, Average | Push) for rule in applied.plan.params)
+    return CountedLoss(loss_fn) if meets and not is_sum_of_ranks(applied.plan) else None
 
 
-def check_reduction(loss_fn: Any, made: Applied | None) -> None:
+def check_reduction(loss_fn: Any, applied: Applied | None) -> None:
     """Raise if a loss is a sum over rows while gradients are averaged over the ranks.
 
     Raises:
         ConfigError: Names the loss.
     """
     inner = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
-    said = inner.keywords if isinstance(inner, partial) else {}
-    if made is None or "sum" not in (getattr(inner, "reduction", None), said.get("reduction")):
+    settings = inner.keywords if isinstance(inner, partial) else {}
+    if applied is None or "sum" not in (getattr(inner, "reduction", None), settings.get("reduction")):
         return
     function = inner.func if isinstance(inner, partial) else inner
     name = getattr(function, "__name__", type(function).__name__)
-    if not is_sum_of_ranks(made.plan):
+    if not is_sum_of_ranks(applied.plan):
         raise ConfigError(
             f'{name} with reduction="sum" sums over rows, and gradients are averaged over the ranks, so training would '
             'depend on their number. Use reduction="mean", or let gradients be summed: '
             'strategy.gradient_scale_configs = {"scale_strategy": "sum"}.'
         )
-    if made.pipeline is not None:
+    if applied.pipeline is not None:
         raise ConfigError(
             f'{name} with reduction="sum" was given for a model cut into stages, which averages over micro-batches. '
             'Use reduction="mean".'

@@ -106,10 +106,10 @@ def _can_be_looked_at(label: Tensor) -> bool:
 
 def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
     """Return each row's mean under labels that say one probability for each class, over this rank's classes."""
-    wanted = (len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes))
-    if tuple(label.shape) != wanted:
+    expected = (len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes))
+    if tuple(label.shape) != expected:
         raise ConfigError(
-            f"SoftmaxCrossEntropyExpand(sparse=False) takes one probability for each class, shape {wanted}, found "
+            f"SoftmaxCrossEntropyExpand(sparse=False) takes one probability for each class, shape {expected}, found "
             f"{tuple(label.shape)}. For classes as whole numbers write sparse=True."
         )
     return (shifted * (label if cut is None else cut.part(label, 1))).sum(-1)
@@ -117,10 +117,10 @@ def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor
 
 def cut_of_logits(model: nn.Module) -> Cut | None:
     """Return how a distributed model's logits are cut over ranks by classes; None when they leave it whole."""
-    made = applied_to(model)
-    if made is None:
+    applied = applied_to(model)
+    if applied is None:
         return None
-    styled = [rule.match for rule in made.plan.modules if rule.style == "vocab"]
+    styled = [rule.match for rule in applied.plan.modules if rule.style == "vocab"]
     for name, module in model.named_modules():
         is_styled = any(matches(pattern, name) for pattern in styled)
         if is_styled and isinstance(module, ColumnLinear) and module.outputs is not None:

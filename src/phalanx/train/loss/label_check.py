@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.comm.agreement import agree
+from phalanx.data.loader.binding import LossFunction
 from phalanx.data.samples.labels import label_problem
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.loss.batches import LossFunction, MeanLoss, as_classes, takes_classes
+from phalanx.train.loss.batches import MeanLoss, as_classes, takes_classes
 from phalanx.train.loss.own_loss import IGNORED, scores_of, takes_scores
 
 _SPEAKS_OF_LABELS = re.compile(

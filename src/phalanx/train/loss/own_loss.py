@@ -27,11 +27,13 @@ def own_loss(output: Any, _target: Any = None) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss if not loss.dim() else loss.reshape(())
     kind = type(output).__name__
-    found = f"a tensor of shape {tuple(loss.shape)}" if loss is output else f"a {kind} without a loss of one element"
+    description = (
+        f"a tensor of shape {tuple(loss.shape)}" if loss is output else f"a {kind} without a loss of one element"
+    )
     raise ConfigError(
         "without loss_fn a net returns its loss, as one element or under the name loss, as models of transformers do "
-        f"when the batch has labels; found {found}. Let the data yield the targets under the name that the net has for "
-        "them, or pass loss_fn=."
+        f"when the batch has labels; found {description}. Let the data yield the targets under the name that the net "
+        "has for them, or pass loss_fn=."
     )
 
 

@@ -74,10 +74,10 @@ class OwnMean:
         """Find with the other ranks how many labels of a row are skipped; None if it does not matter."""
         readers = context.current().readers
         fits = [float(fit and self._is_seen) for fit in self._fits]
-        told = torch.tensor(fits + _bounds(target, readers.count), dtype=torch.float64).to(target.device)
+        message = torch.tensor(fits + _bounds(target, readers.count), dtype=torch.float64).to(target.device)
         with peers_named("the numbers of labels of a batch", readers.group):
-            dist.all_reduce(told, dist.ReduceOp.MIN, group=readers.group)
-        is_all, is_shifted, *bounds = told.tolist()
+            dist.all_reduce(message, dist.ReduceOp.MIN, group=readers.group)
+        is_all, is_shifted, *bounds = message.tolist()
         if is_all != is_shifted:
             self._skipped = int(is_shifted)
             return self._skipped
@@ -93,15 +93,15 @@ class OwnMean:
         )
 
 
-def own_mean(net: nn.Module, made: Applied | None, *, is_seen: bool) -> OwnMean | None:
+def own_mean(net: nn.Module, applied: Applied | None, *, is_seen: bool) -> OwnMean | None:
     """Return what makes a net's own loss that of all ranks, if several read rows of their own and meet in every step.
 
     Workers of a parameter server and ranks that train apart (localsgd) do not meet; each follows the mean over its own.
     """
-    if made is None or not context.is_initialized() or context.current().readers.count == 1:
+    if applied is None or not context.is_initialized() or context.current().readers.count == 1:
         return None
-    meets = not any(isinstance(rule.update, Average | Push) for rule in made.plan.params)
-    return OwnMean(net, is_seen=is_seen) if meets and not is_sum_of_ranks(made.plan) else None
+    meets = not any(isinstance(rule.update, Average | Push) for rule in applied.plan.params)
+    return OwnMean(net, is_seen=is_seen) if meets and not is_sum_of_ranks(applied.plan) else None
 
 
 def check_stages(target: Any) -> None:

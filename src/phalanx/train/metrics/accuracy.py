@@ -73,8 +73,8 @@ def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
         DataError: If a label is not a class; names the row.
     """
     correct = topk_correct(out, label, k)
-    counted = correct.numel() if _rows_count() else 0
-    counts = torch.stack([correct.sum() * bool(counted), torch.tensor(counted, device=out.device)])
+    count = correct.numel() if _rows_count() else 0
+    counts = torch.stack([correct.sum() * bool(count), torch.tensor(count, device=out.device)])
     sum_over_ranks(counts)
     return (counts[0].double() / counts[1]).float()
 
@@ -91,8 +91,8 @@ def global_mean(value: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and type, without gradient; float32 at least while it is added up.
     """
-    here = context.current() if context.is_initialized() else None
-    return mean_over_ranks(value, None if here is None else here.batch or here.ended_with)
+    current = context.current() if context.is_initialized() else None
+    return mean_over_ranks(value, None if current is None else current.batch or current.ended_with)
 
 
 def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:

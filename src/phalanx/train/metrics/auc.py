@@ -53,17 +53,17 @@ class AUC:
             self._labels.append(label.to(score.device, torch.int64))
             return
         _check("score", score, ~((score >= 0) & (score <= 1)), "Give probabilities, such as logits.sigmoid()")
-        place = (score * self._bins).long().clamp_(max=self._bins - 1) + self._bins * label.long()
-        self._histogram = self._histogram.to(place.device) + torch.bincount(place, minlength=2 * self._bins).view(2, -1)
+        index = (score * self._bins).long().clamp_(max=self._bins - 1) + self._bins * label.long()
+        self._histogram = self._histogram.to(index.device) + torch.bincount(index, minlength=2 * self._bins).view(2, -1)
 
     def compute(self, ranks: AllRanks) -> float:
         """Return the area, 0 to 1; NaN when no rank saw a row of one of the labels."""
         if self._bins is not None:
             negatives, positives = ranks.sum(self._histogram).cpu()
             return area_under_roc(positives, negatives)
-        scores, counts = _counted(*self._own())
+        scores, counts = _count_scores(*self._own())
         scores, counts = ranks.concat(scores), ranks.concat(counts)
-        _, positives, negatives = _merged(scores, counts)
+        _, positives, negatives = _merge_counts(scores, counts)
         return area_under_roc(positives, negatives)
 
     def _own(self) -> tuple[Tensor, Tensor]:
@@ -72,22 +72,22 @@ class AUC:
         return torch.cat(self._scores).cpu(), torch.cat(self._labels).cpu()
 
 
-def _counted(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _count_scores(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return each different score once, and its rows by (label 1, label 0)."""
-    different, positives, negatives = _merged(scores, torch.stack([labels, 1 - labels], 1))
-    return different, torch.stack([positives, negatives], 1)
+    unique, positives, negatives = _merge_counts(scores, torch.stack([labels, 1 - labels], 1))
+    return unique, torch.stack([positives, negatives], 1)
 
 
-def _merged(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    different, place = torch.unique(scores, return_inverse=True)
-    total = torch.zeros(len(different), 2, dtype=torch.int64, device=scores.device).index_add_(0, place, counts)
-    return different, total[:, 0].cpu(), total[:, 1].cpu()
+def _merge_counts(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    unique, inverse = torch.unique(scores, return_inverse=True)
+    total = torch.zeros(len(unique), 2, dtype=torch.int64, device=scores.device).index_add_(0, inverse, counts)
+    return unique, total[:, 0].cpu(), total[:, 1].cpu()
 
 
 def _score(output: Tensor) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim > 2 or (output.ndim == 2 and output.shape[1] > 2):
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"Asked for the AUC of outputs of shape {found}. Give one score a row, of the class 1.")
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"Asked for the AUC of outputs of shape {shape}. Give one score a row, of the class 1.")
     wide = output.detach().double()
     return wide[:, 1] - wide[:, 0] if wide.ndim == 2 and wide.shape[1] == 2 else wide.reshape(-1)
 

@@ -94,7 +94,7 @@ class ConfusionMatrix:
             ConfigError: If shapes do not fit.
             DataError: If a label is no class; names the row.
         """
-        predicted, classes = _predicted(output, self._threshold, self._asked)
+        predicted, classes = _predict_classes(output, self._threshold, self._asked)
         label = _flat_labels(target, predicted, classes)
         if self.counts.numel() == 0:
             self.counts = torch.zeros(classes, classes, dtype=torch.int64, device=predicted.device)
@@ -140,9 +140,9 @@ class _OfCounts(ConfusionMatrix):
             return self.of(right[1], predicted[1], true[1])
         if average == "micro":
             return self.of(sum(right), sum(predicted), sum(true))
-        seen = [number for number in range(len(right)) if predicted[number] or true[number]]
-        values = [self.of(right[number], predicted[number], true[number]) for number in seen]
-        weights = [true[number] for number in seen] if average == "weighted" else [1] * len(seen)
+        present = [number for number in range(len(right)) if predicted[number] or true[number]]
+        values = [self.of(right[number], predicted[number], true[number]) for number in present]
+        weights = [true[number] for number in present] if average == "weighted" else [1] * len(present)
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
     @staticmethod
@@ -185,37 +185,37 @@ class F1(_OfCounts):
         return 2 * right / (predicted + true) if predicted + true else 0.0
 
 
-def _predicted(output: Tensor, threshold: float, asked: int | None) -> tuple[Tensor, int]:
+def _predict_classes(output: Tensor, threshold: float, declared: int | None) -> tuple[Tensor, int]:
     """Return predicted classes, shape (N,), and how many classes there are."""
     if not isinstance(output, Tensor) or output.ndim not in (1, 2):
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"Asked for the classes of outputs of shape {found}. Give (rows, classes) or (rows,).")
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"Asked for the classes of outputs of shape {shape}. Give (rows, classes) or (rows,).")
     if output.ndim == 2 and output.shape[1] > 1:
-        if asked not in (None, output.shape[1]):
-            raise ConfigError(f"Asked for {asked} classes, and outputs have scores of {output.shape[1]}.")
+        if declared not in (None, output.shape[1]):
+            raise ConfigError(f"Asked for {declared} classes, and outputs have scores of {output.shape[1]}.")
         # The highest number, as `topk_correct` ranks them: NaN is below every one.
         return output.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(1), output.shape[1]
     flat = output.reshape(-1)
     if flat.is_floating_point():
-        return (flat > threshold).long(), 2 if asked is None else asked
-    if asked is None:
+        return (flat > threshold).long(), 2 if declared is None else declared
+    if declared is None:
         raise ConfigError("outputs are classes, so how many there are is not known. Give classes=.")
-    return _checked("prediction", flat.long(), asked), asked
+    return _check_classes("prediction", flat.long(), declared), declared
 
 
 def _flat_labels(target: Tensor, predicted: Tensor, classes: int) -> Tensor:
     if not isinstance(target, Tensor) or target.shape not in ((len(predicted),), (len(predicted), 1)):
-        found = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+        shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise ConfigError(
-            f"Asked to compare {len(predicted)} rows with labels of shape {found}. Give ({len(predicted)},)."
+            f"Asked to compare {len(predicted)} rows with labels of shape {shape}. Give ({len(predicted)},)."
         )
     label = target.reshape(-1)
     if label.is_floating_point() and not torch.equal(label, label.round()):
         raise ConfigError("labels must be whole numbers, found fractions. For regression use MAE, MSE, RMSE or R2.")
-    return _checked("label", label.to(predicted.device).long(), classes)
+    return _check_classes("label", label.to(predicted.device).long(), classes)
 
 
-def _checked(what: str, values: Tensor, classes: int) -> Tensor:
+def _check_classes(what: str, values: Tensor, classes: int) -> Tensor:
     wrong = ((values < 0) | (values >= classes)).nonzero()
     if len(wrong):
         row = int(wrong[0])

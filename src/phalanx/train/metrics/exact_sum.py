@@ -49,9 +49,9 @@ class ExactSum:
         is_finite = wide.isfinite()
         mantissa, exponent = torch.frexp(wide.masked_fill(~is_finite, 0))
         whole = (mantissa * 2.0**_MANTISSA_BITS).long()
-        place = exponent.long() + _LOWEST
-        self.total.index_add_(0, place, whole >> _LOW_BITS)
-        self.total.index_add_(0, place + _EXPONENTS, whole & ((1 << _LOW_BITS) - 1))
+        index = exponent.long() + _LOWEST
+        self.total.index_add_(0, index, whole >> _LOW_BITS)
+        self.total.index_add_(0, index + _EXPONENTS, whole & ((1 << _LOW_BITS) - 1))
         specials = torch.stack([wide.isnan().sum(), (wide == math.inf).sum(), (wide == -math.inf).sum()])
         self.total[-_SPECIAL:] += specials
 
@@ -65,7 +65,9 @@ class ExactSum:
         if above or below:
             return math.inf if above else -math.inf
         pairs = zip(counts[:_EXPONENTS], counts[_EXPONENTS : 2 * _EXPONENTS], strict=True)
-        mantissas = sum(((high << _LOW_BITS) + low) << place for place, (high, low) in enumerate(pairs) if high or low)
+        mantissas = sum(
+            ((high << _LOW_BITS) + low) << exponent for exponent, (high, low) in enumerate(pairs) if high or low
+        )
         return Fraction(mantissas, 1 << (_LOWEST + _MANTISSA_BITS))
 
 
@@ -207,9 +209,9 @@ def values_of_rows(name: str, value: Any, rows: int) -> Tensor:
         rows: Rows of the batch.
     """
     if not isinstance(value, Tensor) or value.shape not in ((), (rows,), (rows, 1)):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
-            f"Metric {name!r} returned {found} for {rows} rows. "
+            f"Metric {name!r} returned {shape} for {rows} rows. "
             "Return one value per row, or their mean without dimensions, as a tensor."
         )
     exact = value.double() if value.is_floating_point() or value.ndim == 0 else value.long()

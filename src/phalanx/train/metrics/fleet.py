@@ -150,8 +150,8 @@ def _check(what: str, values: Tensor, wrong: Tensor, instead: str) -> None:
 
 def _ratio(part: Any, total: Any) -> float:
     counts = torch.stack([_as_tensor(part).sum().double(), _as_tensor(total).sum().double()])
-    found, rows = sum(counts).tolist()
-    return found / rows if rows else math.nan
+    numerator, rows = sum(counts).tolist()
+    return numerator / rows if rows else math.nan
 
 
 def _as_tensor(value: Any) -> Tensor:

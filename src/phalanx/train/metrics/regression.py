@@ -32,10 +32,10 @@ class _Errors:
             output: Predictions, any shape.
             target: As many numbers; (N,) and (N, 1) go together.
         """
-        prediction, wanted = _same_shape(output, target)
-        for total, values in zip(self._sums, self.terms(prediction, wanted), strict=True):
+        prediction, target_values = _same_shape(output, target)
+        for total, values in zip(self._sums, self.terms(prediction, target_values), strict=True):
             total.add(values)
-        self._numbers += wanted.numel()
+        self._numbers += target_values.numel()
 
     def compute(self, ranks: AllRanks) -> float:
         """Return the value over the rows of all ranks; NaN without rows."""
@@ -45,7 +45,7 @@ class _Errors:
         parts = totals[:-1].view(self.sums, -1)
         return self.of([ExactSum.value(part) for part in parts], int(totals[-1]))
 
-    def terms(self, prediction: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+    def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
         """Return what is added up, in float64."""
         raise NotImplementedError
 
@@ -57,17 +57,17 @@ class _Errors:
 class MAE(_Errors):
     """The mean absolute error."""
 
-    def terms(self, prediction: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+    def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
         """Return absolute errors."""
-        return ((prediction - wanted).abs(),)
+        return ((prediction - target_values).abs(),)
 
 
 class MSE(_Errors):
     """The mean squared error."""
 
-    def terms(self, prediction: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+    def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
         """Return squared errors."""
-        return ((prediction - wanted).square(),)
+        return ((prediction - target_values).square(),)
 
 
 class RMSE(MSE):
@@ -86,9 +86,9 @@ class R2(_Errors):
 
     sums = 3
 
-    def terms(self, prediction: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+    def terms(self, prediction: Tensor, target_values: Tensor) -> tuple[Tensor, ...]:
         """Return squared errors, targets, and their squares."""
-        return (prediction - wanted).square(), wanted, wanted.square()
+        return (prediction - target_values).square(), target_values, target_values.square()
 
     def of(self, sums: list[Fraction | float], numbers: int) -> float:
         """Return the share. Fractions do not cancel, however far the targets are from 0."""
@@ -103,15 +103,15 @@ class R2(_Errors):
 
 def _same_shape(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.numel() != target.numel():
-        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)]
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)]
         raise ConfigError(
-            f"Asked for the error of predictions of shape {found[0]} for targets of shape {found[1]}. Give one number "
-            "for each."
+            f"Asked for the error of predictions of shape {shapes[0]} for targets of shape {shapes[1]}. Give one "
+            "number for each."
         )
     if tuple(output.shape) not in (tuple(target.shape), (*target.shape, 1), tuple(target.shape[:-1])):
         raise ConfigError(
             f"Asked for the error of predictions {tuple(output.shape)} for targets {tuple(target.shape)}: the same "
             "numbers in another shape. Bring one into the other's shape."
         )
-    wanted = target.detach().double()
-    return output.detach().double().reshape(wanted.shape), wanted
+    target_values = target.detach().double()
+    return output.detach().double().reshape(target_values.shape), target_values

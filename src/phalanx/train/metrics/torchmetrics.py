@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.train.metrics.exact_sum import AllRanks
 
 
-class Foreign:
+class TorchMetric:
     """A torchmetrics object as a `GlobalMetric`: updated with rows that count, its states combined by its own rules.
 
     Its states travel over the ranks that hold rows of their own, and not over torch's default group, where rows that
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def is_foreign(metric: Any) -> bool:
+def is_torch_metric(metric: Any) -> bool:
     """Return whether an object is one of torchmetrics, by what it has."""
     return isinstance(metric, nn.Module) and all(hasattr(metric, name) for name in ("update", "compute", "reset"))
 

@@ -65,21 +65,21 @@ class AutoContext:
         Raises:
             ConfigError: If the strategy says something else.
         """
-        asked: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
         if self.gradients_mean is not None:
-            asked["gradient_scale_configs"] = {"scale_strategy": "avg" if self.gradients_mean else "sum"}
+            overrides["gradient_scale_configs"] = {"scale_strategy": "avg" if self.gradients_mean else "sum"}
         if self.parameter_broadcast is not None:
-            asked["parameter_broadcast"] = self.parameter_broadcast
+            overrides["parameter_broadcast"] = self.parameter_broadcast
         if self.enable_parallel_optimizer:
-            asked["sharding"] = True
-        for name, value in asked.items():
+            overrides["sharding"] = True
+        for name, value in overrides.items():
             if name in strategy.model_fields_set and getattr(strategy, name) != value:
                 raise ConfigError(
                     f"set_auto_parallel_context asks for strategy.{name} = {value}, and the strategy says "
                     f"{getattr(strategy, name)}. Say it once."
                 )
         changed = strategy.model_copy(deep=True)
-        for name, value in asked.items():
+        for name, value in overrides.items():
             setattr(changed, name, value)
         return changed
 
@@ -87,7 +87,7 @@ class AutoContext:
 auto_context = AutoContext()
 """What this process said."""
 
-_made: list[str] = []
+_first_model: list[str] = []
 """The class of the first Model, once there is one."""
 
 
@@ -108,18 +108,18 @@ def set_auto_parallel_context(**settings: Any) -> None:
     Raises:
         ConfigError: If a setting is unknown, has a value it cannot have, or a Model was made already.
     """
-    if _made:
+    if _first_model:
         raise ConfigError(
-            f"set_auto_parallel_context was called after a {_made[0]} was made, which would not follow it. Call it "
-            "before, or reset_auto_parallel_context() for a Model of its own."
+            f"set_auto_parallel_context was called after a {_first_model[0]} was made, which would not follow it. Call "
+            "it before, or reset_auto_parallel_context() for a Model of its own."
         )
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word, value in settings.items():
-        name = _known(word)
-        if name in said and said[name] != value:
-            raise ConfigError(f"{name} was said twice, as {said[name]!r} and {value!r}. Say it once.")
-        said[name] = _checked(word, name, value)
-    for name, value in said.items():
+        name = _setting_name(word)
+        if name in values and values[name] != value:
+            raise ConfigError(f"{name} was said twice, as {values[name]!r} and {value!r}. Say it once.")
+        values[name] = _check_value(word, name, value)
+    for name, value in values.items():
         setattr(auto_context, name, value)
 
 
@@ -129,33 +129,33 @@ def get_auto_parallel_context(name: str) -> Any:
     Raises:
         ConfigError: If there is no such setting.
     """
-    return getattr(auto_context, _known(name))
+    return getattr(auto_context, _setting_name(name))
 
 
 def reset_auto_parallel_context() -> None:
     """Forget what `set_auto_parallel_context` was told; it may be called again for Models that are made from now on."""
-    _made.clear()
+    _first_model.clear()
     for field in fields(AutoContext):
         setattr(auto_context, field.name, None)
 
 
 def close_context(model: object) -> None:
     """Refuse `set_auto_parallel_context` from now on: a Model was made."""
-    if not _made:
-        _made.append(type(model).__name__)
+    if not _first_model:
+        _first_model.append(type(model).__name__)
 
 
-def _known(word: str) -> str:
+def _setting_name(word: str) -> str:
     """Return the setting that a word means."""
-    known = [field.name for field in fields(AutoContext)]
+    names = [field.name for field in fields(AutoContext)]
     name = ALIASES.get(word, word)
-    if name in known:
+    if name in names:
         return name
     if word in INSTEAD:
         raise ConfigError(f"set_auto_parallel_context({word}=...) is not taken. Write instead: {INSTEAD[word]}.")
-    every = [*known, *ALIASES, *INSTEAD]
+    every = [*names, *ALIASES, *INSTEAD]
     raise ConfigError(
-        f"set_auto_parallel_context has no setting {word!r}.{did_you_mean(word, every)} It takes {', '.join(known)}."
+        f"set_auto_parallel_context has no setting {word!r}.{did_you_mean(word, every)} It takes {', '.join(names)}."
     )
 
 
@@ -172,11 +172,11 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _checked(word: str, name: str, value: Any) -> Any:
+def _check_value(word: str, name: str, value: Any) -> Any:
     kind: Any = _KINDS[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        wanted = "path" if isinstance(kind, tuple) else kind.__name__
-        raise ConfigError(f"set_auto_parallel_context({word}=...) takes a {wanted}, found {value!r}.")
+        expected = "path" if isinstance(kind, tuple) else kind.__name__
+        raise ConfigError(f"set_auto_parallel_context({word}=...) takes a {expected}, found {value!r}.")
     if name == "search_mode" and value not in SEARCH_MODES:
         raise ConfigError(
             f"{word} is one of {', '.join(SEARCH_MODES)}, found {value!r}.{did_you_mean(value, SEARCH_MODES)}"

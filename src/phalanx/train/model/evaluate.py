@@ -22,11 +22,11 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.tensor.mappings import gather_from
 from phalanx.parallel.tensor.shard_spec import Cut
-from phalanx.train.loss.batches import BatchReader, columns_of, types_explained
+from phalanx.train.loss.batches import BatchReader, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import cut_of_logits
 from phalanx.train.loss.own_loss import OwnLoss, of_scores, own_loss, scores_of
 from phalanx.train.metrics.exact_sum import AllRanks, GlobalMetric
-from phalanx.train.metrics.torchmetrics import Foreign
+from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.metric_names import Metric, RowMetric, read_metrics, takes_loss
 
 logger = logging.getLogger("phalanx.train")
@@ -88,35 +88,35 @@ def evaluate(
         for batch in _with_progress(loader):
             assert loader.share is not None
             columns = columns_of(batch, loader.columns)
-            with types_explained(model, columns):
+            with explain_dtype_errors(model, columns):
                 if forward is not None:
                     out, target = forward(model, batch)
                 else:
                     inputs, target = read(batch, loader.columns)
                     out = call(model, inputs)
-            whole = scores_of(out) if cut is None else whole_output(scores_of(out), cut)
+            whole = scores_of(out) if cut is None else gather_output(scores_of(out), cut)
             # A padded row may hold anything, and counts on another rank.
             if loader.share.rows:
                 rows += loader.share.rows
                 for metric in chosen.values():
                     # A net that returns its loss may be the only one to know its target; rows are counted then.
-                    known = columns if target is None and isinstance(metric, OwnLoss) else target
-                    metric.update(out if takes_loss(metric, loss_fn) else whole, known)
+                    counted_target = columns if target is None and isinstance(metric, OwnLoss) else target
+                    metric.update(out if takes_loss(metric, loss_fn) else whole, counted_target)
     ranks = AllRanks()
     if int(ranks.sum(torch.tensor(rows))) == 0:
         raise ConfigError("Asked to evaluate on data without rows. Check the dataset.")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, metric in chosen.items():
         value = metric.compute(ranks)
         # A collection of torchmetrics names its own.
-        found |= value if isinstance(metric, Foreign) and isinstance(value, dict) else {name: value}
-    return found
+        results |= value if isinstance(metric, TorchMetric) and isinstance(value, dict) else {name: value}
+    return results
 
 
-def whole_output(out: Any, cut: Cut) -> Any:
+def gather_output(out: Any, cut: Cut) -> Any:
     """Return outputs of which this rank holds a slice of the classes, put together. Collective along the cut."""
     if isinstance(out, Mapping) and "logits" in out:
-        return {**out, "logits": whole_output(out["logits"], cut)}
+        return {**out, "logits": gather_output(out["logits"], cut)}
     if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
         return gather_from(out, out.ndim - 1, cut)
     return out
@@ -178,9 +178,9 @@ def _with_progress(loader: ShardedLoader) -> Iterator[Any]:
     """Yield the loader's batches, and say how far it is when it takes long."""
     is_first = not context.is_initialized() or context.current().rank == 0
     steps = f" of {len(loader)}" if inspect.getattr_static(loader.dataset, "__len__", None) else ""
-    said = time.monotonic()
-    for done, batch in enumerate(loader):
-        if is_first and time.monotonic() - said > PROGRESS_EVERY_S:
-            said = time.monotonic()
-            logger.info("Evaluating: %d%s batches done", done, steps)
+    logged_at = time.monotonic()
+    for count, batch in enumerate(loader):
+        if is_first and time.monotonic() - logged_at > PROGRESS_EVERY_S:
+            logged_at = time.monotonic()
+            logger.info("Evaluating: %d%s batches done", count, steps)
         yield batch

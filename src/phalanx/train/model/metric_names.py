@@ -15,7 +15,7 @@ from phalanx.train.metrics.auc import AUC
 from phalanx.train.metrics.classification import AVERAGES, F1, Average, ConfusionMatrix, Precision, Recall
 from phalanx.train.metrics.exact_sum import GlobalMetric, MeanOfRows
 from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
-from phalanx.train.metrics.torchmetrics import Foreign, is_foreign
+from phalanx.train.metrics.torchmetrics import TorchMetric, is_torch_metric
 
 RowMetric = Callable[[Any, Any], Tensor]
 """From (output, target) to one value per row, shape (N,), or to the mean over the rows, no dimensions."""
@@ -45,7 +45,7 @@ def read_metrics(
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
-        is_several = isinstance(metrics, Iterable) and not isinstance(metrics, str) and not is_foreign(metrics)
+        is_several = isinstance(metrics, Iterable) and not isinstance(metrics, str) and not is_torch_metric(metrics)
         listed: list[Any] = list(cast("Iterable[Any]", metrics)) if is_several else [metrics]
         named = {}
         for metric in listed:
@@ -53,11 +53,11 @@ def read_metrics(
             if name in named:
                 raise ConfigError(f"Asked for two metrics called {name!r}. Name them: metrics={{'name': metric, ...}}.")
             named[name] = metric
-    chosen = {name: _made(name, metric, loss_fn) for name, metric in named.items()}
+    chosen = {name: _build_metric(name, metric, loss_fn) for name, metric in named.items()}
     if loss_fn is not None and "loss" not in chosen:
         chosen["loss"] = _loss(loss_fn)
-    for made in chosen.values():
-        made.reset()
+    for global_metric in chosen.values():
+        global_metric.reset()
     return chosen
 
 
@@ -74,13 +74,13 @@ def _name_of(metric: Any) -> str:
     return getattr(metric, "__name__", None) or type(metric).__name__
 
 
-def _made(name: str, metric: Any, loss_fn: RowMetric | None) -> GlobalMetric:
+def _build_metric(name: str, metric: Any, loss_fn: RowMetric | None) -> GlobalMetric:
     if isinstance(metric, str):
         return _by_name(metric, loss_fn)
     if isinstance(metric, type):
         raise ConfigError(f"Asked for the metric {name!r}, which is a class. Make one: {name}().")
-    if is_foreign(metric):
-        return Foreign(metric)
+    if is_torch_metric(metric):
+        return TorchMetric(metric)
     if isinstance(metric, GlobalMetric):
         return metric
     if callable(metric):
@@ -102,13 +102,13 @@ def _by_name(name: str, loss_fn: RowMetric | None) -> GlobalMetric:
         return _AVERAGED[kind](cast("Average", average))
     if name in _NAMED:
         return _NAMED[name]()
-    known = [
+    names = [
         "loss",
         "acc1",
         *sorted(_NAMED),
         *(f"{kind}_{average}" for kind in _AVERAGED for average in AVERAGES),
     ]
-    hint = " Did you mean 'acc1'?" if name.lower() == "accuracy" else did_you_mean(name, known)
+    hint = " Did you mean 'acc1'?" if name.lower() == "accuracy" else did_you_mean(name, names)
     raise ConfigError(
         f"Asked for the metric {name!r}; known by name are 'loss', 'acc1', 'acc5', ..., "
         f"{', '.join(map(repr, sorted(_NAMED)))}.{hint} Or pass a function of (output, target)."

@@ -31,12 +31,12 @@ def read_mode(mode: str | None) -> ParallelMode | None:
     Raises:
         ConfigError: If it is none, or the two say different ones.
     """
-    said = [as_mode(word) for word in (mode, auto_context.parallel_mode) if word is not None]
-    if len(set(said)) > 1:
+    modes = [as_mode(word) for word in (mode, auto_context.parallel_mode) if word is not None]
+    if len(set(modes)) > 1:
         raise ConfigError(
-            f"Model was asked for {said[0].name}, set_auto_parallel_context for {said[1].name}. Say the mode once."
+            f"Model was asked for {modes[0].name}, set_auto_parallel_context for {modes[1].name}. Say the mode once."
         )
-    return said[0] if said else None
+    return modes[0] if modes else None
 
 
 def check_ranks(mode: ParallelMode | None, role: Role) -> None:
@@ -45,12 +45,12 @@ def check_ranks(mode: ParallelMode | None, role: Role) -> None:
     Raises:
         ConfigError: If they do not; names both numbers.
     """
-    found = {"device_num": role.world_size, "global_rank": role.rank}
-    for word, real in found.items():
-        said = getattr(auto_context, word)
-        if said not in (None, real):
+    actual = {"device_num": role.world_size, "global_rank": role.rank}
+    for word, real in actual.items():
+        declared = getattr(auto_context, word)
+        if declared not in (None, real):
             raise ConfigError(
-                f"set_auto_parallel_context says {word}={said}, and this is rank {role.rank} of {role.world_size} "
+                f"set_auto_parallel_context says {word}={declared}, and this is rank {role.rank} of {role.world_size} "
                 f"(launcher: {role.launcher}). Leave {word} out: the launcher's number is taken."
             )
     if mode is ParallelMode.STAND_ALONE and role.world_size > 1:
@@ -88,8 +88,8 @@ def strategy_in(
     }
     switches = {name for name in ("pipeline", "tensor_parallel", "context_parallel") if getattr(chosen, name)}
     if aside or degrees or switches:
-        said = [*sorted(switches), *sorted(degrees), *aside]
-        logger.info("parallel_mode DATA_PARALLEL holds the whole model on every rank: %s set aside", ", ".join(said))
+        names = [*sorted(switches), *sorted(degrees), *aside]
+        logger.info("parallel_mode DATA_PARALLEL holds the whole model on every rank: %s set aside", ", ".join(names))
     hybrid = {key: value for key, value in chosen.hybrid_configs.items() if key not in degrees}
     return chosen.model_copy(update={"hybrid_configs": hybrid, **dict.fromkeys(switches, False)})
 

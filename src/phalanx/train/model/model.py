@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from phalanx.comm import context
-from phalanx.data.loader.binding import Binding, Inputs, bind, call
+from phalanx.data.loader.binding import Binding, Inputs, LossFunction, bind, call
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError
@@ -32,23 +32,17 @@ from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
 from phalanx.train.callbacks.checkpoint import ModelCheckpoint
 from phalanx.train.callbacks.run import Run
-from phalanx.train.loss.batches import (
-    BatchReader,
-    LossFunction,
-    MeanLoss,
-    columns_of,
-    types_explained,
-)
+from phalanx.train.loss.batches import BatchReader, MeanLoss, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
 from phalanx.train.loss.lone_rows import check_batch_norms
 from phalanx.train.loss.own_loss import own_loss
-from phalanx.train.metrics.torchmetrics import Foreign
+from phalanx.train.metrics.torchmetrics import TorchMetric
 from phalanx.train.model.auto_context import auto_context, close_context
-from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation_mode, whole_output
+from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation_mode, gather_output
 from phalanx.train.model.metric_names import Metric, read_metrics
 from phalanx.train.model.mode_rules import check_ranks, read_mode
 from phalanx.train.model.modes import ParallelMode
-from phalanx.train.model.planning import hold_whole, look_ahead, plan_ahead
+from phalanx.train.model.planning import prepare_for_plan, replicate_net, search_plan
 from phalanx.train.model.predict import outputs_in_order, rows_in_order
 from phalanx.train.model.setup import (
     check_epochs,
@@ -138,17 +132,17 @@ class Model:
         close_context(self)
 
     def __repr__(self) -> str:
-        loss, optimizer, made = self.loss_fn, self.optimizer, applied_to(self.net)
-        ranks = 0 if made is None else made.plan.world_size
+        loss, optimizer, applied = self.loss_fn, self.optimizer, applied_to(self.net)
+        ranks = 0 if applied is None else applied.plan.world_size
         params = _count_params(self.net) if self._params is None else self._params
-        said = [
+        parts = [
             f"{type(self.net).__name__} of {params:,} parameters{' on this rank' * (self._params is None)}",
             "its own loss" if loss is None else f"loss {getattr(loss, '__name__', type(loss).__name__)}",
             "no optimizer" if optimizer is None else type(optimizer).__name__,
             "" if self.parallel_mode is None else self.parallel_mode.name,
-            "not distributed yet" if made is None else f"on {ranks} rank{'s' * (ranks != 1)}",
+            "not distributed yet" if applied is None else f"on {ranks} rank{'s' * (ranks != 1)}",
         ]
-        return f"Model({', '.join(filter(None, said))})"
+        return f"Model({', '.join(filter(None, parts))})"
 
     def train(
         self,
@@ -267,12 +261,14 @@ class Model:
         Raises:
             ConfigError: If the data has an order of its own.
         """
-        here = self._join("Model.predict")
+        current = self._join("Model.predict")
         self._distribute()
         with evaluation_mode(self.net), torch.no_grad():
             if (columns := _one_batch(data)) is not None:
                 binding = bind(self.net, tuple(columns), is_ordered=not isinstance(data[0], Mapping))
-                tensors = {name: move_to_device(torch.as_tensor(part), here.device) for name, part in columns.items()}
+                tensors = {
+                    name: move_to_device(torch.as_tensor(part), current.device) for name, part in columns.items()
+                }
                 return self._output(binding.inputs(tensors), tensors)
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
@@ -313,12 +309,12 @@ class Model:
         """
         chosen = read_metrics(*self._evaluated(None))
         evaluation_loader(one_pass(dataset), None)
-        return None if any(isinstance(metric, Foreign) for metric in chosen.values()) else list(chosen)
+        return None if any(isinstance(metric, TorchMetric) for metric in chosen.values()) else list(chosen)
 
     def _join(self, verb: str) -> context.Context:
-        here = join(verb)
-        check_ranks(self.parallel_mode, here.role)
-        return here
+        current = join(verb)
+        check_ranks(self.parallel_mode, current.role)
+        return current
 
     def _loader(self, data: Any, options: dict[str, Any]) -> ShardedLoader:
         """Return the loader over training data; once there is a Plan its global batches are those of all ranks."""
@@ -337,39 +333,39 @@ class Model:
             )
         if self._is_distributed:
             return
-        here = context.current()
-        if loader is None and self._is_to_be_planned(here):
+        current = context.current()
+        if loader is None and self._is_to_be_planned(current):
             if not self._is_held_whole:
-                hold_whole(self.net, here)
-                self._place_loss(here)
+                replicate_net(self.net, current)
+                self._place_loss(current)
             self._is_held_whole = True
             return
         search = look = None
         if optimizer is not None and loader is not None:
-            search = partial(plan_ahead, self.net, loss, optimizer, loader)
-            look = partial(look_ahead, self.net, loader, has_target=loss is not None)
-        self._keeps_global_batch = self._is_planned(here)
-        distribute_net(self.net, here, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
-        self._place_loss(here)
+            search = partial(search_plan, self.net, loss, optimizer, loader)
+            look = partial(prepare_for_plan, self.net, loader, has_target=loss is not None)
+        self._keeps_global_batch = self._is_planned(current)
+        distribute_net(self.net, current, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
+        self._place_loss(current)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
             self.loss_fn.cut = cut_of_logits(self.net)
         self._is_distributed = True
 
-    def _is_to_be_planned(self, here: context.Context) -> bool:
+    def _is_to_be_planned(self, current: context.Context) -> bool:
         """Return whether AUTO_PARALLEL will find the Plan of the net, once there is a batch of the training data."""
-        return self.optimizer is not None and self._is_planned(here) and not self._has_plan()
+        return self.optimizer is not None and self._is_planned(current) and not self._has_plan()
 
-    def _is_planned(self, here: context.Context) -> bool:
+    def _is_planned(self, current: context.Context) -> bool:
         """Return whether the net, not distributed yet, trains with a Plan that is given or will be found."""
-        is_auto = self.parallel_mode is ParallelMode.AUTO_PARALLEL and here.world_size > 1
+        is_auto = self.parallel_mode is ParallelMode.AUTO_PARALLEL and current.world_size > 1
         return (is_auto or self._has_plan()) and applied_to(self.net) is None
 
     def _has_plan(self) -> bool:
         return self._plan is not None or auto_context.strategy_ckpt_load_file is not None
 
-    def _place_loss(self, here: context.Context) -> None:
+    def _place_loss(self, current: context.Context) -> None:
         if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(here.device)
+            self.loss_fn.to(current.device)
 
     def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""
@@ -382,24 +378,24 @@ class Model:
         return run.batch_done(loss)
 
     def _step(self, binding: Binding, captured: bool) -> TrainStep:
-        if (found := self._steps.get((binding, captured))) is not None:
-            return found
+        if (cached := self._steps.get((binding, captured))) is not None:
+            return cached
         assert self.optimizer is not None
         step = TrainStep(self.net, self._loss, self.optimizer, {}, self._compiles(), captured=captured)
         self._steps[binding, captured] = step
         return step
 
     def _compiles(self) -> bool:
-        made = applied_to(self.net)
-        assert made is not None
-        return made.plan.step.compiled if self._compiled is None else self._compiled
+        applied = applied_to(self.net)
+        assert applied is not None
+        return applied.plan.step.compiled if self._compiled is None else self._compiled
 
     def _output(self, inputs: Inputs, columns: Mapping[Any, Any]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
-        with types_explained(self.net, columns):
+        with explain_dtype_errors(self.net, columns):
             output = call(self.net, inputs)
         cut = cut_of_logits(self.net)
-        return output if cut is None else whole_output(output, cut)
+        return output if cut is None else gather_output(output, cut)
 
 
 def _one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:

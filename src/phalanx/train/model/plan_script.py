@@ -23,8 +23,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.session import Training, assembly
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_parallel import auto_parallel
-from phalanx.train.model.no_tables import check_no_tables
-from phalanx.train.model.planning import global_batch, rows_of, with_rows
+from phalanx.train.model.planning import batch_size_of, global_batch, require_no_tables, with_batch_size
 
 logger = logging.getLogger("phalanx.train")
 
@@ -52,7 +51,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
     except _Reached as reached:
-        return _planned(reached.training, cluster, options)
+        return _plan_reached(reached.training, cluster, options)
     except SystemExit as ended:
         advice = text("script to plan")
         raise ConfigError(text("script ended", script=script, code=ended.code, advice=advice)) from None
@@ -89,12 +88,12 @@ def _stop(training: Training) -> NoReturn:
     raise _Reached(training)
 
 
-def _planned(training: Training, cluster: Cluster, options: dict[str, Any]) -> Planned:
+def _plan_reached(training: Training, cluster: Cluster, options: dict[str, Any]) -> Planned:
     assembly.planner = None
     model = training.model
-    check_no_tables(model)
+    require_no_tables(model)
     sample = _sample(training, cluster.devices)
-    logger.info("%s", text("planning", model=type(model).__name__, rows=rows_of(sample)))
+    logger.info("%s", text("planning", model=type(model).__name__, rows=batch_size_of(sample)))
     if training.optimizer is None and "optimizer" not in options:
         logger.info("%s", text("planning adam"))
     options = {"optimizer": training.optimizer or "adam", "strategy": _settings(training.strategy)} | options
@@ -108,13 +107,13 @@ def _sample(training: Training, ranks: int) -> Any:
         assert assembly.loader is not None
         return global_batch(assembly.loader, training.model, has_target=training.has_target, ranks=ranks)
     inputs, named = training.inputs
-    given = _by_name(training.model, inputs, named) if named else inputs
-    rows, here = rows_of(given), context_of.current()
-    if here.batch is None or here.rows_for is None:
+    arguments = _by_name(training.model, inputs, named) if named else inputs
+    rows, current = batch_size_of(arguments), context_of.current()
+    if current.batch is None or current.rows_for is None:
         all_rows = rows * ranks  # the batch of a loader that knows nothing of ranks is that of one
     else:
-        all_rows = rows * here.rows_for(ranks) // here.rows_for(here.world_size)
-    return with_rows(given, rows, all_rows, training.model)
+        all_rows = rows * current.rows_for(ranks) // current.rows_for(current.world_size)
+    return with_batch_size(arguments, rows, all_rows, training.model)
 
 
 def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -124,14 +123,14 @@ def _by_name(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -
         ConfigError: If some of it can only be told by its position.
     """
     signature = inspect.signature(model.forward)
-    given = dict(signature.bind(*inputs, **named).arguments)
-    for name in list(given):
+    arguments = dict(signature.bind(*inputs, **named).arguments)
+    for name in list(arguments):
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name)
+            arguments |= arguments.pop(name)
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             raise ConfigError(text("script inputs", model=type(model).__name__, name=name))
-    return given
+    return arguments
 
 
 def _settings(strategy: DistributedStrategy | None) -> DistributedStrategy:

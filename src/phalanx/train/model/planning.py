@@ -16,17 +16,17 @@ from phalanx.checkpoint.ranks import Ranks
 from phalanx.cluster.messages.messages import text
 from phalanx.comm.agreement import agree, share
 from phalanx.comm.context import Context, current
+from phalanx.data.loader.binding import LossFunction
 from phalanx.data.loader.loader import ShardedLoader
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.apply import broadcast_from_first_rank, check_model
 from phalanx.parallel.captured import check_of
-from phalanx.parallel.model_shape import shape_of
+from phalanx.parallel.model_shape import is_handle, shape_of
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.job_cluster import cluster_of
-from phalanx.train.loss.batches import BatchReader, LossFunction
+from phalanx.train.loss.batches import BatchReader
 from phalanx.train.model.auto_context import SEARCH_MODES, auto_context
-from phalanx.train.model.no_tables import check_no_tables
 
 if TYPE_CHECKING:
     from phalanx.auto.capture.step import Arguments
@@ -40,13 +40,13 @@ PATIENCE_S = 600.0
 """Seconds that ranks wait for each other: a model may take long to capture, and data long to open."""
 
 
-def plan_ahead(
+def search_plan(
     net: nn.Module,
     loss_fn: LossFunction | None,
     optimizer: Optimizer,
     loader: ShardedLoader,
     strategy: DistributedStrategy,
-    here: Context,
+    current: Context,
 ) -> Plan:
     """Return the fastest Plan for the ranks that were launched. Collective: all return what rank 0 found.
 
@@ -56,30 +56,32 @@ def plan_ahead(
         optimizer: What trains it.
         loader: The data; one batch of it is looked at, and iterating it starts where it would have.
         strategy: Settings of everything that the planner does not decide.
-        here: This process.
+        current: This process.
 
     Raises:
         ConfigError: If the net cannot be captured or nothing fits; on all ranks.
     """
-    if here.role.server_endpoints:
+    if current.role.server_endpoints:
         raise ConfigError(text("plan with servers"))
-    check_no_tables(net)
+    require_no_tables(net)
     sample: Any = None
 
     def look() -> None:
         nonlocal sample
-        loader.keep_global_batch(here.world_size)  # the Plan is for this many rows, on however many ranks it puts them
+        loader.keep_global_batch(
+            current.world_size
+        )  # the Plan is for this many rows, on however many ranks it puts them
         sample = global_batch(loader, net, has_target=loss_fn is not None)
 
     def search(_: Any) -> dict[str, Any]:
-        return _found(net, sample, loss_fn, optimizer, strategy, here).model_dump(mode="json")
+        return _search_plan(net, sample, loss_fn, optimizer, strategy, current).model_dump(mode="json")
 
     ranks = Ranks.meet("AUTO_PARALLEL", strategy.model_dump(mode="json"), timeout_s=PATIENCE_S)
-    decided = ranks.decide("the Plan of AUTO_PARALLEL", look, search, timeout_s=PATIENCE_S)
-    return Plan.model_validate_json(json.dumps(decided), strict=True)
+    decision = ranks.decide("the Plan of AUTO_PARALLEL", look, search, timeout_s=PATIENCE_S)
+    return Plan.model_validate_json(json.dumps(decision), strict=True)
 
 
-def look_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target: bool | None = None) -> None:
+def prepare_for_plan(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target: bool | None = None) -> None:
     """Let data be those of the step that a given Plan is of. Collective.
 
     The global batch stays what it is, on however many ranks the Plan puts it. For a Plan that places single operators,
@@ -118,12 +120,12 @@ def look_ahead(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_target:
         raise ConfigError(text("plan of unknown step", why=error)) from error
 
 
-def hold_whole(net: nn.Module, here: Context) -> None:
+def replicate_net(net: nn.Module, current: Context) -> None:
     """Let all ranks use a net that has no Plan yet: whole, on their devices, with rank 0's values. Collective.
 
     Args:
         net: A plain module.
-        here: This process.
+        current: This process.
 
     Raises:
         ConfigError: If it is not the same net on all ranks.
@@ -131,7 +133,7 @@ def hold_whole(net: nn.Module, here: Context) -> None:
     logger.info("AUTO_PARALLEL plans for a batch of the training data: until train, every rank holds the whole net")
     check_model(net)
     agree("model before train", {param.name: list(param.shape) for param in shape_of(net).params})
-    net.to(here.device)
+    net.to(current.device)
     broadcast_from_first_rank(net, level=logging.DEBUG)
 
 
@@ -158,16 +160,16 @@ def global_batch(
     if ranks is not None:
         all_rows = all_rows * loader.global_batch_for(ranks) // loader.global_batch
     sample = Arguments.of(inputs, target if has_target else None)
-    widened: Arguments = with_rows(sample, share_here.rows, all_rows, net)
+    widened: Arguments = with_batch_size(sample, share_here.rows, all_rows, net)
     return widened
 
 
-def rows_of(values: Any) -> int:
+def batch_size_of(values: Any) -> int:
     """Return the rows of a batch: dimension 0 of the first tensor that has one; 0 if there is none."""
-    return next((len(one) for one in tree_leaves(values) if isinstance(one, Tensor) and one.dim()), 0)
+    return next((len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
+def with_batch_size(values: Any, before: int, rows: int, net: nn.Module) -> Any:
     """Return values with every tensor of so many rows before as an empty one of other rows, where a net is."""
     device = next((param.device for param in net.parameters()), torch.device("cpu"))
 
@@ -180,13 +182,13 @@ def with_rows(values: Any, before: int, rows: int, net: nn.Module) -> Any:
     return tree_map(widened, values)
 
 
-def _found(
+def _search_plan(
     net: nn.Module,
     sample: Any,
     loss_fn: LossFunction | None,
     optimizer: Optimizer,
     strategy: DistributedStrategy,
-    here: Context,
+    current: Context,
 ) -> Plan:
     from phalanx.auto.auto_parallel import auto_parallel  # a job that plans nothing does not wait for this
 
@@ -197,21 +199,33 @@ def _found(
         net,
         sample,
         loss_fn,
-        cluster=cluster_of(here.role, here.device),
+        cluster=cluster_of(current.role, current.device),
         optimizer=optimizer,
         strategy=strategy,
         top_k=1,
         time_limit=SEARCH_S,
     )
     best = answer.searched.best
-    cut = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
+    strategies = ", ".join(f"{path} {way}" for path, way in best.cut.items()) or "none"
     logger.info(
         "AUTO_PARALLEL trains with %s, layers cut: %s; predicted %.4g ms a step, at most %s %% over the best Plan, "
         "%.4g MiB a rank",
         best.arrangement,
-        cut,
+        strategies,
         answer.seconds * 1e3,
         percent(answer.gap),
         answer.memory / 2**20,
     )
     return answer.plan
+
+
+def require_no_tables(model: Any) -> None:
+    """Raise if a model has tables on parameter servers, which no Plan of the planner says anything of.
+
+    Raises:
+        PlanError: Names the first table's parameter.
+    """
+    params = model.named_parameters() if isinstance(model, nn.Module) else ()
+    name = next((name for name, param in params if is_handle(param)), None)
+    if name is not None:
+        raise PlanError(text("plan with tables", name=name))

@@ -78,19 +78,19 @@ def _of_rows(output: Any, rows: int) -> Any:
         leaves = tree_leaves(value)
         return bool(leaves) and all(isinstance(x, Tensor) and x.dim() and len(x) == rows for x in leaves)
 
-    found = {name: value for name, value in output.items() if has_rows(value)}
-    if not found:
+    entries = {name: value for name, value in output.items() if has_rows(value)}
+    if not entries:
         raise ConfigError(
             f"Model.predict needs one output for each of {rows} rows, and none of {', '.join(output)} is one."
         )
-    return found
+    return entries
 
 
 def _whole(value: Any, rows: int) -> Tensor:
     """Return the rows of all ranks; a batch that only keeps the ranks in step adds none."""
     if not isinstance(value, Tensor) or value.dim() == 0 or (rows and len(value) != rows):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ConfigError(f"Model.predict needs one output for each of {rows} rows, found {found}.")
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"Model.predict needs one output for each of {rows} rows, found {shape}.")
     mine = value[:rows].contiguous()
     if not context.is_initialized() or context.current().readers.count == 1:
         return mine.cpu()

@@ -37,9 +37,9 @@ def check_parts(net: object, loss_fn: object, optimizer: object) -> None:
     if loss_fn is not None:
         check_loss(loss_fn)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        description = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise ConfigError(
-            f"Model takes a torch optimizer, found {found}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
+            f"Model takes a torch optimizer, found {description}. Make one: torch.optim.SGD(net.parameters(), lr=0.1)."
         )
     if optimizer is not None:
         check_trains(net, optimizer)
@@ -87,7 +87,7 @@ def training_loader(data: Any, options: dict[str, Any], words: Iterable[str] = (
 
 def distribute_net(
     net: nn.Module,
-    here: Context,
+    current: Context,
     mode: ParallelMode | None,
     strategy: DistributedStrategy | None,
     plan: Plan | None,
@@ -99,7 +99,7 @@ def distribute_net(
 
     Args:
         net: A module.
-        here: This process.
+        current: This process.
         mode: The mode; what ranks and strategy say when None.
         strategy: The user's.
         plan: The user's, instead of a strategy.
@@ -121,16 +121,16 @@ def distribute_net(
     plan = _users_plan(plan, strategy)
     if plan is None:
         chosen = strategy_of(mode, strategy, net, compiled)
-        require_cuts(mode, chosen, net, here.world_size)
+        require_cuts(mode, chosen, net, current.world_size)
         use_strategy(chosen)
-        if mode is ParallelMode.AUTO_PARALLEL and search is not None and here.world_size > 1:
-            plan = search(chosen, here)
+        if mode is ParallelMode.AUTO_PARALLEL and search is not None and current.world_size > 1:
+            plan = search(chosen, current)
     elif look is not None:
         look(plan)
     add_model(net, plan)
-    made = applied_to(net)
-    if auto_context.strategy_ckpt_save_file is not None and here.rank == 0 and made is not None:
-        save_plan(made.plan, auto_context.strategy_ckpt_save_file)
+    applied = applied_to(net)
+    if auto_context.strategy_ckpt_save_file is not None and current.rank == 0 and applied is not None:
+        save_plan(applied.plan, auto_context.strategy_ckpt_save_file)
 
 
 def strategy_of(

@@ -30,7 +30,7 @@ WARMUP_STEPS = 3
 """Eager steps before the capture."""
 
 
-class Captured:
+class GraphedStep:
     """A pass that is captured once and replayed. One rank, CUDA only.
 
     Args:
@@ -71,11 +71,11 @@ class Captured:
 
     def _aside(self, inputs: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run on a side stream, as a capture will."""
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(here)
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
         with torch.cuda.stream(side):
             result = self._run(inputs, target)
-        here.wait_stream(side)
+        main.wait_stream(side)
         return result
 
     def _capture(self, values: list[Any], structure: Any) -> None:
@@ -139,9 +139,9 @@ class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
             inside = max(self._tracker.parents - {"Global"}, key=len, default="")
             where = f" in {inside}" if inside else ""
             name = str(func).removeprefix("aten.").partition(".")[0]
-            said = ".item(), float() or if" if name == "_local_scalar_dense" else name
+            call = ".item(), float() or if" if name == "_local_scalar_dense" else name
             raise ConfigError(
-                f"dataset_sink_mode captures the step as a CUDA graph, and {said}{where} makes the host wait for "
+                f"dataset_sink_mode captures the step as a CUDA graph, and {call}{where} makes the host wait for "
                 "values on the card, which no graph can. Train with dataset_sink_mode=False, or compute it with "
                 "torch.where."
             )

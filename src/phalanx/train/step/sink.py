@@ -68,29 +68,29 @@ def _needing_host(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, f"the gradient of {kind}(sparse=True) has as many rows as the batch has ids"
 
 
-def can_capture(model: nn.Module, here: Context, *, compiled: bool) -> bool:
+def can_capture(model: nn.Module, current: Context, *, compiled: bool) -> bool:
     """Return whether forward and backward pass of a sink may be captured as a CUDA graph; says why not, once.
 
     Args:
         model: A distributed model.
-        here: This process.
+        current: This process.
         compiled: Whether the step is compiled.
     """
-    made = applied_to(model)
-    assert made is not None
-    step: Any = made.plan.step
+    applied = applied_to(model)
+    assert applied is not None
+    step: Any = applied.plan.step
     against = {
-        "the device is no CUDA card": here.device.type != "cuda",
-        "gradients of several ranks meet in the backward pass": here.is_distributed,
+        "the device is no CUDA card": current.device.type != "cuda",
+        "gradients of several ranks meet in the backward pass": current.is_distributed,
         "the step is compiled": compiled,
         "gradient_merge adds up several batches": step.accumulate > 1,
         "float16 changes the scale of the loss": step.scaler is not None,
         "activations are computed again or kept on the host": any(
-            rule.recompute != "none" or rule.offload for rule in made.plan.modules
+            rule.recompute != "none" or rule.offload for rule in applied.plan.modules
         ),
     }
     why = next((reason for reason, is_so in against.items() if is_so), None)
-    if why is not None and here.device.type == "cuda" and here.rank == 0:
+    if why is not None and current.device.type == "cuda" and current.rank == 0:
         logger.info("dataset_sink_mode launches steps one by one, without a CUDA graph: %s", why)
     return why is None
 

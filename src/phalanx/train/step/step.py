@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.comm import context
-from phalanx.data.loader.binding import Inputs, bind_argument, call
+from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, call
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
 from phalanx.parallel.apply import applied_to, is_cared_for
@@ -28,16 +28,15 @@ from phalanx.parallel.session import assembly, check_trains, warn_if_apart
 from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
-from phalanx.train.loss.batches import BatchReader, types_explained
+from phalanx.train.loss.batches import BatchReader, explain_dtype_errors
 from phalanx.train.loss.counted_loss import check_reduction, counted_loss
 from phalanx.train.loss.label_check import LabelsChecked
 from phalanx.train.loss.own_loss import of_scores, own_loss
 from phalanx.train.loss.own_mean import check_stages, own_mean
-from phalanx.train.step.cuda_graph import Captured
+from phalanx.train.step.cuda_graph import GraphedStep
 
 logger = logging.getLogger("phalanx.train")
 
-LossFunction = Callable[[Any, Any], Tensor]
 Fetch = Callable[[Any, Any], Tensor]
 
 
@@ -90,17 +89,17 @@ class TrainStep:
         self._returns_loss = loss_fn is own_loss
         self._read = BatchReader(model, target="too" if self._returns_loss else "apart")
         self._optimizer = optimizer
-        made = applied_to(model)
-        check_reduction(loss_fn, made)
-        is_collective = made is not None and made.pipeline is None and not context.current().role.server_endpoints
+        applied = applied_to(model)
+        check_reduction(loss_fn, applied)
+        is_collective = applied is not None and applied.pipeline is None and not context.current().role.server_endpoints
         # A step that is compiled or captured must not look at values.
         is_traced = compiled or captured
         checked = of_scores if is_traced else partial(LabelsChecked, is_collective=is_collective)
-        self._pipeline = None if made is None else made.pipeline
+        self._pipeline = None if applied is None else applied.pipeline
         is_whole = self._returns_loss and self._pipeline is None
-        self._own = own_mean(model, made, is_seen=not is_traced) if is_whole else None
+        self._own = own_mean(model, applied, is_seen=not is_traced) if is_whole else None
         self._loss_fn: LossFunction = checked(loss_fn if self._own is None or is_traced else self._own.loss)
-        self._counted = counted_loss(loss_fn, made)
+        self._counted = counted_loss(loss_fn, applied)
         if self._counted is not None:
             self._counted.total = checked(self._counted.total)
         self._device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
@@ -123,7 +122,7 @@ class TrainStep:
             keep_update_out_of_graph(optimizer)
             self._update = torch.compile(optimizer.step, backend=self._update_graphs)
             self._keep_rates_variable()
-        self._backward = Captured(self._gradients, model.parameters()) if captured else self._gradients
+        self._backward = GraphedStep(self._gradients, model.parameters()) if captured else self._gradients
 
     @property
     def forward_graphs(self) -> int:
@@ -167,7 +166,7 @@ class TrainStep:
         if self.compiled and self.steps == 0:
             logger.info("compiling the step into graphs: seconds to minutes the first time, less from the cache")
         started, graphs = time.perf_counter(), self.forward_graphs + self.update_graphs
-        with types_explained(self._model, columns), memory_explained(self._model, inputs):
+        with explain_dtype_errors(self._model, columns), memory_explained(self._model, inputs):
             loss, fetched = self._backward(inputs, target)
             tell_loss(loss)
             if self.compiled:
@@ -195,14 +194,14 @@ class TrainStep:
             loss_fn = (
                 self._loss_fn if weight is None or not len(target) else self._of_microbatches(inputs, target, weight)
             )
-            return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scaled)
+            return self._pipeline.train(inputs, target, loss_fn, self._fetch, self._scale_loss)
         loss_fn = self._loss_fn if weight is None or self._counted is None else self._counted.total
         loss, fetched = self._forward(inputs, target, loss_fn)
         if weight is not None:
             loss = weighted_mean(loss, weight)
         elif self._own is not None:
             loss = self._own.mean(loss, target)
-        self._scaled(loss).backward()
+        self._scale_loss(loss).backward()
         return loss, fetched
 
     def _compute(self, inputs: Any, target: Any, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
@@ -225,7 +224,7 @@ class TrainStep:
         _, factor = global_mean_of(torch.zeros((), dtype=torch.float64, device=weight.device), weight, shares)
         return self._counted.of_microbatches(target, factor)
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss as float16 training needs it."""
         scale = getattr(self._optimizer, "scale", None)
         return loss if scale is None else scale(loss)
