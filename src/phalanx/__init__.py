@@ -44,8 +44,9 @@ if TYPE_CHECKING:  # names resolved by __getattr__ below, for type checkers and 
     from phalanx.train.distribute import distribute
     from phalanx.train.events import report
     from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand
-    from phalanx.train.metrics.accuracy import accuracy, correct_at, global_mean
+    from phalanx.train.metrics.accuracy import accuracy, correct_at
     from phalanx.train.metrics.auc import AUC
+    from phalanx.train.metrics.base import global_mean
     from phalanx.train.metrics.classification import F1, ConfusionMatrix, Precision, Recall
     from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
     from phalanx.train.model.auto_context import (
@@ -108,7 +109,7 @@ _HOMES = {
     "export_onnx": "phalanx.checkpoint.export.export",
     "export_program": "phalanx.checkpoint.export.export",
     "export_state_dict": "phalanx.checkpoint.export.export",
-    "global_mean": "phalanx.train.metrics.accuracy",
+    "global_mean": "phalanx.train.metrics.base",
     "init": "phalanx.comm.context",
     "load": "phalanx.checkpoint.loading",
     "no_sync": "phalanx.parallel.distribute",

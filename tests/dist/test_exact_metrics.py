@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError
-from phalanx.train.metrics.exact_sum import AllRanks
+from phalanx.train.metrics.base import AllRanks
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.metrics.exact_sum import AllRanks, ExactSum, quotient
+from phalanx.train.metrics.base import AllRanks
+from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
 def evaluated(outputs: Tensor, targets: Tensor, metrics: Any, batch_size: int = 7) -> dict[str, Any]:

@@ -72,11 +72,13 @@ def test_numbers_arrays_and_tensors_keep_their_shape() -> None:
 
 
 def test_what_is_no_probability_or_label_is_named() -> None:
-    with pytest.raises(DataError, match=r"The score of row 1 is 1.5. Give probabilities, such as logits.sigmoid\(\)"):
+    with pytest.raises(
+        DataError, match=r"The score of row 1 of a batch is 1.5. Give probabilities, such as logits.sigmoid\(\)"
+    ):
         Auc().update(torch.tensor([0.5, 1.5]), torch.tensor([0, 1]))
-    with pytest.raises(DataError, match="The score of row 0 is nan"):
+    with pytest.raises(DataError, match="The score of row 0 of a batch is nan"):
         Auc().update(torch.tensor([math.nan]), torch.tensor([0]))
-    with pytest.raises(DataError, match=r"The label of row 0 is 2\. Give 0 or 1"):
+    with pytest.raises(DataError, match=r"The label of row 0 of a batch is 2\. Give 0 or 1"):
         Auc().update(torch.tensor([0.5]), torch.tensor([2]))
     with pytest.raises(ConfigError, match="2 scores with 1 labels"):
         Auc().update(torch.tensor([0.5, 0.5]), torch.tensor([1]))

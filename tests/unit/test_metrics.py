@@ -12,8 +12,8 @@ from phalanx.comm import context
 from phalanx.comm.context import BatchShare
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.metrics.accuracy import accuracy, correct_at, global_mean, topk_correct
-from phalanx.train.metrics.exact_sum import values_of_rows
+from phalanx.train.metrics.accuracy import accuracy, correct_at, topk_correct
+from phalanx.train.metrics.base import global_mean, values_of_rows
 from phalanx.train.model.evaluate import evaluate
 
 scores = arrays(

@@ -40,7 +40,7 @@ from phalanx.train import events
 from phalanx.train.callbacks.base import Callback, read_callbacks
 from phalanx.train.callbacks.dispatch import SIGNALLED, CallbackDispatcher
 from phalanx.train.callbacks.measure import EpochClock, Throughput, memory
-from phalanx.train.metrics.accuracy import mean_over_ranks
+from phalanx.train.metrics.base import mean_over_ranks
 
 logger = logging.getLogger("phalanx.train")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.data.loader.binding import entry_of
 from phalanx.errors import ConfigError
-from phalanx.train.metrics.exact_sum import AllRanks, MeanOfRows
+from phalanx.train.metrics.base import AllRanks, MeanOfRows
 
 IGNORED = -100
 """The class that a row or token without a target has; torch's and transformers' own."""

@@ -1,4 +1,4 @@
-"""Top-k accuracy and means, over all ranks.
+"""Top-k accuracy over all ranks.
 
 Labels have shape (N,) or (N, 1) here. `torch.nn.functional.cross_entropy` wants (N,): pass `label.squeeze(1)`.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import context
-from phalanx.comm.context import BatchShare
-from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError, DataError
+from phalanx.train.metrics.base import sum_over_ranks
 
 
 def topk_correct(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
@@ -77,45 +75,6 @@ def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
     counts = torch.stack([correct.sum() * bool(count), torch.tensor(count, device=out.device)])
     sum_over_ranks(counts)
     return (counts[0].double() / counts[1]).float()
-
-
-def global_mean(value: Tensor) -> Tensor:
-    """Return the mean over the global batch of a quantity of which each rank knows the mean over its own rows.
-
-    Collective: every rank must call it. A rank's value weighs as its rows do in the batch the training loader handed
-    out last, also after the end of its loop; without one, all ranks weigh the same.
-
-    Args:
-        value: This rank's mean (a loss, say), of any shape that is the same on every rank. Not modified.
-
-    Returns:
-        A tensor of the same shape and type, without gradient; float32 at least while it is added up.
-    """
-    current = context.current() if context.is_initialized() else None
-    return mean_over_ranks(value, None if current is None else current.batch or current.ended_with)
-
-
-def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:
-    """Do what `global_mean` does, for the batch of which this rank had `share`. Collective."""
-    value = value.detach()
-    if not context.is_initialized():
-        return value.clone()
-    weight = share.weight if share is not None else 1 / context.current().readers.count
-    wide = torch.promote_types(value.dtype, torch.float32)
-    weighted = value.to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
-    return sum_over_ranks(weighted).to(value.dtype)
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up `values` over all ranks that read rows of their own, in place; alone it does nothing.
-
-    Collective: every rank must call it with the same shape and type.
-    """
-    if context.is_initialized() and context.current().readers.count > 1:
-        group = context.current().readers.group
-        with peers_named("the sum of a metric", group):
-            dist.all_reduce(values, group=group)
-    return values
 
 
 def _rows_count() -> bool:

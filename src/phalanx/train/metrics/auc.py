@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.metrics.exact_sum import AllRanks
-from phalanx.train.metrics.fleet import area_under_roc
+from phalanx.train.metrics.base import AllRanks
 
 
 class AUC:
@@ -34,7 +35,8 @@ class AUC:
         """Forget all rows."""
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
-        self._histogram = torch.zeros(2, self._bins or 0, dtype=torch.int64)
+        self.histogram = torch.zeros(2, self._bins or 0, dtype=torch.int64)
+        """With `bins`, samples with label 0 and with label 1 in each part of the scores, lowest first."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         """Count a batch.
@@ -54,12 +56,12 @@ class AUC:
             return
         _check("score", score, ~((score >= 0) & (score <= 1)), "Give probabilities, such as logits.sigmoid()")
         index = (score * self._bins).long().clamp_(max=self._bins - 1) + self._bins * label.long()
-        self._histogram = self._histogram.to(index.device) + torch.bincount(index, minlength=2 * self._bins).view(2, -1)
+        self.histogram = self.histogram.to(index.device) + torch.bincount(index, minlength=2 * self._bins).view(2, -1)
 
     def compute(self, ranks: AllRanks) -> float:
         """Return the area, 0 to 1; NaN when no rank saw a row of one of the labels."""
         if self._bins is not None:
-            negatives, positives = ranks.sum(self._histogram).cpu()
+            negatives, positives = ranks.sum(self.histogram).cpu()
             return area_under_roc(positives, negatives)
         scores, counts = _count_scores(*self._own())
         scores, counts = ranks.concat(scores), ranks.concat(counts)
@@ -70,6 +72,21 @@ class AUC:
         if not self._scores:
             return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
         return torch.cat(self._scores).cpu(), torch.cat(self._labels).cpu()
+
+
+def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
+    """Return the area under the ROC curve from how many rows of each label have each score, lowest first; NaN if none.
+
+    Counted in whole numbers, so the same wherever and in which order rows were counted.
+    """
+    pairs = int(positives.sum()) * int(negatives.sum())
+    if pairs == 0:
+        return math.nan
+    # Twice the pairs won fits in 64 bits for up to 2 * 10**9 rows of each label.
+    kind = torch.int64 if 2 * pairs < 2**63 else torch.float64
+    positives, negatives = positives.to(kind), negatives.to(kind)
+    below = negatives.cumsum(0) - negatives
+    return (positives * (2 * below + negatives)).sum().item() / (2 * pairs)
 
 
 def _count_scores(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.train.metrics.exact_sum import AllRanks
+from phalanx.train.metrics.base import AllRanks
 
 Average = Literal["binary", "micro", "macro", "weighted"]
 AVERAGES = ("binary", "micro", "macro", "weighted")

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import all_reduce, context
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import ConfigError
+from phalanx.train.metrics.auc import AUC, area_under_roc
 
 AUC_BINS = 65_536
 """Scores that share one of these equal parts of [0, 1] count as equal."""
@@ -90,32 +91,24 @@ def auc(positive: Any, negative: Any) -> float:
     return area_under_roc(positives, negatives)
 
 
-def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
-    """Return the area under the ROC curve from how many rows of each label have each score, lowest first; NaN if none.
-
-    Counted in whole numbers, so the same wherever and in which order rows were counted.
-    """
-    pairs = int(positives.sum()) * int(negatives.sum())
-    if pairs == 0:
-        return math.nan
-    # Twice the pairs won fits in 64 bits for up to 2 * 10**9 rows of each label.
-    kind = torch.int64 if 2 * pairs < 2**63 else torch.float64
-    positives, negatives = positives.to(kind), negatives.to(kind)
-    below = negatives.cumsum(0) - negatives
-    return (positives * (2 * below + negatives)).sum().item() / (2 * pairs)
-
-
 class Auc:
-    """Counts scores into the histograms that `auc` adds up over the workers.
+    """Counts scores into the histograms that `auc` adds up over the workers; `AUC` with 65,536 bins.
 
-    Memory and traffic are two times 65,536 counts, whatever the number of rows. Not collective but for `compute`.
+    Memory and traffic are two times 65,536 counts, for any number of samples. Not collective except for `compute`.
     """
 
     def __init__(self) -> None:
-        self.positive = torch.zeros(AUC_BINS, dtype=torch.int64)
-        """Rows with label 1 by score, lowest first."""
-        self.negative = torch.zeros(AUC_BINS, dtype=torch.int64)
-        """Rows with label 0 by score."""
+        self._metric = AUC(bins=AUC_BINS)
+
+    @property
+    def positive(self) -> Tensor:
+        """Samples with label 1 by score, lowest first."""
+        return self._metric.histogram[1].cpu()
+
+    @property
+    def negative(self) -> Tensor:
+        """Samples with label 0 by score."""
+        return self._metric.histogram[0].cpu()
 
     def update(self, score: Tensor, label: Tensor) -> None:
         """Count a batch.
@@ -125,27 +118,14 @@ class Auc:
             label: 0 or 1, as many elements.
 
         Raises:
-            ConfigError: If there are more scores than labels, or fewer.
-            DataError: If a score is not within 0 to 1 or a label neither 0 nor 1; names the row.
+            ConfigError: If the numbers of scores and labels differ.
+            DataError: If a score is not within 0 to 1 or a label neither 0 nor 1; names the sample.
         """
-        score, label = score.detach().reshape(-1).cpu(), label.detach().reshape(-1).cpu()
-        if len(score) != len(label):
-            raise ConfigError(f"Asked to count {len(score)} scores with {len(label)} labels. Give one label a score.")
-        _check("score", score, ~((score >= 0) & (score <= 1)), "Give probabilities, such as logits.sigmoid()")
-        _check("label", label, (label != 0) & (label != 1), "Give 0 or 1")
-        bins = (score.double() * AUC_BINS).long().clamp_(max=AUC_BINS - 1)
-        self.positive += torch.bincount(bins[label == 1], minlength=AUC_BINS)
-        self.negative += torch.bincount(bins[label == 0], minlength=AUC_BINS)
+        self._metric.update(score.reshape(-1), label)
 
     def compute(self) -> float:
         """Return the AUC over all workers; see `auc`. Collective."""
         return auc(self.positive, self.negative)
-
-
-def _check(what: str, values: Tensor, wrong: Tensor, instead: str) -> None:
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise DataError(f"The {what} of row {row} is {values[row].item()}. {instead}.")
 
 
 def _ratio(part: Any, total: Any) -> float:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.train.metrics.exact_sum import AllRanks, ExactSum, quotient
+from phalanx.train.metrics.base import AllRanks
+from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
 class _Errors:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import context
 from phalanx.errors import ConfigError
-from phalanx.train.metrics.exact_sum import AllRanks
+from phalanx.train.metrics.base import AllRanks
 
 
 class TorchMetric:

@@ -12,8 +12,8 @@ from phalanx.errors import ConfigError, did_you_mean
 from phalanx.train.loss.own_loss import OwnLoss, own_loss
 from phalanx.train.metrics.accuracy import topk_correct
 from phalanx.train.metrics.auc import AUC
+from phalanx.train.metrics.base import GlobalMetric, MeanOfRows
 from phalanx.train.metrics.classification import AVERAGES, F1, Average, ConfusionMatrix, Precision, Recall
-from phalanx.train.metrics.exact_sum import GlobalMetric, MeanOfRows
 from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
 from phalanx.train.metrics.torchmetrics import TorchMetric, is_torch_metric
 
