@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +128,18 @@ class ModelCheckpoint(Callback):
         save_training(
             folder, run.training, step=run.step, extra={"run": run.state_dict()}, background=self._background, keep=keep
         )
+
+
+def checkpoint_folder(callbacks: Iterable[Callback]) -> Path:
+    """Return where the callbacks keep checkpoints.
+
+    Raises:
+        ConfigError: If they keep none, or in several folders.
+    """
+    folders = [callback.folder for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if len(folders) != 1:
+        raise ConfigError(
+            f"resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found {len(folders)}. "
+            "Name the folder: resume='runs/a'."
+        )
+    return folders[0]

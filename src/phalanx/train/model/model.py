@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -25,34 +24,23 @@ from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError
 from phalanx.parallel.apply import applied_to
 from phalanx.parallel.checks.consistency import make_consistent
-from phalanx.parallel.distribute import join
-from phalanx.parallel.session import Training, assembly
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks
-from phalanx.train.callbacks.checkpoint import ModelCheckpoint
+from phalanx.train.callbacks.checkpoint import checkpoint_folder
 from phalanx.train.callbacks.run import Run
 from phalanx.train.loss.batches import BatchReader, MeanLoss, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import SoftmaxCrossEntropyExpand, cut_of_logits
 from phalanx.train.loss.lone_rows import check_batch_norms
 from phalanx.train.loss.own_loss import own_loss
 from phalanx.train.metrics.torchmetrics import TorchMetric
-from phalanx.train.model.auto_context import auto_context, close_context
+from phalanx.train.model.auto_context import close_context
 from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation_mode, gather_output
 from phalanx.train.model.metric_names import Metric, read_metrics
-from phalanx.train.model.mode_rules import check_ranks, read_mode
+from phalanx.train.model.mode_rules import read_mode
 from phalanx.train.model.modes import ParallelMode
-from phalanx.train.model.planning import prepare_for_plan, replicate_net, search_plan
-from phalanx.train.model.predict import outputs_in_order, rows_in_order
-from phalanx.train.model.setup import (
-    check_epochs,
-    check_parts,
-    distribute_net,
-    distribute_optimizer,
-    one_pass,
-    strategy_of,
-    training_loader,
-)
+from phalanx.train.model.predict import one_batch, outputs_in_order, rows_in_order
+from phalanx.train.model.setup import ModelSetup, check_epochs, check_parts, distribute_optimizer, one_pass
 from phalanx.train.step.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step.step import TrainStep
 
@@ -109,17 +97,16 @@ class Model:
         self.optimizer = optimizer
         self.metrics = metrics
         self.parallel_mode = read_mode(parallel_mode)
-        self._strategy = None if strategy is None else check_strategy(strategy)
-        self._plan = plan
-        self._compiled = compiled
         self._loss: LossFunction = own_loss if loss_fn is None else MeanLoss(loss_fn)
-        self._is_distributed = False
-        self._keeps_global_batch = False
-        """Whether a size per rank means the same global batch in every `train`, as a Plan was given or found."""
-
-        self._is_held_whole = False
-        """Whether all ranks hold the net whole, as its Plan waits for the first batch of `train`."""
-
+        self._setup = ModelSetup(
+            net,
+            None if loss_fn is None else self._loss,
+            optimizer,
+            mode=self.parallel_mode,
+            strategy=None if strategy is None else check_strategy(strategy),
+            plan=plan,
+            compiled=compiled,
+        )
         self._is_training = False
         self._params = None if applied_to(net) is not None else _count_params(net)
         """Number of parameters of the whole net; None when it was distributed before, and this rank may hold a part."""
@@ -188,8 +175,8 @@ class Model:
             check_evaluated(acting)
         else:
             evaluated = self._check_evaluation(valid_dataset)
-        self._join("Model.train")
-        loader = self._loader(train_dataset, loader_options)
+        self._setup.join("Model.train")
+        loader = self._setup.loader(train_dataset, loader_options, inspect.signature(self.train).parameters)
         sink = steps_in_sink(dataset_sink_mode, sink_size, loader)
         if dataset_sink_mode:
             check_sinkable(self.net)
@@ -209,8 +196,8 @@ class Model:
                 evaluated=evaluated,
             )
             if resume:
-                run.resume(_folder_of(run.callbacks) if resume is True else resume)
-            captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._compiles())
+                run.resume(checkpoint_folder(run.callbacks) if resume is True else resume)
+            captured = dataset_sink_mode and can_capture(self.net, context.current(), compiled=self._setup.compiles)
             with run:
                 while run.begin_epoch():
                     if train_epoch(run, sink, partial(self._train_on, run, captured)):
@@ -244,7 +231,7 @@ class Model:
             ConfigError: If there is nothing to compute, or the data does not fit.
         """
         chosen, loss = self._evaluated(metrics)
-        self._join("Model.eval")
+        self._setup.join("Model.eval")
         self._distribute()
         return evaluate(self.net, one_pass(dataset), chosen, loss_fn=loss, batch_size=batch_size)
 
@@ -261,10 +248,10 @@ class Model:
         Raises:
             ConfigError: If the data has an order of its own.
         """
-        current = self._join("Model.predict")
+        current = self._setup.join("Model.predict")
         self._distribute()
         with evaluation_mode(self.net), torch.no_grad():
-            if (columns := _one_batch(data)) is not None:
+            if (columns := one_batch(data)) is not None:
                 binding = bind(self.net, tuple(columns), is_ordered=not isinstance(data[0], Mapping))
                 tensors = {
                     name: move_to_device(torch.as_tensor(part), current.device) for name, part in columns.items()
@@ -311,61 +298,13 @@ class Model:
         evaluation_loader(one_pass(dataset), None)
         return None if any(isinstance(metric, TorchMetric) for metric in chosen.values()) else list(chosen)
 
-    def _join(self, verb: str) -> context.Context:
-        current = join(verb)
-        check_ranks(self.parallel_mode, current.role)
-        return current
-
-    def _loader(self, data: Any, options: dict[str, Any]) -> ShardedLoader:
-        """Return the loader over training data; once there is a Plan its global batches are those of all ranks."""
-        loader = training_loader(data, options, words=inspect.signature(self.train).parameters)
-        if self._keeps_global_batch:
-            loader.keep_global_batch(context.current().world_size)
-        return loader
-
     def _distribute(self, loader: ShardedLoader | None = None) -> None:
-        loss, optimizer = None if self.loss_fn is None else self._loss, self.optimizer
-        if assembly.planner is not None and loader is not None:
-            chosen = strategy_of(self.parallel_mode, self._strategy, self.net, self._compiled)
-            has_target = loss is not None
-            assembly.planner(
-                Training(model=self.net, optimizer=optimizer, strategy=chosen, loss_fn=loss, has_target=has_target)
-            )
-        if self._is_distributed:
-            return
-        current = context.current()
-        if loader is None and self._is_to_be_planned(current):
-            if not self._is_held_whole:
-                replicate_net(self.net, current)
-                self._place_loss(current)
-            self._is_held_whole = True
-            return
-        search = look = None
-        if optimizer is not None and loader is not None:
-            search = partial(search_plan, self.net, loss, optimizer, loader)
-            look = partial(prepare_for_plan, self.net, loader, has_target=loss is not None)
-        self._keeps_global_batch = self._is_planned(current)
-        distribute_net(self.net, current, self.parallel_mode, self._strategy, self._plan, self._compiled, search, look)
-        self._place_loss(current)
+        """Distribute the net, if it is not yet, and place the loss with it. Collective."""
+        self._setup.distribute(loader)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(context.current().device)
         if isinstance(self.loss_fn, SoftmaxCrossEntropyExpand) and self.loss_fn.axis is None:
             self.loss_fn.cut = cut_of_logits(self.net)
-        self._is_distributed = True
-
-    def _is_to_be_planned(self, current: context.Context) -> bool:
-        """Return whether AUTO_PARALLEL will find the Plan of the net, once there is a batch of the training data."""
-        return self.optimizer is not None and self._is_planned(current) and not self._has_plan()
-
-    def _is_planned(self, current: context.Context) -> bool:
-        """Return whether the net, not distributed yet, trains with a Plan that is given or will be found."""
-        is_auto = self.parallel_mode is ParallelMode.AUTO_PARALLEL and current.world_size > 1
-        return (is_auto or self._has_plan()) and applied_to(self.net) is None
-
-    def _has_plan(self) -> bool:
-        return self._plan is not None or auto_context.strategy_ckpt_load_file is not None
-
-    def _place_loss(self, current: context.Context) -> None:
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(current.device)
 
     def _train_on(self, run: Run, captured: bool, batch: Any) -> bool:
         """Take one step; return whether the parameters were updated."""
@@ -381,14 +320,9 @@ class Model:
         if (cached := self._steps.get((binding, captured))) is not None:
             return cached
         assert self.optimizer is not None
-        step = TrainStep(self.net, self._loss, self.optimizer, {}, self._compiles(), captured=captured)
+        step = TrainStep(self.net, self._loss, self.optimizer, {}, self._setup.compiles, captured=captured)
         self._steps[binding, captured] = step
         return step
-
-    def _compiles(self) -> bool:
-        applied = applied_to(self.net)
-        assert applied is not None
-        return applied.plan.step.compiled if self._compiled is None else self._compiled
 
     def _output(self, inputs: Inputs, columns: Mapping[Any, Any]) -> Any:
         """Return the net's output, put together where its logits are cut over ranks."""
@@ -396,27 +330,6 @@ class Model:
             output = call(self.net, inputs)
         cut = cut_of_logits(self.net)
         return output if cut is None else gather_output(output, cut)
-
-
-def _one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:
-    """Return the columns of one batch that `predict` was given, by name or number; None if it was given none."""
-    columns = columns_of(data[0] if len(data) == 1 and isinstance(data[0], Mapping) else data)
-    return columns if columns and all(isinstance(part, Tensor | np.ndarray) for part in columns.values()) else None
-
-
-def _folder_of(callbacks: Iterable[Callback]) -> Path:
-    """Return where the callbacks keep checkpoints.
-
-    Raises:
-        ConfigError: If they keep none, or in several folders.
-    """
-    folders = [callback.folder for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-    if len(folders) != 1:
-        raise ConfigError(
-            f"resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found {len(folders)}. "
-            "Name the folder: resume='runs/a'."
-        )
-    return folders[0]
 
 
 def _count_params(net: nn.Module) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -15,6 +16,12 @@ from phalanx.comm.collectives import all_gather
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.train.loss.batches import columns_of
+
+
+def one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:
+    """Return the columns of one batch that `predict` was given, by name or number; None if it was given none."""
+    columns = columns_of(data[0] if len(data) == 1 and isinstance(data[0], Mapping) else data)
+    return columns if columns and all(isinstance(part, Tensor | np.ndarray) for part in columns.values()) else None
 
 
 def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
