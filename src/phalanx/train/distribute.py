@@ -39,7 +39,7 @@ def distribute(
         model: A plain module; changed in place, keys and class stay.
         optimizer: A torch optimizer over the model's parameters.
         data: A torch `Dataset` or `DataLoader`, a tuple of tensors, an `IterableDataset` or a generator function.
-        global_batch: Rows of one optimizer step over all ranks. A `DataLoader`'s own batch size is per rank.
+        global_batch: Samples of one optimizer step over all ranks. A `DataLoader`'s own batch size is per rank.
         strategy: Settings; the defaults when omitted.
         plan: A Plan to apply instead of the one the strategy makes. For one that places single operators, the step that
             it is of is captured here, from a batch of the data.

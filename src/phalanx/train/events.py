@@ -21,7 +21,7 @@ MIN_INTERVAL_S = 0.2
 """Reports closer together than this are counted, not written, so that reporting costs nothing per step."""
 
 RowsRead = Callable[[], tuple[int, int] | None]
-"""Returns an epoch and the rows of it that all ranks have read; None where nobody counts them."""
+"""Returns an epoch and the samples of it that all ranks have read; None where nobody counts them."""
 
 Facts = Callable[[], Mapping[str, float | int | str]]
 
@@ -146,7 +146,7 @@ def _rows_read() -> tuple[int, int] | None:
     session = sys.modules.get("phalanx.parallel.session")  # there if something is distributed
     loader = None if session is None else session.assembly.loader
     if loader is None or loader.has_batch_sampler:
-        return None  # its batches are counted, not their rows
+        return None  # its batches are counted, not their samples
     state = loader.state_dict()
     return state["epoch"], state["position"]
 

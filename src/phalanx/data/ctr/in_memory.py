@@ -124,7 +124,7 @@ class InMemoryDataset(SlotDataset):
     # -- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shuffles and the place in the order; taken in the loop it counts the batch in hand as done."""
+        """Return the shuffles and the place in the order; taken in the loop it counts the current batch as done."""
         _, workers = current_shard()
         return {
             "version": 1,

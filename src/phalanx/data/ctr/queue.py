@@ -81,7 +81,7 @@ class QueueDataset(SlotDataset):
         yield (join(pending) if pending and not drop_last else None), marks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the files were handed out, the batch in hand included; see `FileSource`. Not collective."""
+        """Return how far the files were read, the current batch included; see `FileSource`. Not collective."""
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

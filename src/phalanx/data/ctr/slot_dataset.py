@@ -76,7 +76,7 @@ class SlotDataset(ClickDataset):
         batch_size: Rows of this worker's batches; may be left to the loader.
         drop_last: Whether to leave out a last batch that is not full.
         on_corrupt: `stop` at a broken line, or `skip` it: it is dropped and counted in `corrupt`.
-        source: Who hands out the files; split by rank when omitted.
+        source: What assigns the files; split by rank when omitted.
         seed: Start of every shuffle; the same on every worker.
     """
 

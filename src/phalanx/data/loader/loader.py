@@ -102,7 +102,7 @@ class ShardedLoader:
         )
         self.training = training
         self.share: BatchShare | None = None
-        """Share of the batch handed out last; None before the first and after the last of an epoch."""
+        """Share of the batch yielded last; None before the first and after the last of an epoch."""
         self._next_epoch, self._next_position = 0, 0
         self._epoch, self._position = 0, 0
 
@@ -166,7 +166,7 @@ class ShardedLoader:
         return self._options.global_batch_for(self._options.here().count)
 
     def global_batch_for(self, ranks: int) -> int:
-        """Return `global_batch` for another number of ranks that read samples of their own."""
+        """Return `global_batch` for another number of ranks that read their own samples."""
         return self._options.global_batch_for(ranks)
 
     @property
@@ -212,7 +212,7 @@ class ShardedLoader:
         return self._options.first_batch(self._next_epoch)
 
     def keep_global_batch(self, ranks: int | None = None) -> None:
-        """Keep the samples of a global batch, also if fewer ranks are to read samples of their own.
+        """Keep the samples of a global batch, also if fewer ranks are to read their own samples.
 
         Args:
             ranks: As many as these ranks would read, a size per rank each; what they are now when None. A loader that
@@ -261,7 +261,7 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the iteration is, as plain numbers: the same on every rank, for any number of ranks.
 
-        Taken inside the loop it counts the batch in hand as done.
+        Taken inside the loop it counts the current batch as done.
         """
         order, rows = self.ordering, self._options.rows()
         return {

@@ -29,7 +29,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 class Cifar10Dataset(ImageDataset):
     """CIFAR-10: 32 x 32 colour images of ten classes; see `ImageDataset` for the two ways to read it.
 
-    Images are read from the files where they are used; all processes of a host share the kernel's copy.
+    Images are read from the files where they are used; all processes of a node share the kernel's copy.
 
     Args:
         folder: Where the `.bin` files are, or the folder above their `cifar-10-batches-bin`.

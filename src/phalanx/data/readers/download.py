@@ -62,7 +62,7 @@ def download(
         ConfigError: If the address, checksum or folder cannot work, the server does not have the file, or it is larger
             than `max_bytes` or the free space.
         DataError: If the file has another checksum, or the archive is broken or would write outside `folder`.
-        PeerLostError: If the server cannot be reached or breaks off; the next call goes on from there.
+        PeerLostError: If the server cannot be reached or breaks off; the next call resumes from there.
     """
     target = _Download(url, _name_of(url), Path(folder), _read_digest(sha256), max_bytes, timeout_s)
     try:

@@ -33,7 +33,7 @@ _SUFFIXES = {".jpg", ".jpeg", ".png"}
 class FlowersDataset(ImageDataset):
     """Photographs with labels from 0; see `ImageDataset` for the two ways to read them.
 
-    In a pipeline an image is as large as in its file. Of a sample handed out ready the shorter side is scaled to 8/7
+    In a pipeline an image is as large as in its file. In an indexed sample the shorter side is scaled to 8/7
     of `image_size`; a training image is cropped at random and mirrored half the time, a test image is cropped in its
     middle. Decoding takes milliseconds: the images of a batch are decoded by several threads, and `num_workers` of a
     loader adds processes.
@@ -41,7 +41,7 @@ class FlowersDataset(ImageDataset):
     Args:
         folder: One of the two layouts above.
         train: The training images (`trnid`, `train/`) or the test images (`tstid`, `test/`).
-        image_size: Side of the images handed out ready.
+        image_size: Side of the images of indexed samples.
         class_dim: Number of classes; every label is checked here, before training.
         threads: How many decode; as many as this process has cores when omitted, 1 in a worker process.
         num_shards: Load as one of this many ranks instead of this job's; with `shard_id`.

@@ -42,7 +42,7 @@ def read_idx(path: str | Path, dims: int | None = None) -> NDArray[Any]:
         dims: Number of dimensions it must have; any when omitted.
 
     Returns:
-        The elements in the machine's byte order, of the shape the file states.
+        The elements in native byte order, of the shape the file states.
 
     Raises:
         DataError: If the file is missing, cut off, too long or not an IDX file; names it and the byte offset.
@@ -111,14 +111,14 @@ def _take(file: BinaryIO, path: Path, offset: int, size: int) -> bytes:
 class IdxDataset(ImageDataset):
     """A set of grey images in the four files of MNIST, plain or `.gz`; see `ImageDataset` for the two ways to read it.
 
-    Plain files are read where they are used; all processes of a host share the kernel's copy. Compressed ones are held
-    in memory. The samples handed out ready are normalised.
+    Plain files are read where they are used; all processes of a node share the kernel's copy. Compressed ones are held
+    in memory. Indexed samples are normalised.
 
     Args:
         folder: Where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
             `t10k-labels-idx1-ubyte` are.
         train: The training or the test images.
-        channels: Of the samples handed out ready: 1, or 3 equal ones for models of colour images.
+        channels: Of indexed samples: 1, or 3 equal ones for models of colour images.
         mean: Taken off the pixels, which run from 0 to 1; that of the set when omitted (MNIST's for `IdxDataset`).
         std: What the rest is divided by; likewise.
         class_dim: Number of classes; every label is checked.

@@ -24,7 +24,7 @@ class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
     """Images with labels.
 
     In a pipeline (`map`, `shuffle`, `batch`, `repeat`) it has two columns: `image`, bytes of (height, width, channels)
-    as the file has them, and `label`, int64. Given to a loader as it is, or indexed, it hands out samples ready for a
+    as the file has them, and `label`, int64. Given to a loader as it is, or indexed, it yields samples ready for a
     model: the image as float32 (channels, height, width) after the reader's usual transforms, and the label as int.
     """
 
@@ -40,7 +40,7 @@ class ImageDataset(PipelineMethods, Dataset[tuple[Tensor, int]]):
     """The records that were left out."""
 
     usual: Chain
-    """The transforms of the samples that are handed out ready."""
+    """The transforms of the samples that are indexed."""
 
     def _describe(
         self,

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError, DataError
 class MappedRecords:
     """A file as a table of bytes, shape (records, record_bytes), of which the kernel keeps what is used.
 
-    All processes of a host share that memory. A copy sent to another process opens the file there.
+    All processes of a node share that memory. A copy sent to another process opens the file there.
 
     Args:
         path: The file.

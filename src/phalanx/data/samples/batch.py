@@ -17,7 +17,7 @@ from phalanx.comm import context
 def collate(samples: list[Any]) -> Any:
     """Return `torch.utils.data.default_collate(samples)`.
 
-    Tuples of tensors and whole numbers, the samples of most datasets, take three quarters of its time.
+    Tuples of tensors and integers, the samples of most datasets, take three quarters of its time.
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1:
         return default_collate(samples)

@@ -53,7 +53,7 @@ class BufferPool:
         for _ in range(len(self._blocks)):
             try:
                 block, holder = self._blocks.popleft()
-            except IndexError:  # other threads have the rest in hand
+            except IndexError:  # other threads hold the rest
                 break
             if holder() is None and block.nbytes == size:
                 return block

@@ -43,7 +43,7 @@ class LoaderSeed:
         The first call of a job of several ranks waits for rank 0's.
 
         Raises:
-            PeerLostError: If rank 0 has ended, or did not come in time.
+            PeerLostError: If rank 0 has ended, or did not arrive in time.
         """
         if self._value is None:
             self._value = self._own()

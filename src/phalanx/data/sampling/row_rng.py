@@ -20,7 +20,7 @@ from phalanx.data.sampling.shuffle import hash_numbers, mixed_seed
 
 
 class Draws:
-    """The random numbers of n samples; each call hands out the next one of every sample.
+    """The random numbers of n samples; each call yields the next one of every sample.
 
     How many calls an operation makes may not depend on a row's pixels or numbers: then one sample alone draws what it
     draws among others.
@@ -66,7 +66,7 @@ class Draws:
         return torch.from_numpy(low + (high - low) * unit)
 
     def integers(self, count: int) -> Tensor:
-        """Return a whole number in [0, count) for every sample, int64 of shape (n,); `count` is at most 2**32."""
+        """Return an integer in [0, count) for every sample, int64 of shape (n,); `count` is at most 2**32."""
         return torch.from_numpy((((self.words() >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).view(np.int64))
 
     def words(self) -> NDArray[np.uint64]:

@@ -101,7 +101,7 @@ class SplitFiles:
         self._progress[file] = (epoch + 1, 0) if is_finished else (epoch, rows)
 
     def settle(self) -> None:
-        """Do nothing: a state counts the batch in hand as done."""
+        """Do nothing: a state counts the current batch as done."""
 
     def next_epoch(self) -> int:
         """Return the first epoch that was not read to its end, by any worker of a merged state."""

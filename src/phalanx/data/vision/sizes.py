@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError
 
 
 def read_size(size: Any, operation: str) -> tuple[int, int]:
-    """Return (height, width) of a whole number or a pair.
+    """Return (height, width) of an integer or a pair.
 
     Raises:
         ConfigError: If it is neither, or below 1.

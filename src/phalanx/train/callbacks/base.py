@@ -66,7 +66,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
 
 
 def read_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callback]:

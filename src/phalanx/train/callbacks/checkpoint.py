@@ -114,12 +114,12 @@ class ModelCheckpoint(Callback):
         return {} if self._best is None else {"best": self._best.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         if self._best is not None:
             self._best.value = state["best"]
 
     def _save(self, run: Run) -> None:
-        # An epoch's end is another place than its last step: the next pass goes on from there.
+        # An epoch's end is another place than its last step: the next pass resumes from there.
         if self._saved_at != (position := (run.step, run.loader.epoch)):
             self._write(run, self.folder, self._keep)
             self._saved_at = position

@@ -128,5 +128,5 @@ class EarlyStopping(Callback):
         return {"best": self._best.value, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self._best.value, self.waited = state["best"], state["waited"]

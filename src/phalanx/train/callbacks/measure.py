@@ -27,7 +27,7 @@ class EpochClock:
         self._since = time.perf_counter()
 
     def begin(self) -> None:
-        """Go on from now."""
+        """Restart the clock."""
         self._since = time.perf_counter()
 
     def tick(self) -> None:
@@ -54,7 +54,7 @@ class Throughput:
         return self._rate
 
     def mean(self, run: Run) -> float:
-        """Return samples/s since `rate` or `restart` was last called, and go on from there."""
+        """Return samples/s since `rate` or `restart` was last called, and restart the count."""
         seconds = run.clock.seconds - self._seconds
         return (run.samples - self._samples) / seconds if run.samples > self._samples and seconds > 0 else self._rate
 

@@ -80,7 +80,7 @@ class FileRecorder(RunRecorder):
         self._was_open = False
 
     def open(self, run: Run) -> None:
-        """Open the file; its folder is made if missing."""
+        """Open the file; its folder is created if missing."""
         if self.path.is_dir():
             raise ConfigError(
                 f"{type(self).__name__} writes to a file, and {self.path} is a folder. Name a file in it."

@@ -89,7 +89,7 @@ class Run:
 
         self.steps_in_sink = steps_in_sink
         self.loss: Tensor | None = None
-        """This rank's mean loss of the batch in hand, detached; None before the first."""
+        """This rank's mean loss of the current batch, detached; None before the first."""
 
         self.evaluated = evaluated
         """The metrics an evaluation will give, for callbacks that follow one; None when that is not known."""
@@ -138,7 +138,7 @@ class Run:
     # -- for callbacks ---------------------------------------------------------------------------------------------
 
     def global_loss(self) -> float:
-        """Return the mean loss over the rows of all ranks. Collective; a host round trip, once a step at most."""
+        """Return the mean loss over the samples of all ranks. Collective; a host round trip, once a step at most."""
         if self.loss is None:
             raise ConfigError("run.global_loss() was called before the first step. Call it in on_step_end or later.")
         if self._global_loss is None or self._global_loss[0] != self.samples:
@@ -185,7 +185,7 @@ class Run:
     # -- for whoever trains ----------------------------------------------------------------------------------------
 
     def resume(self, folder: str | Path) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a folder; return what was loaded, None where there is none.
+        """Resume from the newest complete checkpoint of a folder; return what was loaded, None where there is none.
 
         Collective. The loader goes on inside its epoch; `begin_epoch` goes on with the pass it was in.
         """
@@ -240,7 +240,7 @@ class Run:
 
         Args:
             loss: This rank's mean loss, detached.
-            share: The rows of this batch; those of the batch the loader handed out last when omitted.
+            share: The samples of this batch; those of the batch the loader yielded last when omitted.
         """
         self.clock.tick()
         self.loss, self._share = loss, share or context.current().batch

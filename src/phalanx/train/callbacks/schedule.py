@@ -102,5 +102,5 @@ class LearningRateSchedule(Callback):
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         load_scheduler(self.scheduler, state)

@@ -199,8 +199,8 @@ class MeanLoss:
     """A loss function as one step takes it: one number for a batch.
 
     Torch's cross entropy wants classes as int64 of shape (N,); here (N, 1) and other whole-number types will do.
-    Its losses of one number a row compare every output with every target where one is (N,) and the other (N, 1); here
-    row meets row, as in metrics. All of torch's get the `logits` of an output that has some.
+    Its losses of one number a sample compare every output with every target where one is (N,) and the other (N, 1);
+    here sample meets sample, as in metrics. All of torch's get the `logits` of an output that has some.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
@@ -226,7 +226,7 @@ class MeanLoss:
 
 
 def takes_classes(loss_fn: LossFunction) -> bool:
-    """Return whether this is one of torch's losses whose target is one class a row."""
+    """Return whether this is one of torch's losses whose target is one class a sample."""
     loss_fn = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return isinstance(loss_fn, _TAKES_CLASSES) or loss_fn in (F.cross_entropy, F.nll_loss)
 

@@ -1,4 +1,4 @@
-"""Losses of torch that are means over something else than rows, and what they are means over."""
+"""Losses of torch that are means over something else than samples, and what they are means over."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CountedLoss:
             self.total.loss_fn = summed
 
     def weight(self, target: Any) -> Tensor | None:
-        """Return the weight of a batch's labels; None where they are no classes, and the mean is over rows."""
+        """Return the weight of a batch's labels; None where they are no classes, and the mean is over samples."""
         if not isinstance(target, Tensor) or target.is_floating_point():
             return None
         counted = target != self._ignored
@@ -65,7 +65,8 @@ class CountedLoss:
 def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
     """Return a loss function as a sum and its weight, if it is one of those and ranks meet in every step.
 
-    Workers of a parameter server and ranks that train apart (localsgd) do not meet; each follows the mean over its own.
+    Workers of a parameter server and ranks that take local steps (localsgd) do not meet; each follows the mean over its
+    own.
     """
     inner: Any = loss_fn.loss_fn if isinstance(loss_fn, MeanLoss) else loss_fn
     is_known = type(inner) in (nn.CrossEntropyLoss, nn.NLLLoss) and inner.reduction == "mean"
@@ -76,7 +77,7 @@ def counted_loss(loss_fn: Any, applied: Applied | None) -> CountedLoss | None:
 
 
 def check_reduction(loss_fn: Any, applied: Applied | None) -> None:
-    """Raise if a loss is a sum over rows while gradients are averaged over the ranks.
+    """Raise if a loss is a sum over samples while gradients are averaged over the ranks.
 
     Raises:
         ConfigError: Names the loss.

@@ -1,4 +1,4 @@
-"""`SoftmaxCrossEntropyExpand`: cross entropy out of small operations, of whole logits or of logits cut over ranks."""
+"""`SoftmaxCrossEntropyExpand`: cross entropy from small operations, on full or sharded logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SoftmaxCrossEntropyExpand(nn.Module):
     """The mean cross entropy of a batch, from max, sub, exp, sum, log, one-hot, mul and mean.
 
     Equals `torch.nn.functional.cross_entropy`, and is finite at logits of magnitude 1e4, as no small probability is
-    ever made to take its logarithm. Logits may be cut by classes over the ranks of a mesh axis (the style `vocab` of
-    `px.shard`): a `Model` finds that by itself, a loop of your own says `axis="model"`. The maximum, the sum of
-    exponentials and the label's logit of each row then travel; no rank ever has all logits. Collective in that case.
+    ever made to take its logarithm. Logits may be sharded by classes over the ranks of a mesh axis (the style `vocab`
+    of `px.shard`): a `Model` finds that by itself, a loop of your own says `axis="model"`. The maximum, the sum of
+    exponentials and the label's logit of each sample then travel; no rank ever has all logits. Collective in that case.
 
     Args:
         sparse: Whether labels are classes, shape (N,) or (N, 1) and any whole-number dtype; else one probability for
@@ -33,7 +33,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
 
     Raises:
         ConfigError: If labels do not fit the logits.
-        DataError: If a label is no class; names the row. On a card nothing waits to look, and the loss is NaN.
+        DataError: If a label is no class; names the sample. On a card nothing waits to look, and the loss is NaN.
     """
 
     def __init__(self, sparse: bool = False, *, axis: str | None = None) -> None:
@@ -44,7 +44,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         """How logits are cut; set by whoever knows the layer that makes them, before `axis`."""
 
     def forward(self, logit: Tensor, label: Tensor) -> Tensor:
-        """Return the mean loss of the rows."""
+        """Return the mean loss of the samples."""
         if logit.dim() != 2:
             raise ConfigError(
                 f"SoftmaxCrossEntropyExpand takes logits of shape (rows, classes), found {tuple(logit.shape)}."
@@ -116,7 +116,7 @@ def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor
 
 
 def cut_of_logits(model: nn.Module) -> Cut | None:
-    """Return how a distributed model's logits are cut over ranks by classes; None when they leave it whole."""
+    """Return how a distributed model's logits are sharded over ranks by classes; None when they leave it whole."""
     applied = applied_to(model)
     if applied is None:
         return None

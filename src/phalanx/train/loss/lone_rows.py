@@ -1,4 +1,4 @@
-"""Say before the first update that a later batch leaves a rank a single row, of which batch norm takes no variance."""
+"""Raise before the first update if a later batch leaves a rank one sample, of which batch norm has no variance."""
 
 from __future__ import annotations
 

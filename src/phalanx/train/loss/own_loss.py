@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.train.metrics.base import AllRanks, MeanOfRows
 
 IGNORED = -100
-"""The class that a row or token without a target has; torch's and transformers' own."""
+"""The class that a sample or token without a target has; torch's and transformers' own."""
 
 
 def own_loss(output: Any, _target: Any = None) -> Tensor:
@@ -63,18 +63,18 @@ def of_scores(loss_fn: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Ten
 
 
 class OwnLoss(MeanOfRows):
-    """The mean over all rows of the loss that a net returns of each batch."""
+    """The mean over all samples of the loss that a net returns of each batch."""
 
     def __init__(self) -> None:
         super().__init__("loss", own_loss)
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         super().reset()
         self._ignored = torch.zeros((), dtype=torch.int64)
 
     def update(self, output: Any, target: Any) -> None:
-        """Add the rows of a batch."""
+        """Add the samples of a batch."""
         super().update(output, target)
         if isinstance(target, Tensor) and not target.is_floating_point():
             self._ignored = self._ignored.to(target.device) + (target == IGNORED).sum()
@@ -83,7 +83,7 @@ class OwnLoss(MeanOfRows):
         """Return the mean.
 
         Raises:
-            ConfigError: If rows do not all weigh the same in the means of their batches; on all ranks.
+            ConfigError: If samples do not all weigh the same in the means of their batches; on all ranks.
         """
         if ignored := int(ranks.sum(self._ignored)):
             raise ConfigError(

@@ -1,9 +1,9 @@
 """The loss that a net returns, as a mean over the labels of all ranks.
 
-Such a loss is a mean over the labels that count, while ranks weigh means by rows. Where ranks have unequal numbers of
-labels a row, that is the loss of one process if it is known what the mean is over: cross entropy of the net's own
-`logits` and labels, of all of them or, in causal models, of those behind the first of each row. That is tried out with
-the first outputs.
+Such a loss is a mean over the labels that count, while ranks weigh means by samples. Where ranks have unequal numbers
+of labels a sample, that is the loss of one process if it is known what the mean is over: cross entropy of the net's own
+`logits` and labels, of all of them or, in causal models, of those behind the first of each sample. That is tried out
+with the first outputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OwnMean:
         self._name = type(getattr(net, "_orig_mod", net)).__name__
         self._is_seen = is_seen
         self._skipped = None if is_seen else _skipped_by_name(self._name)
-        """Labels at the beginning of a row that do not count; None while that is not known."""
+        """Labels at the beginning of a sample that do not count; None while that is not known."""
 
         self._fits = (True, True)
         """Whether the present output is a mean over all labels, and over those behind the first."""
@@ -56,11 +56,11 @@ class OwnMean:
         return value
 
     def mean(self, loss: Tensor, target: Any) -> Tensor:
-        """Return the mean over the labels of all ranks. Collective over those that read rows of their own.
+        """Return the mean over the labels of all ranks. Collective over those that read their own samples.
 
         Args:
             loss: This rank's loss.
-            target: Its labels; what is none has as many a row everywhere.
+            target: Its labels; what is none has as many a sample everywhere.
 
         Raises:
             ConfigError: On all ranks, if the numbers of labels are unequal and it is not known which of them count.
@@ -71,7 +71,7 @@ class OwnMean:
         return loss if skipped is None else mean_of_means(loss, _count(target, skipped))
 
     def _agree(self, target: Tensor) -> int | None:
-        """Find with the other ranks how many labels of a row are skipped; None if it does not matter."""
+        """Find with the other ranks how many labels of a sample are skipped; None if it does not matter."""
         readers = context.current().readers
         fits = [float(fit and self._is_seen) for fit in self._fits]
         message = torch.tensor(fits + _bounds(target, readers.count), dtype=torch.float64).to(target.device)
@@ -94,9 +94,10 @@ class OwnMean:
 
 
 def own_mean(net: nn.Module, applied: Applied | None, *, is_seen: bool) -> OwnMean | None:
-    """Return what makes a net's own loss that of all ranks, if several read rows of their own and meet in every step.
+    """Return what makes a net's own loss that of all ranks, if several read their own samples and meet in every step.
 
-    Workers of a parameter server and ranks that train apart (localsgd) do not meet; each follows the mean over its own.
+    Workers of a parameter server and ranks that take local steps (localsgd) do not meet; each follows the mean over its
+    own.
     """
     if applied is None or not context.is_initialized() or context.current().readers.count == 1:
         return None
@@ -134,14 +135,14 @@ def _count(target: Tensor, skipped: int) -> Tensor:
 
 
 def _skipped_by_name(name: str) -> int | None:
-    """Return how many labels of a row a model of transformers skips, as its class is called; None for other classes."""
+    """Return how many labels of a sample a transformers model skips, by its class name; None for other classes."""
     if "ForCausalLM" in name or "LMHead" in name:
         return 1
     return 0 if any(task in name for task in ("ForMaskedLM", "ForConditionalGeneration", "Classification")) else None
 
 
 def _fits(loss: Tensor, logits: Any, target: Tensor) -> tuple[bool, bool]:
-    """Return whether a loss is the cross entropy of logits over all labels, and over those behind the first of a row.
+    """Return whether a loss is the cross entropy over all labels, and over those after the first of a sample.
 
     Both where it says nothing, having no label that counts.
     """
@@ -163,9 +164,9 @@ def _fits(loss: Tensor, logits: Any, target: Tensor) -> tuple[bool, bool]:
 
 
 def _bounds(target: Tensor, ranks: int) -> list[float]:
-    """Return the labels that count in each way, for a row, and the same negative: the least of each tell the range."""
+    """Return the labels that count in each way, per sample, and their negatives: the minima give the range."""
     weight = row_weight_of(context.current().passes.now(), ranks)
     if not weight:
-        return [float("inf")] * 4  # rows that do not count
+        return [float("inf")] * 4  # samples that do not count
     counts = [float(_count(target, skipped)) / weight for skipped in (0, 1 if target.dim() > 1 else 0)]
     return [bound for count in counts for bound in (count, -count)]

@@ -16,22 +16,22 @@ from phalanx.train.metrics.base import sum_over_ranks
 
 
 def topk_correct(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
-    """Return, row by row, whether the label is among the k highest scores.
+    """Return, sample by sample, whether the label is among the k highest scores.
 
     Not collective. Equal scores rank by class, the lower one first, as a stable sort of the negated scores puts
     them; NaN ranks below every number.
 
     Args:
         out: Scores, shape (N, C).
-        label: Classes as whole numbers, shape (N,) or (N, 1).
-        k: How many scores count as hits, at least 1; with k >= C every row is a hit.
+        label: Classes as integers, shape (N,) or (N, 1).
+        k: How many scores count as hits, at least 1; with k >= C every sample is a hit.
 
     Returns:
         Booleans, shape (N,).
 
     Raises:
         ConfigError: If the shapes or types do not fit, or k < 1.
-        DataError: If a label is not a class; names the row.
+        DataError: If a label is not a class; names the sample.
     """
     label = _labels(out, label)
     if k < 1:
@@ -55,7 +55,7 @@ def correct_at(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
     """Return the top-k accuracy of a batch over all ranks, as a number from 0 to 1.
 
-    Collective: every rank must call it, with its own rows. Rows a rank only loaded to keep the ranks in step
+    Collective: every rank must call it, with its own samples. Samples a rank only loaded to keep the ranks in step
     (`Context.batch.rows` is 0) do not count, so that N ranks give what one process gives.
 
     Args:
@@ -64,11 +64,11 @@ def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
         k: How many scores count as hits; see `topk_correct` for ties.
 
     Returns:
-        A float32 tensor without dimensions, on the device of `out`; NaN when no rank has a row.
+        A float32 tensor without dimensions, on the device of `out`; NaN when no rank has a sample.
 
     Raises:
         ConfigError: If the shapes or types do not fit, or k < 1.
-        DataError: If a label is not a class; names the row.
+        DataError: If a label is not a class; names the sample.
     """
     correct = topk_correct(out, label, k)
     count = correct.numel() if _rows_count() else 0
@@ -78,7 +78,7 @@ def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
 
 
 def _rows_count() -> bool:
-    """Return whether the rows of this rank's batch count (True when no loader said otherwise)."""
+    """Return whether the samples of this rank's batch count (True when no loader said otherwise)."""
     batch = context.current().batch if context.is_initialized() else None
     return batch is None or batch.rows > 0
 

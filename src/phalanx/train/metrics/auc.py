@@ -1,4 +1,4 @@
-"""Area under the ROC curve over the rows of all ranks: exact by ranks of scores, or from histograms."""
+"""Area under the ROC curve over the samples of all ranks: exact by ranks of scores, or from histograms."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phalanx.train.metrics.base import AllRanks
 
 
 class AUC:
-    """The chance that a row with label 1 has a higher score than one with label 0; half for rows of equal scores.
+    """The chance that a sample with label 1 has a higher score than one with label 0; half for samples of equal scores.
 
-    Exact, equal to the last bit on any number of ranks: scores of all rows are kept and compared by rank. That is 16
-    bytes a row, and when it is computed 24 bytes for each different score, on every rank. With `bins`, scores in one of
-    so many equal parts of [0, 1] count as equal: memory and traffic no longer grow with the rows, and the error is at
-    most half the share of pairs of rows that fall into one part (docs/evaluation.md has it measured).
+    Exact, equal to the last bit on any number of ranks: scores of all samples are kept and compared by rank. That is 16
+    bytes a sample, and when it is computed 24 bytes for each different score, on every rank. With `bins`, scores in one
+    of so many equal parts of [0, 1] count as equal: memory and traffic no longer grow with the samples, and the error
+    is at most half the share of pairs of samples that fall into one part (docs/evaluation.md has it measured).
 
-    Outputs are one score a row, shape (N,) or (N, 1), or two, shape (N, 2): the second less the first is taken.
+    Outputs are one score a sample, shape (N,) or (N, 1), or two, shape (N, 2): the second less the first is taken.
 
     Args:
         bins: Parts of [0, 1], for probabilities; exact when omitted.
@@ -32,7 +32,7 @@ class AUC:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
         self.histogram = torch.zeros(2, self._bins or 0, dtype=torch.int64)
@@ -43,7 +43,7 @@ class AUC:
 
         Raises:
             ConfigError: If shapes do not fit.
-            DataError: If a score is NaN, or outside [0, 1] with bins, or a label neither 0 nor 1; names the row.
+            DataError: If a score is NaN, or outside [0, 1] with bins, or a label neither 0 nor 1; names the sample.
         """
         score, label = _score(output), target.detach().reshape(-1)
         if len(score) != len(label):
@@ -59,7 +59,7 @@ class AUC:
         self.histogram = self.histogram.to(index.device) + torch.bincount(index, minlength=2 * self._bins).view(2, -1)
 
     def compute(self, ranks: AllRanks) -> float:
-        """Return the area, 0 to 1; NaN when no rank saw a row of one of the labels."""
+        """Return the area, 0 to 1; NaN when no rank saw a sample of one of the labels."""
         if self._bins is not None:
             negatives, positives = ranks.sum(self.histogram).cpu()
             return area_under_roc(positives, negatives)
@@ -75,14 +75,14 @@ class AUC:
 
 
 def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
-    """Return the area under the ROC curve from how many rows of each label have each score, lowest first; NaN if none.
+    """Return the area under the ROC curve from the samples of each label by score, lowest first; NaN if none.
 
-    Counted in whole numbers, so the same wherever and in which order rows were counted.
+    Counted in integers, so the same wherever and in which order samples were counted.
     """
     pairs = int(positives.sum()) * int(negatives.sum())
     if pairs == 0:
         return math.nan
-    # Twice the pairs won fits in 64 bits for up to 2 * 10**9 rows of each label.
+    # Twice the pairs won fits in 64 bits for up to 2 * 10**9 samples of each label.
     kind = torch.int64 if 2 * pairs < 2**63 else torch.float64
     positives, negatives = positives.to(kind), negatives.to(kind)
     below = negatives.cumsum(0) - negatives
@@ -90,7 +90,7 @@ def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _count_scores(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each different score once, and its rows by (label 1, label 0)."""
+    """Return each different score once, and its samples by (label 1, label 0)."""
     unique, positives, negatives = _merge_counts(scores, torch.stack([labels, 1 - labels], 1))
     return unique, torch.stack([positives, negatives], 1)
 

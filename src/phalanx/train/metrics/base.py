@@ -18,9 +18,9 @@ from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
 def global_mean(value: Tensor) -> Tensor:
-    """Return the mean over the global batch of a quantity of which each rank knows the mean over its own rows.
+    """Return the mean over the global batch of a quantity of which each rank knows the mean over its own samples.
 
-    Collective: every rank must call it. A rank's value weighs as its rows do in the batch the training loader handed
+    Collective: every rank must call it. A rank's value weighs as its samples do in the batch the training loader handed
     out last, also after the end of its loop; without one, all ranks weigh the same.
 
     Args:
@@ -45,7 +45,7 @@ def mean_over_ranks(value: Tensor, share: BatchShare | None) -> Tensor:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up `values` over all ranks that read rows of their own, in place; alone it does nothing.
+    """Add up `values` over all ranks that read their own samples, in place; alone it does nothing.
 
     Collective: every rank must call it with the same shape and type.
     """
@@ -57,14 +57,14 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 class AllRanks:
-    """What `compute` of a metric may ask of all ranks that hold rows of their own; with one process, of that one.
+    """What `compute` of a metric may ask of all ranks that hold their own samples; with one process, of that one.
 
     Its methods are collective: every rank calls them in the same order.
     """
 
     @property
     def count(self) -> int:
-        """Number of ranks that hold rows of their own."""
+        """Number of ranks that hold their own samples."""
         return context.current().readers.count if context.is_initialized() else 1
 
     def sum(self, value: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ class AllRanks:
         return sum_over_ranks(value.to(self._device(value)).clone()) if self.count > 1 else value
 
     def concat(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks along dim 0; ranks may hold different numbers of rows, also none."""
+        """Return the samples of all ranks along dim 0; ranks may hold different numbers of samples, also none."""
         return torch.cat(self.parts(rows)) if self.count > 1 else rows
 
     def parts(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows of each rank; one without rows need not know their dtype, nor the sizes of their other dims.
+        """Return the samples of each rank; one without samples need not know their dtype or other dims.
 
         Raises:
-            ConfigError: If rows differ in their other dims; on all ranks alike.
+            ConfigError: If samples differ in their other dims; on all ranks alike.
         """
         if self.count == 1:
             return [rows]
@@ -99,7 +99,7 @@ _NAME_LENGTH = 16
 
 
 def _form(rows: Tensor) -> Tensor:
-    """Return rows, dims, sizes of the other dims and dtype of a tensor as whole numbers."""
+    """Return samples, dims, sizes of the other dims and dtype of a tensor as integers."""
     sizes = list(rows.shape[1:])
     name = str(rows.dtype).removeprefix("torch.").ljust(_NAME_LENGTH)
     return torch.tensor([len(rows), len(sizes), *map(ord, name), *sizes, *[0] * (MAX_DIMS - len(sizes))])
@@ -112,32 +112,32 @@ def _read_form(form: list[int]) -> tuple[list[int], torch.dtype]:
 
 @runtime_checkable
 class GlobalMetric(Protocol):
-    """A metric of all rows of a dataset that is more than a mean over rows; what `px.evaluate` takes as an object.
+    """A metric of all samples that is more than a mean over them; an object that `px.evaluate` takes.
 
     class Hits:
         def reset(self):
             self.hits = torch.zeros((), dtype=torch.int64)
-        def update(self, output, target):       # rows of this rank; each row of the data comes once, on one rank
+        def update(self, output, target):       # samples of this rank; each sample of the data comes once, on one rank
             self.hits += (output.argmax(1) == target).sum()
         def compute(self, ranks):               # ranks.sum(tensor) and ranks.concat(rows)
             return int(ranks.sum(self.hits))
     """
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         ...
 
     def update(self, output: Any, target: Any, /) -> None:
-        """Count the rows of a batch. Not collective: a rank may have fewer batches than others."""
+        """Count the samples of a batch. Not collective: a rank may have fewer batches than others."""
         ...
 
     def compute(self, ranks: AllRanks, /) -> Any:
-        """Return the metric over the rows of all ranks. Collective."""
+        """Return the metric over the samples of all ranks. Collective."""
         ...
 
 
 class MeanOfRows:
-    """The mean over all rows of what a function of (output, target) says of each.
+    """The mean over all samples of what a function of (output, target) says of each.
 
     Whole numbers and yes-or-no are added up as such, others without rounding (`ExactSum`), so the mean is that of one
     process, to the last bit. A function that returns the mean of a batch is exact up to the rounding of those means.
@@ -148,12 +148,12 @@ class MeanOfRows:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         self._whole, self._exact = torch.zeros((), dtype=torch.int64), ExactSum()
         self._rows = 0
 
     def update(self, output: Any, target: Any) -> None:
-        """Add the rows of a batch."""
+        """Add the samples of a batch."""
         rows = rows_in(output, target)
         value = values_of_rows(self._name, self.of_rows(output, target), rows)
         if value.is_floating_point():
@@ -172,19 +172,19 @@ class MeanOfRows:
 
 
 def rows_in(output: Any, target: Any) -> int:
-    """Return the rows of a batch: those of the output, or of the first part of target and output that has some."""
+    """Return the samples of a batch: those of the output, or of the first part of target and output that has some."""
     if isinstance(output, Tensor) and output.dim():
         return len(output)
     return next((len(leaf) for leaf in tree_leaves((target, output)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def values_of_rows(name: str, value: Any, rows: int) -> Tensor:
-    """Return what adds up to the sum of a metric over the rows of a batch: int64 if it is whole, float64 otherwise.
+    """Return what adds up to the sum of a metric over the samples of a batch: int64 if it is whole, float64 otherwise.
 
     Args:
         name: The metric's, for messages.
-        value: One value per row, shape (rows,) or (rows, 1), or their mean, no dimensions.
-        rows: Rows of the batch.
+        value: One value per sample, shape (rows,) or (rows, 1), or their mean, no dimensions.
+        rows: Samples of the batch.
     """
     if not isinstance(value, Tensor) or value.shape not in ((), (rows,), (rows, 1)):
         shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -29,7 +29,7 @@ class Confusion:
 
     @property
     def accuracy(self) -> float:
-        """Share of rows on the diagonal; NaN without rows."""
+        """Share of samples on the diagonal; NaN without samples."""
         rows = int(self.counts.sum())
         return int(self.counts.trace()) / rows if rows else math.nan
 
@@ -63,12 +63,12 @@ class ConfusionMatrix:
     """Counts true and predicted classes; the result is a `Confusion`.
 
     Outputs are scores of shape (N, classes), of which the highest is the prediction (the first of several); or one
-    score a row, shape (N,) or (N, 1), which is class 1 above `threshold`; or whole numbers of shape (N,), the classes.
+    score a sample, shape (N,) or (N, 1), which is class 1 above `threshold`; or integers of shape (N,), the classes.
 
     Args:
-        classes: How many classes there are; as many as scores when omitted, 2 for one score a row.
+        classes: How many classes there are; as many as scores when omitted, 2 for one score a sample.
         names: Their names, for the table.
-        threshold: Score above which a row with one score is class 1: 0.5 for probabilities, 0.0 for logits.
+        threshold: Score above which a sample with one score is class 1: 0.5 for probabilities, 0.0 for logits.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ConfusionMatrix:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         self.counts = torch.zeros(0, 0, dtype=torch.int64)
 
     def update(self, output: Tensor, target: Tensor) -> None:
@@ -92,7 +92,7 @@ class ConfusionMatrix:
 
         Raises:
             ConfigError: If shapes do not fit.
-            DataError: If a label is no class; names the row.
+            DataError: If a label is no class; names the sample.
         """
         predicted, classes = _predict_classes(output, self._threshold, self._asked)
         label = _flat_labels(target, predicted, classes)
@@ -105,7 +105,7 @@ class ConfusionMatrix:
         return Confusion(self._all(ranks), self._names)
 
     def _all(self, ranks: AllRanks) -> Tensor:
-        # A rank without rows does not know how many classes there are.
+        # A rank without samples does not know how many classes there are.
         sizes = ranks.concat(torch.tensor([len(self.counts)])).tolist()
         classes = max(*sizes, self._asked or 0)
         mine = self.counts if len(self.counts) else torch.zeros(classes, classes, dtype=torch.int64)
@@ -126,7 +126,7 @@ class _OfCounts(ConfusionMatrix):
         super().__init__(classes, threshold=threshold)
 
     def compute(self, ranks: AllRanks) -> float:
-        """Return the value over the rows of all ranks; NaN without rows."""
+        """Return the value over the samples of all ranks; NaN without samples."""
         counts = self._all(ranks)
         right, predicted, true = (x.tolist() for x in (counts.diagonal(), counts.sum(0), counts.sum(1)))
         average = self._average or ("binary" if len(right) == 2 else "macro")
@@ -152,11 +152,11 @@ class _OfCounts(ConfusionMatrix):
 
 
 class Precision(_OfCounts):
-    """Share of the rows predicted as a class that are of it; 0 where none was.
+    """Share of the samples predicted as a class that are of it; 0 where none was.
 
     Args:
-        average: `binary` (of class 1), `micro` (of all rows together), `macro` (the mean over the classes that occur)
-            or `weighted` (that mean by rows); `binary` for 2 classes and `macro` for more when omitted.
+        average: `binary` (of class 1), `micro` (of all samples together), `macro` (the mean over the classes that
+            occur) or `weighted` (that mean by samples); `binary` for 2 classes and `macro` for more when omitted.
         classes: As `ConfusionMatrix` takes it.
         threshold: Likewise.
     """
@@ -168,7 +168,7 @@ class Precision(_OfCounts):
 
 
 class Recall(_OfCounts):
-    """Share of the rows of a class that were predicted as it; 0 where there are none. Arguments as for `Precision`."""
+    """Share of the samples of a class predicted as it; 0 where there are none. Arguments as for `Precision`."""
 
     @staticmethod
     def of(right: int, predicted: int, true: int) -> float:

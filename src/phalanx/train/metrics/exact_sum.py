@@ -26,7 +26,7 @@ _SPECIAL = 3
 class ExactSum:
     """The sum of float64 numbers, without rounding; up to 2**36 of them.
 
-    `total` holds it: two whole numbers for each exponent (the high and low bits of mantissas), and how many numbers
+    `total` holds it: two integers for each exponent (the high and low bits of mantissas), and how many numbers
     were NaN, inf and -inf. Totals of several ranks are added up element by element.
     """
 

@@ -6,7 +6,7 @@ process nothing travels. Counts are added up in int64, everything else in float6
     auc = Auc()
     for dense, ids, label in batches:
         auc.update(model(dense, ids).sigmoid(), label)
-    print(auc.compute())                                   # over the rows of all workers
+    print(auc.compute())                                   # over the samples of all workers
     print(acc(correct, rows), rmse(squared_error, rows))
 """
 
@@ -42,22 +42,22 @@ def min(value: Any) -> Tensor:
 
 
 def acc(correct: Any, total: Any) -> float:
-    """Return correct rows / rows over all workers.
+    """Return correct samples / samples over all workers.
 
     Args:
-        correct: Rows this worker got right; an array or tensor is added up.
-        total: Rows of this worker, likewise.
+        correct: Samples this worker got right; an array or tensor is added up.
+        total: Samples of this worker, likewise.
     """
     return _ratio(correct, total)
 
 
 def mae(absolute_error: Any, total: Any) -> float:
-    """Return the mean absolute error over all workers, from this worker's sum of absolute errors and its rows."""
+    """Return the mean absolute error over all workers, from this worker's sum of absolute errors and its samples."""
     return _ratio(absolute_error, total)
 
 
 def mse(squared_error: Any, total: Any) -> float:
-    """Return the mean squared error over all workers, from this worker's sum of squared errors and its rows."""
+    """Return the mean squared error over all workers, from this worker's sum of squared errors and its samples."""
     return _ratio(squared_error, total)
 
 
@@ -72,11 +72,11 @@ def auc(positive: Any, negative: Any) -> float:
     Exact but for scores that share a bin, which count as equal: half a win for the pair.
 
     Args:
-        positive: How many rows with label 1 this worker saw in each bin of the score, lowest first, shape (bins,).
+        positive: How many samples with label 1 this worker saw in each bin of the score, lowest first, shape (bins,).
         negative: The same for label 0.
 
     Returns:
-        0 to 1; NaN when no worker saw a row of one of the labels.
+        0 to 1; NaN when no worker saw a sample of one of the labels.
 
     Raises:
         ConfigError: If the histograms differ in shape.

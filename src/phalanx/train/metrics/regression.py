@@ -14,7 +14,7 @@ from phalanx.train.metrics.exact_sum import ExactSum, quotient
 
 
 class _Errors:
-    """Sums over rows of what is made of predictions and targets; the same on any number of ranks, to the last bit."""
+    """Sums over predictions and targets; the same on any number of ranks, to the last bit."""
 
     sums = 1
 
@@ -22,7 +22,7 @@ class _Errors:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         self._sums = [ExactSum() for _ in range(self.sums)]
         self._numbers = 0
 
@@ -39,7 +39,7 @@ class _Errors:
         self._numbers += target_values.numel()
 
     def compute(self, ranks: AllRanks) -> float:
-        """Return the value over the rows of all ranks; NaN without rows."""
+        """Return the value over the samples of all ranks; NaN without samples."""
         device = self._sums[0].total.device
         totals = torch.cat([*(x.total for x in self._sums), torch.tensor([self._numbers], device=device)])
         totals = ranks.sum(totals)

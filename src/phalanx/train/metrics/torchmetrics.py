@@ -1,4 +1,4 @@
-"""Metric objects of torchmetrics, over the rows of all ranks."""
+"""Metric objects of torchmetrics, over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.train.metrics.base import AllRanks
 
 
 class TorchMetric:
-    """A torchmetrics object as a `GlobalMetric`: updated with rows that count, its states combined by its own rules.
+    """A torchmetrics object as a `GlobalMetric`: updated with samples that count, its states combined by its own rules.
 
-    Its states travel over the ranks that hold rows of their own, and not over torch's default group, where rows that
+    Its states travel over the ranks that hold their own samples, and not over torch's default group, where samples that
     several ranks hold would count several times.
     """
 
@@ -31,7 +31,7 @@ class TorchMetric:
             metric.to(context.current().device)
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all samples."""
         self._metric.reset()
 
     def update(self, output: Any, target: Any) -> None:
@@ -41,7 +41,7 @@ class TorchMetric:
     def compute(self, ranks: AllRanks) -> Any:
         """Return what the object computes, one number as a float."""
         with self._synced_over(ranks), warnings.catch_warnings():
-            # A rank without rows of its own is no mistake here.
+            # A rank without samples of its own is no mistake here.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
             value = self._metric.compute()
         return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else _plain(value)
@@ -75,7 +75,7 @@ def is_torch_metric(metric: Any) -> bool:
 
 
 def _check_states(part: Any) -> None:
-    """Refuse states that ranks with different numbers of rows cannot put together, before a collective hangs on it."""
+    """Refuse states that ranks with different numbers of samples cannot combine, before a collective hangs on it."""
     for name, reduction in part._reductions.items():
         if isinstance(part._defaults[name], list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
             raise ConfigError(

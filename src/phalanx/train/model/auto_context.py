@@ -60,7 +60,7 @@ class AutoContext:
     strategy_ckpt_save_file: str | None = None
 
     def applied_to(self, strategy: DistributedStrategy) -> DistributedStrategy:
-        """Return a strategy with what was said here.
+        """Return a strategy with the settings here.
 
         Raises:
             ConfigError: If the strategy says something else.

@@ -44,27 +44,27 @@ def evaluate(
     batch_size: int | None = None,
     forward: Callable[[nn.Module, Any], tuple[Tensor, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return each metric over all rows of `data`.
+    """Return each metric over all samples of `data`.
 
-    Collective: every rank must call it. Each row counts once, on one rank, and is added up without rounding, so from
+    Collective: every rank must call it. Each sample counts once, on one rank, and is added up without rounding, so from
     the same outputs N ranks give the result of one process to the last bit. Runs without gradients and in evaluation
     mode; afterwards each module is in the mode it was in. Buffers are synchronised first, and parameters compared over
-    the ranks; where ranks train apart (LocalSGD), the average is evaluated, as `px.save` holds it. Where ranks hold
-    slices of the outputs (logits cut by classes), the whole is put together for metrics; `loss_fn` gets what the model
-    gives.
+    the ranks; where ranks take local steps (LocalSGD), the average is evaluated, as `px.save` holds it. Where ranks
+    hold slices of the outputs (logits sharded by classes), the whole is gathered for metrics; `loss_fn` gets what the
+    model gives.
 
     Args:
         model: The model, wrapped or not.
-        data: Anything `ShardedLoader` takes. Every row is used, also where a DataLoader says drop_last, and once,
+        data: Anything `ShardedLoader` takes. Every sample is used, also where a DataLoader says drop_last, and once,
             whatever a pipeline repeats. A batch is (input, ..., target) or a dictionary, as `px.Model` takes it.
         metrics: Names: `acc<k>` for the top-k accuracy, `loss`, `auc`, `confusion`, `precision`, `recall`, `f1` (also
-            `f1_macro` and so on), `mae`, `mse`, `rmse`, `r2`. Functions of (output, target), one value a row, of which
-            the result is the mean. Objects, such as `px.F1("macro")`, of torchmetrics, or of yours with reset, update
-            and compute. A mapping names them itself.
-        loss_fn: What `loss` means; added under that name when given. A mean over the batch, or one value a row. When
+            `f1_macro` and so on), `mae`, `mse`, `rmse`, `r2`. Functions of (output, target), one value a sample, of
+            which the result is the mean. Objects, such as `px.F1("macro")`, of torchmetrics, or of yours with reset,
+            update and compute. A mapping names them itself.
+        loss_fn: What `loss` means; added under that name when given. A mean over the batch, or one value a sample. When
             None, `loss` is the one that the model returns of targets among its inputs. Torch's own, and all other
             metrics, get the `logits` of an output that has some, such as a ModelOutput.
-        batch_size: Rows per rank; a DataLoader's or pipeline's own, or 64 when omitted.
+        batch_size: Samples per rank; a DataLoader's or pipeline's own, or 64 when omitted.
         forward: From (model, batch) to (output, target), for batches other than (input, ..., target).
 
     Returns:
@@ -72,7 +72,7 @@ def evaluate(
 
     Raises:
         ConfigError: If a metric is unknown, a batch has another shape, or a metric returns something else. On all
-            ranks, if they ask for different metrics, hold different numbers of rows or other parameters, or are at
+            ranks, if they ask for different metrics, hold different numbers of samples or other parameters, or are at
             different calls.
         PeerLostError: If a rank has ended, or did not call it within 300 s; names it.
     """
@@ -95,11 +95,11 @@ def evaluate(
                     inputs, target = read(batch, loader.columns)
                     out = call(model, inputs)
             whole = scores_of(out) if cut is None else gather_output(scores_of(out), cut)
-            # A padded row may hold anything, and counts on another rank.
+            # A padded sample may hold anything, and counts on another rank.
             if loader.share.rows:
                 rows += loader.share.rows
                 for metric in chosen.values():
-                    # A net that returns its loss may be the only one to know its target; rows are counted then.
+                    # A net that returns its loss may be the only one to know its target; samples are counted then.
                     counted_target = columns if target is None and isinstance(metric, OwnLoss) else target
                     metric.update(out if takes_loss(metric, loss_fn) else whole, counted_target)
     ranks = AllRanks()
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def gather_output(out: Any, cut: Cut) -> Any:
-    """Return outputs of which this rank holds a slice of the classes, put together. Collective along the cut."""
+    """Return outputs of which this rank holds a slice of the classes, gathered. Collective along the cut."""
     if isinstance(out, Mapping) and "logits" in out:
         return {**out, "logits": gather_output(out["logits"], cut)}
     if isinstance(out, Tensor) and out.shape[-1] == cut.mine != sum(cut.sizes):
@@ -139,10 +139,10 @@ def _reader(model: nn.Module, chosen: Mapping[str, GlobalMetric], *, is_own: boo
 
 
 def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
-    """Return a loader of all rows of some data, once; see `evaluate`.
+    """Return a loader of all samples of some data, once; see `evaluate`.
 
     Raises:
-        ConfigError: If it cannot be loaded, or is a loader that trains or drops rows.
+        ConfigError: If it cannot be loaded, or is a loader that trains or drops samples.
     """
     if isinstance(data, ShardedLoader):
         if data.training or data.drops_last:
@@ -162,7 +162,7 @@ def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode, with the weights of a save; put weights and each module's mode back afterwards.
 
-    Collective where ranks train apart (LocalSGD).
+    Collective where ranks take local steps (LocalSGD).
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

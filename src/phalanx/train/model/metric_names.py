@@ -18,7 +18,7 @@ from phalanx.train.metrics.regression import MAE, MSE, R2, RMSE
 from phalanx.train.metrics.torchmetrics import TorchMetric, is_torch_metric
 
 RowMetric = Callable[[Any, Any], Tensor]
-"""From (output, target) to one value per row, shape (N,), or to the mean over the rows, no dimensions."""
+"""From (output, target) to one value per sample, shape (N,), or to the mean over the samples, no dimensions."""
 
 Metric = RowMetric | GlobalMetric
 """What `px.evaluate` computes: a function, or an object with reset, update and compute, of torchmetrics too."""
@@ -37,7 +37,7 @@ _NAMED: dict[str, Callable[[], GlobalMetric]] = {
 def read_metrics(
     metrics: Iterable[str | Metric] | Mapping[str, str | Metric] | str | Metric, loss_fn: RowMetric | None
 ) -> dict[str, GlobalMetric]:
-    """Return the metrics by name, without rows; see `px.evaluate`.
+    """Return the metrics by name, without samples; see `px.evaluate`.
 
     Raises:
         ConfigError: If one is unknown or is no metric.

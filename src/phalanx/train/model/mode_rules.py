@@ -3,9 +3,9 @@
 The mode decides what of the strategy and of `px.shard` acts:
 
     STAND_ALONE       one process
-    DATA_PARALLEL     every rank holds the whole model; degrees of model parallel and `px.shard` are set aside
+    DATA_PARALLEL     every rank holds the full model; degrees of model parallel and `px.shard` are ignored
     HYBRID_PARALLEL   they act; SEMI_AUTO_PARALLEL is the same
-    AUTO_PARALLEL     a planner decides; `px.shard` is set aside
+    AUTO_PARALLEL     a planner decides; `px.shard` is ignored
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Model:
         net: A module. Called with the inputs of a batch: all columns but the target, which is the one called `label`,
             `labels`, `target`, `targets` or `y`, or where columns have no names the last. Columns that have names are
             given by name.
-        loss_fn: A function of (output, target) to the mean over the rows. When None the net takes all columns and
+        loss_fn: A function of (output, target) to the mean over the samples. When None the net takes all columns and
             returns its loss, as one element or under the name `loss`, as models of transformers do.
         optimizer: Any torch optimizer over the net's parameters; None for a Model that only evaluates.
         metrics: What `eval` computes beside the loss, as `px.evaluate` takes it.
@@ -109,7 +109,7 @@ class Model:
         )
         self._is_training = False
         self._params = None if applied_to(net) is not None else _count_params(net)
-        """Number of parameters of the whole net; None when it was distributed before, and this rank may hold a part."""
+        """Number of parameters of the full net; None when it was distributed before, and this rank may hold a part."""
 
         self._read_to_train = BatchReader(net, target="too" if loss_fn is None else "apart")
         self._read_to_predict = BatchReader(net, target="if needed")
@@ -153,7 +153,7 @@ class Model:
                 CUDA device forward and backward pass are one CUDA graph. Losses are the same.
             sink_size: Steps of a sink; -1 for a whole epoch. The last of an epoch may be shorter.
             valid_dataset: Evaluated after each epoch; callbacks find the result as `run.metrics`.
-            resume: A folder of `px.ModelCheckpoint`, or True for that of the one among the callbacks: go on from the
+            resume: A folder of `px.ModelCheckpoint`, or True for that of the one among the callbacks: resume from the
                 newest checkpoint there, with the batch after the last that was trained on; from the start where there
                 is none.
             **loader_options: As `px.distribute` takes them: `global_batch`, `batch_size`, `shuffle`, `seed`, ...
@@ -219,13 +219,13 @@ class Model:
         *,
         batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Return the loss and each metric over all rows of the data, exact on any number of ranks. Collective.
+        """Return the loss and each metric over all samples of the data, exact on any number of ranks. Collective.
 
         Args:
-            dataset: Anything `train` takes. Every row counts once.
+            dataset: Anything `train` takes. Every sample counts once.
             metrics: What to compute; the Model's when None.
             dataset_sink_mode: Accepted: an evaluation never looks at values before its end.
-            batch_size: Rows per rank; the data's own, or 64 when None.
+            batch_size: Samples per rank; the data's own, or 64 when None.
 
         Raises:
             ConfigError: If there is nothing to compute, or the data does not fit.
@@ -240,10 +240,10 @@ class Model:
 
         Args:
             *data: The inputs of one batch, as tensors or arrays, or one dictionary of them: each rank gets its own
-                outputs, on its device. Or data as `train` takes it, whose targets are left aside unless the net has a
-                parameter of their name: every rank gets the outputs of all rows, in the order of the data, on the CPU;
-                of a mapping, such as a ModelOutput, a dictionary of what has one row for each row.
-            batch_size: Rows per rank for the latter; the data's own, or 64 when None.
+                outputs, on its device. Or data as `train` takes it, whose targets are ignored unless the net has a
+                parameter of their name: every rank gets the outputs of all samples, in the order of the data, on the
+                CPU; of a mapping, such as a ModelOutput, a dictionary of the entries with one row for each sample.
+            batch_size: Samples per rank for the latter; the data's own, or 64 when None.
 
         Raises:
             ConfigError: If the data has an order of its own.
@@ -325,7 +325,7 @@ class Model:
         return step
 
     def _output(self, inputs: Inputs, columns: Mapping[Any, Any]) -> Any:
-        """Return the net's output, put together where its logits are cut over ranks."""
+        """Return the net's output, gathered where its logits are sharded over ranks."""
         with explain_dtype_errors(self.net, columns):
             output = call(self.net, inputs)
         cut = cut_of_logits(self.net)

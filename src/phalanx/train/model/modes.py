@@ -14,7 +14,7 @@ class ParallelMode(StrEnum):
     """One process; with more ranks it is an error."""
 
     DATA_PARALLEL = "data_parallel"
-    """Every rank holds the whole model and reads rows of its own."""
+    """Every rank holds the full model and reads samples of its own."""
 
     HYBRID_PARALLEL = "hybrid_parallel"
     """Also cut layers (`px.shard`) or stages, as the strategy's degrees say."""

@@ -31,8 +31,9 @@ logger = logging.getLogger("phalanx.train")
 def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Planned:
     """Run a script as one process until it would train a model, and return the Plan for that model.
 
-    What the script prints goes to standard error. The batch is one of the data that it trains on, with the rows of its
-    global batch; a size per rank, such as that of a DataLoader, stands for as many rows on every device of the cluster.
+    What the script prints goes to standard error. The batch is one of the data that it trains on, with the samples of
+    its global batch; a size per rank, such as that of a DataLoader, stands for as many samples on every device of the
+    cluster.
 
     Args:
         script: A training script.

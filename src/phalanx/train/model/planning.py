@@ -70,7 +70,7 @@ def search_plan(
         nonlocal sample
         loader.keep_global_batch(
             current.world_size
-        )  # the Plan is for this many rows, on however many ranks it puts them
+        )  # the Plan is for this many samples, on however many ranks it puts them
         sample = global_batch(loader, net, has_target=loss_fn is not None)
 
     def search(_: Any) -> dict[str, Any]:
@@ -149,7 +149,8 @@ def global_batch(
         net: What is called on them; the tensors are where its parameters are.
         has_target: Whether a column is the target, the others being inputs. None where a loop of the user's own
             decides: then the net's signature tells whether it takes the target too.
-        ranks: How many will read rows of their own, if not those that are here: a size per rank stands for more rows.
+        ranks: How many will read their own samples, if not those that are here: a size per rank stands for more
+            samples.
     """
     from phalanx.auto.capture.step import Arguments  # a job that captures nothing does not wait for this
 
@@ -165,12 +166,12 @@ def global_batch(
 
 
 def batch_size_of(values: Any) -> int:
-    """Return the rows of a batch: dimension 0 of the first tensor that has one; 0 if there is none."""
+    """Return the samples of a batch: dimension 0 of the first tensor that has one; 0 if there is none."""
     return next((len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def with_batch_size(values: Any, before: int, rows: int, net: nn.Module) -> Any:
-    """Return values with every tensor of so many rows before as an empty one of other rows, where a net is."""
+    """Return values with every tensor of so many samples before as an empty one of other samples, where a net is."""
     device = next((param.device for param in net.parameters()), torch.device("cpu"))
 
     def widened(value: Any) -> Any:

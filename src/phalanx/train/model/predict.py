@@ -1,4 +1,4 @@
-"""The outputs of a net for all rows of a dataset, in their order, on any number of ranks."""
+"""The outputs of a net for all samples of a dataset, in their order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:
 
 
 def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
-    """Return a loader of all rows of some data in their order.
+    """Return a loader of all samples of some data in their order.
 
     Args:
         data: Anything `ShardedLoader` takes.
-        batch_size: Rows per rank; the data's own, or 64 when None.
+        batch_size: Samples per rank; the data's own, or 64 when None.
 
     Raises:
-        ConfigError: If it is a loader that trains or drops rows, or a sampler decides the order.
+        ConfigError: If it is a loader that trains or drops samples, or a sampler decides the order.
     """
     if isinstance(data, ShardedLoader):
         if data.training or data.drops_last:
@@ -47,17 +47,17 @@ def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
 
 
 def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> Any:
-    """Return the outputs of all batches and ranks, put together in the order of the rows, on the CPU.
+    """Return the outputs of all batches and ranks, gathered in the order of the samples, on the CPU.
 
     Collective: every rank calls it with its own part of the batches.
 
     Args:
-        loader: Every rank's rows, those of all ranks side by side.
-        outputs: From a batch to a tensor with the batch's rows along dim 0, or tensors in tuples, lists and dicts; of a
-            mapping what has these rows is taken, and the rest (a loss, a cache) left out.
+        loader: Every rank's samples, those of all ranks side by side.
+        outputs: From a batch to a tensor with the batch's samples along dim 0, or tensors in tuples, lists and dicts;
+            of a mapping what has these samples is taken, and the rest (a loss, a cache) left out.
 
     Raises:
-        ConfigError: If the data has no rows, or an output is not one row for each row.
+        ConfigError: If the data has no samples, or an output is not one sample for each sample.
     """
     parts: list[list[Tensor]] = []
     structure = None
@@ -71,13 +71,13 @@ def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> An
 
 
 def _rows_of(batch: Any) -> int:
-    """Return how many rows a batch has here, also one that does not count; -1 where none of its columns tells."""
+    """Return how many samples a batch has here, also one that does not count; -1 where none of its columns tells."""
     leaves = tree_leaves(columns_of(batch))
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), -1)
 
 
 def _of_rows(output: Any, rows: int) -> Any:
-    """Return an output without the entries, if it is a mapping, that are not one row for each row of the batch."""
+    """Return an output, of a mapping only the entries with one row for each sample of the batch."""
     if not isinstance(output, Mapping):
         return output
 
@@ -94,7 +94,7 @@ def _of_rows(output: Any, rows: int) -> Any:
 
 
 def _whole(value: Any, rows: int) -> Tensor:
-    """Return the rows of all ranks; a batch that only keeps the ranks in step adds none."""
+    """Return the samples of all ranks; a batch that only keeps the ranks in step adds none."""
     if not isinstance(value, Tensor) or value.dim() == 0 or (rows and len(value) != rows):
         shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(f"Model.predict needs one output for each of {rows} rows, found {shape}.")

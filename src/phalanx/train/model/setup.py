@@ -149,7 +149,7 @@ class ModelSetup:
             loader: The training data; None where nothing is trained.
 
         Raises:
-            ConfigError: If it is distributed already and something else was asked for, or mode, strategy, Plan and
+            ConfigError: If it is distributed already and something else was requested, or mode, strategy, Plan and
                 `set_auto_parallel_context` contradict each other.
         """
         if assembly.planner is not None and loader is not None:
@@ -223,7 +223,7 @@ class ModelSetup:
 
 
 def _users_plan(plan: Plan | None, strategy: DistributedStrategy | None) -> Plan | None:
-    """Return the Plan that was handed over, or that of the file which was named instead; None if there is none."""
+    """Return the Plan that was passed, or that of the file which was named instead; None if there is none."""
     read_file = auto_context.strategy_ckpt_load_file
     if read_file is not None:
         if plan is not None or strategy is not None:

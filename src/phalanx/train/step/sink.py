@@ -28,7 +28,7 @@ def steps_in_sink(is_on: bool, sink_size: int, loader: ShardedLoader) -> int:
     """Return the steps of a sink: 1 without sinks, those of a whole epoch for -1.
 
     Args:
-        is_on: Whether `dataset_sink_mode` was asked for.
+        is_on: Whether `dataset_sink_mode` was requested.
         sink_size: -1, or the steps asked for.
         loader: The data.
 

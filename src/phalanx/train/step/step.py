@@ -140,9 +140,9 @@ class TrainStep:
         Collective: every rank calls it with its own batch.
 
         Args:
-            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with rows along dim 0. A dictionary of
-                inputs is given by name. One dictionary alone is a whole batch, as `px.Model` reads it. Without a loss
-                function all are inputs: `step(batch)`, `step(x, y)` or `step((x, y))`.
+            *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with samples along dim 0. A dictionary
+                of inputs is given by name. One dictionary alone is a whole batch, as `px.Model` reads it. Without a
+                loss function all are inputs: `step(batch)`, `step(x, y)` or `step((x, y))`.
 
         Returns:
             The loss and the fetches of this rank's batch.
@@ -211,7 +211,7 @@ class TrainStep:
         return loss_fn(output, target), fetched
 
     def _weight(self, target: Any) -> Tensor | None:
-        """Return what the loss's mean divides by on this rank; None where that follows from the rows."""
+        """Return what the loss's mean divides by on this rank; None where that follows from the samples."""
         if self._counted is None or not context.is_initialized():
             return None
         is_apart = context.current().readers.count > 1 or self._pipeline is not None
@@ -272,12 +272,12 @@ def train_step(
     """Make one optimizer step a single call.
 
     Args:
-        model: A distributed model, or a plain one. If only its optimizer was handed over, as in Fleet's graph mode, the
+        model: A distributed model, or a plain one. If only its optimizer was passed, as in Fleet's graph mode, the
             model is distributed here; the call is collective then.
-        loss_fn: `loss_fn(output, target)`, the mean over the rows of the batch. Torch's losses of classes may leave out
-            labels (`ignore_index`) and weigh classes: their means are those of all ranks' labels. They get the `logits`
-            of an output that has some. When None the model takes all columns and returns its loss, as one element or
-            under the name `loss`, as models of transformers do.
+        loss_fn: `loss_fn(output, target)`, the mean over the samples of the batch. Torch's losses of classes may leave
+            out labels (`ignore_index`) and weigh classes: their means are those of all ranks' labels. They get the
+            `logits` of an output that has some. When None the model takes all columns and returns its loss, as one
+            element or under the name `loss`, as models of transformers do.
         optimizer: The optimizer over the model's parameters.
         fetch: Named values to return with the loss, each `f(output, target)`.
         compiled: Whether to compile; what the model's Plan says when omitted.
