@@ -100,6 +100,11 @@ class _Download:
     def part(self) -> Path:
         return self.folder / f".{self.name}.part"
 
+    @property
+    def resumable(self) -> int:
+        """Bytes of a broken-off download that can be kept: only a checksum tells whether the parts match."""
+        return self.part.stat().st_size if self.sha256 is not None and self.part.exists() else 0
+
 
 def _name_of(url: str) -> str:
     parts = urlsplit(url)
@@ -137,7 +142,7 @@ def _check_present(target: _Download) -> None:
 
 
 def _fetch(target: _Download) -> None:
-    have = target.part.stat().st_size if target.sha256 is not None and target.part.exists() else 0
+    have = target.resumable
     with _request(target, have) as answer:
         start = have if answer.status == 206 else 0
         length = answer.headers.get("Content-Length")
@@ -229,7 +234,7 @@ def _check_digest(target: _Download, digest: str, start: int) -> None:
 
 
 def _describe_failure(target: _Download, reason: str) -> str:
-    resumable = target.part.stat().st_size if target.sha256 is not None and target.part.exists() else 0
+    resumable = target.resumable
     again = f"call again to go on after {resumable} bytes" if resumable else "call again"
     return (
         f"Asked to download {target.url}: {reason}. Check the network, then {again}, or put the file at {target.path}."

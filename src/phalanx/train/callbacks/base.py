@@ -1,4 +1,4 @@
-"""`Callback`: what a training loop calls at its edges."""
+"""`Callback`: hooks of a training run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:  # a run has callbacks
 
 
 class Callback:
-    """Acts at the edges of training; every method does nothing until overridden.
+    """Hooks of a training run; every method does nothing until overridden.
 
-    Every rank has the same callbacks and calls them at the same places, so a method may use collectives, if it does so
-    on every rank. One that raises on some rank ends the training of all ranks with an error that names it.
+    Every rank has the same callbacks and calls them at the same points, so a method may use collectives if it does so
+    on every rank. One that raises on any rank ends the training of all ranks with an error that names it.
 
-    In sink mode `on_step_end` comes once for a sink of several steps; `on_update` still comes after every one.
+    In sink mode `on_step_end` is called once for a sink of several steps; `on_update` still after every step.
     """
 
     needs_every_step = False
-    """Whether `on_step_end` must come after every step, so that sinks of several steps are refused."""
+    """Whether `on_step_end` must be called after every step, so that sinks of several steps are refused."""
 
     needs_evaluation = False
-    """Whether it acts on evaluations, so that training without `valid_dataset` is refused."""
+    """Whether it needs evaluations, so that training without `valid_dataset` is refused."""
 
     acts_last = False
-    """Whether it acts after all others, to save or show what they did."""
+    """Whether it is called after all others, to save or show what they did."""
 
     def setup(self, run: Run) -> None:
-        """Make what needs the model or its optimizer. Called once, before a checkpoint is loaded."""
+        """Create what needs the model or its optimizer. Called once, before a checkpoint is loaded."""
 
     def on_train_begin(self, run: Run) -> None:
         """Before the first epoch; a checkpoint is loaded by then (`run.resumed_from`)."""
@@ -59,7 +59,7 @@ class Callback:
         """After training, also when it was stopped; not after an error."""
 
     def close(self) -> None:
-        """Give back files and handlers. Called once at the end, also after an error. Must not use collectives."""
+        """Close files and restore handlers. Called once at the end, also after an error. Must not use collectives."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: numbers, text and tensors, in lists and dicts."""
@@ -70,10 +70,10 @@ class Callback:
 
 
 def read_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callback]:
-    """Return the callbacks in the order in which they act.
+    """Return the callbacks in the order in which they are called.
 
     Raises:
-        ConfigError: If something else was given, or one twice.
+        ConfigError: If one is no callback, or is listed twice.
     """
     is_several = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback | type | str)
     chosen: list[Any] = [] if callbacks is None else list(callbacks) if is_several else [callbacks]  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def read_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Call
 
 
 def check_evaluated(callbacks: Iterable[Callback]) -> None:
-    """Raise if one of them acts on evaluations; for training without any.
+    """Raise if a callback needs evaluations; for training without any.
 
     Raises:
         ConfigError: Names it.

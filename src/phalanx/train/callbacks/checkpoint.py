@@ -36,7 +36,7 @@ class ModelCheckpoint(Callback):
         keep: How many checkpoints to keep; all when None.
         best: A metric of the evaluation: the checkpoint with its best value is kept in `folder/best` beside the others.
         mode: `min` or `max`, when that metric is better; by its name when omitted: `min` for losses and errors.
-        background: Whether to write while training goes on.
+        background: Whether to write while training continues.
     """
 
     acts_last = True
@@ -131,15 +131,15 @@ class ModelCheckpoint(Callback):
 
 
 def checkpoint_folder(callbacks: Iterable[Callback]) -> Path:
-    """Return where the callbacks keep checkpoints.
+    """Return the folder in which the callbacks save checkpoints.
 
     Raises:
-        ConfigError: If they keep none, or in several folders.
+        ConfigError: If they save none, or in several folders.
     """
     folders = [callback.folder for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if len(folders) != 1:
         raise ConfigError(
-            f"resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found {len(folders)}. "
+            f"resume=True resumes from the folder of the ModelCheckpoint among the callbacks, found {len(folders)}. "
             "Name the folder: resume='runs/a'."
         )
     return folders[0]

@@ -1,4 +1,4 @@
-"""The edges of a run: where its callbacks act, and where all ranks fail alike and stop alike."""
+"""Dispatch a run's events to its callbacks; at step boundaries all ranks fail and stop together."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:  # a run has edges
 logger = logging.getLogger("phalanx.train")
 
 SIGNALLED = "asked to end (SIGTERM)"
-"""The reason when no rank gave one."""
+"""The reason if no rank gave one."""
 
 
 class CallbackDispatcher:
-    """Tells the callbacks, and keeps what fails or asks to stop here until the next edge, where all ranks hear of it.
+    """Calls the callbacks, and keeps failures and stop requests until the next boundary, where all ranks learn of them.
 
-    Collective: every rank makes one with the same callbacks and comes to the same edges.
+    Collective: every rank creates one with the same callbacks and passes the same boundaries.
 
     Args:
-        callbacks: In the order in which they act.
-        terms: What else all ranks must have in common, as a JSON value.
+        callbacks: In the order in which they are called.
+        terms: What else must be the same on all ranks, as a JSON value.
     """
 
     def __init__(self, callbacks: Sequence[Callback], terms: dict[str, Any]) -> None:
@@ -43,11 +43,11 @@ class CallbackDispatcher:
         self._passed = 0
 
     def tell(self, method: str, run: Run) -> None:
-        """Call a method of every callback; a failure is kept."""
+        """Call a method of every callback; the first failure is kept."""
         for name, callback in zip(self.names, self.callbacks, strict=True):
             try:
                 getattr(callback, method)(run)
-            except Exception as error:  # noqa: BLE001 -- raised at the next edge
+            except Exception as error:  # noqa: BLE001 -- raised at the next boundary
                 if self._failure is None:
                     self._failed(f"callback {name} failed in {method} at step {run.step}", error)
 
@@ -58,16 +58,16 @@ class CallbackDispatcher:
             logger.error("%s", what, exc_info=error)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask all ranks to stop at an edge; the first reason counts."""
+        """Ask all ranks to stop at a boundary; the first reason counts."""
         self._reason = self._reason or reason
         self._stop.ask()
 
     def listen(self) -> None:
-        """Take SIGTERM as asking, too."""
+        """Treat SIGTERM as a stop request, too."""
         self._stop.listen()
 
     def stops(self, step: int) -> bool:
-        """Come to an edge; return whether all ranks stop here, or did before.
+        """Pass a boundary; return whether all ranks stop here, or did before.
 
         Raises:
             PhalanxError: If a callback failed, on any rank; on all.
@@ -80,7 +80,7 @@ class CallbackDispatcher:
         return self.stop_reason is not None
 
     def decide(self, topic: str) -> str:
-        """Return the first reason to stop that a rank gave; raise on all ranks what failed on any. Collective."""
+        """Return the first stop reason of any rank; raise on all ranks what failed on any. Collective."""
 
         def first(reasons: list[str | None]) -> str:
             return next(filter(None, reasons), SIGNALLED)
@@ -89,7 +89,7 @@ class CallbackDispatcher:
         return reason
 
     def _say(self) -> str | None:
-        """Return why this rank asked to stop, or raise what failed here."""
+        """Return this rank's stop reason, or raise its failure."""
         if self._failure is None:
             return self._reason
         what, error = self._failure
@@ -99,5 +99,5 @@ class CallbackDispatcher:
         raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Give SIGTERM back. Not collective."""
+        """Restore the signal handlers. Not collective."""
         self._stop.close()

@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
             check_followed(run.evaluated, self._best.metric, "EarlyStopping")
 
     def on_train_begin(self, run: Run) -> None:
-        """Begin anew, unless a checkpoint was loaded."""
+        """Reset, unless a checkpoint was loaded."""
         if run.resumed_from is None:
             self._best, self.waited = Best(*self._terms), 0
 

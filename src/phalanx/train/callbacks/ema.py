@@ -31,7 +31,7 @@ class EMACallback(Callback):
 
     @property
     def ema(self) -> EMA:
-        """The average; there once training has begun."""
+        """The average; available once training has started."""
         if self._ema is None:
             raise ConfigError("EMACallback has no average before training began. Ask for it afterwards.")
         return self._ema

@@ -94,11 +94,11 @@ def values_of(run: Run, speed: Throughput) -> dict[str, float | int]:
 
 
 class StepInterval:
-    """Every n-th step is due; where steps come in sinks, the end of a sink that holds one.
+    """Every n-th step is due; in sink mode, the end of a sink that contains one.
 
     Args:
-        every: Steps from one to the next; never due when None.
-        name: What the caller calls `every`, for messages.
+        every: The interval in steps; never due when None.
+        name: The caller's name for `every`, for messages.
     """
 
     def __init__(self, every: int | None, name: str) -> None:
@@ -108,17 +108,17 @@ class StepInterval:
         self._done = 0
 
     def restart(self, step: int) -> None:
-        """Go on after this step."""
+        """Count from this step."""
         self._done = step
 
     def is_due(self, step: int) -> bool:
-        """Return whether an n-th step was among those since the last call."""
+        """Return whether an n-th step is among those since the last call."""
         before, self._done = self._done, step
         return self._every is not None and step // self._every > before // self._every
 
 
 def show(rank: int, line: str) -> None:
-    """Write a line to standard output, on rank 0 only."""
+    """Write a line to standard output on rank 0."""
     if rank == 0:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

@@ -46,7 +46,7 @@ class LossMonitor(Callback):
 class TimeMonitor(Callback):
     """Prints `epoch time: 5021.114 ms, per step time: 25.749 ms` after each epoch, as rank 0 sees it.
 
-    An evaluation after the epoch does not count. Steps in which something was compiled are told apart, here and in the
+    An evaluation after the epoch does not count. Steps that compiled something are reported separately, here and in the
     line after training, `training 50.2 s in 1950 steps, compiling 212.6 s`.
     """
 

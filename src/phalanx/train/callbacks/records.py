@@ -71,7 +71,7 @@ class RunRecorder(Callback):
 
 
 class FileRecorder(RunRecorder):
-    """Records to one file: a new one; the same one further when training was resumed, or goes on in another call."""
+    """Records to one file: a new one, or appended to if training is resumed or continued by another call."""
 
     def __init__(self, path: str | Path, every_steps: int | None = None) -> None:
         super().__init__(every_steps)
@@ -147,7 +147,7 @@ class CSVLogger(FileRecorder):
             csv.writer(file).writerows([header, *(row for row in rows if int(row[at]) < step)] if header else [])
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row; write the table anew when it has new columns, which is seldom."""
+        """Append a row; rewrite the table when it has new columns, which is rare."""
         if new := [name for name in row if name not in self._columns]:
             with self.path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))

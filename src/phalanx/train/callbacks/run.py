@@ -187,7 +187,7 @@ class Run:
     def resume(self, folder: str | Path) -> Loaded | None:
         """Resume from the newest complete checkpoint of a folder; return what was loaded, None where there is none.
 
-        Collective. The loader goes on inside its epoch; `begin_epoch` goes on with the pass it was in.
+        Collective. The loader resumes inside its epoch; `begin_epoch` continues the pass it was in.
         """
         self.resumed_from = loaded = load_newest(folder, self.training)
         if loaded is not None:

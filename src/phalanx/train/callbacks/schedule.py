@@ -49,7 +49,7 @@ class LearningRateSchedule(Callback):
 
     @property
     def scheduler(self) -> LRScheduler:
-        """The scheduler; there once training has begun."""
+        """The scheduler; available once training has started."""
         if self._scheduler is None:
             raise ConfigError("LearningRateSchedule has no scheduler before training began. Ask for it afterwards.")
         return self._scheduler

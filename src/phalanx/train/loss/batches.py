@@ -1,4 +1,4 @@
-"""What a `Model` makes of a batch and of a loss function: inputs and target, and one number."""
+"""How a `Model` reads a batch (inputs and target), and its loss function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.errors import ConfigError
 from phalanx.train.loss.own_loss import scores_of, takes_scores
 
 TARGETS = ("label", "labels", "target", "targets", "y")
-"""Columns that are the target of a batch by column, wherever they stand."""
+"""Names of columns that are the target, at any position."""
 
 _TAKES_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -70,7 +70,7 @@ class BatchReader:
 
         Args:
             batch: A mapping, tuple or list of columns, or a tensor.
-            names: What the columns of a tuple are called, where a pipeline says it.
+            names: Names of the columns of a tuple, if a pipeline has them.
 
         Raises:
             ConfigError: If the net cannot be called with it; names columns and parameters.
@@ -142,14 +142,14 @@ _SPEAKS_OF_TYPES = re.compile("same d?type|should be the same|expected scalar ty
 
 @contextlib.contextmanager
 def explain_dtype_errors(net: nn.Module, columns: Mapping[Any, Any]) -> Iterator[None]:
-    """Let torch's error about element types say which column of a batch has another than the net.
+    """Turn torch's error about dtypes into one that names the column whose dtype differs from the model's.
 
     Args:
         net: Called in the block.
         columns: The batch it is called with, by name or number.
 
     Raises:
-        ConfigError: Instead of torch's error, if there is such a column; says what to do.
+        ConfigError: Instead of torch's error, if there is such a column; explains what to do.
     """
     try:
         yield

@@ -21,13 +21,13 @@ class SoftmaxCrossEntropyExpand(nn.Module):
 
     Equals `torch.nn.functional.cross_entropy`, and is finite at logits of magnitude 1e4, as no small probability is
     ever made to take its logarithm. Logits may be sharded by classes over the ranks of a mesh axis (the style `vocab`
-    of `px.shard`): a `Model` finds that by itself, a loop of your own says `axis="model"`. The maximum, the sum of
+    of `px.shard`): a `Model` detects that, a custom loop passes `axis="model"`. The maximum, the sum of
     exponentials and the label's logit of each sample then travel; no rank ever has all logits. Collective in that case.
 
     Args:
         sparse: Whether labels are classes, shape (N,) or (N, 1) and any whole-number dtype; else one probability for
             each class, shape (N, C).
-        axis: Mesh axis over which logits are cut; whole when None.
+        axis: Mesh axis over which logits are sharded; full when None.
 
     Input: logits (N, classes of this rank) and labels. Output: one element, float32 at least.
 
@@ -116,7 +116,7 @@ def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor
 
 
 def cut_of_logits(model: nn.Module) -> Cut | None:
-    """Return how a distributed model's logits are sharded over ranks by classes; None when they leave it whole."""
+    """Return how a distributed model's logits are sharded over ranks by classes; None if they are full."""
     applied = applied_to(model)
     if applied is None:
         return None

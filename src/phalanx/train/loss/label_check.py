@@ -1,4 +1,4 @@
-"""Labels that do not fit the model's output, said in words, before the first update on all ranks."""
+"""Check that labels fit the model's output, before the first update on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPEAKS_OF_LABELS = re.compile(
 
 
 class LabelsChecked:
-    """A loss function that says what is wrong with labels.
+    """A loss function that explains what is wrong with labels.
 
     Args:
         loss_fn: `loss_fn(output, target)`; its first labels are looked at where it is one of torch's losses over
@@ -64,7 +64,7 @@ class LabelsChecked:
                 agree("the labels of the first batch", {"problem": None})
             return
         if self._is_collective:
-            with suppress(ConfigError):  # how the ranks differ; here the problem itself says more
+            with suppress(ConfigError):  # this error says how ranks differ; the problem itself is more useful
                 agree("the labels of the first batch", {"problem": problem})
         raise DataError(problem)
 

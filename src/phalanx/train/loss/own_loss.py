@@ -1,4 +1,4 @@
-"""What a net says of itself beside its output: the loss that it computes from targets among its inputs, its logits."""
+"""Outputs of a model besides its tensor: the loss it computes from targets among its inputs, and its logits."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _skipped_by_name(name: str) -> int | None:
 def _fits(loss: Tensor, logits: Any, target: Tensor) -> tuple[bool, bool]:
     """Return whether a loss is the cross entropy over all labels, and over those after the first of a sample.
 
-    Both where it says nothing, having no label that counts.
+    Both if it is inconclusive, having no label that counts.
     """
     if not bool(torch.isfinite(loss)):
         return True, True

@@ -78,7 +78,7 @@ def accuracy(out: Tensor, label: Tensor, k: int = 1) -> Tensor:
 
 
 def _rows_count() -> bool:
-    """Return whether the samples of this rank's batch count (True when no loader said otherwise)."""
+    """Return whether the samples of this rank's batch count (True without a loader)."""
     batch = context.current().batch if context.is_initialized() else None
     return batch is None or batch.rows > 0
 

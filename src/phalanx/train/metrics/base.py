@@ -57,7 +57,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 class AllRanks:
-    """What `compute` of a metric may ask of all ranks that hold their own samples; with one process, of that one.
+    """The collectives that `compute` of a metric may use, over all ranks that hold their own samples.
 
     Its methods are collective: every rank calls them in the same order.
     """
@@ -137,7 +137,7 @@ class GlobalMetric(Protocol):
 
 
 class MeanOfRows:
-    """The mean over all samples of what a function of (output, target) says of each.
+    """The mean over all samples of a function of (output, target).
 
     Whole numbers and yes-or-no are added up as such, others without rounding (`ExactSum`), so the mean is that of one
     process, to the last bit. A function that returns the mean of a batch is exact up to the rounding of those means.
@@ -179,7 +179,7 @@ def rows_in(output: Any, target: Any) -> int:
 
 
 def values_of_rows(name: str, value: Any, rows: int) -> Tensor:
-    """Return what adds up to the sum of a metric over the samples of a batch: int64 if it is whole, float64 otherwise.
+    """Return the values whose sum is that of a metric over a batch: int64 for integers, else float64.
 
     Args:
         name: The metric's, for messages.

@@ -1,9 +1,9 @@
 """Exact sums of floating-point numbers, whose result does not depend on the order.
 
 A sum of floating-point numbers depends on the order in which they are added, so that N ranks would give the mean of
-one process only nearly. Here a number is taken apart into mantissa and exponent, and mantissas are added as whole
-numbers, a sum for each exponent (after Kulisch's long accumulator, "Computer Arithmetic and Validity", ch. 8). Adding
-up is then exact, in any order and on any number of ranks; the result is rounded once, at the end.
+one process only nearly. Here a number is split into mantissa and exponent, and mantissas are added as
+integers, one sum for each exponent (after Kulisch's long accumulator, "Computer Arithmetic and Validity", ch. 8).
+Adding up is then exact, in any order and on any number of ranks; the result is rounded once, at the end.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class TorchMetric:
 
     @contextlib.contextmanager
     def _synced_over(self, ranks: AllRanks) -> Iterator[None]:
-        """Let the parts of the object ask our ranks, through the two functions torchmetrics takes for that."""
+        """Let the parts of the object gather over our ranks, through the two hooks of torchmetrics."""
 
         def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
             return [

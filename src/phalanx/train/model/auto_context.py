@@ -1,4 +1,4 @@
-"""`set_auto_parallel_context`: settings of parallel training that are said once, before the first `Model`."""
+"""`set_auto_parallel_context`: settings of parallel training, made once before the first `Model`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALIASES = {"mirror_mean": "gradients_mean", "auto_parallel_search_mode": "search
 
 @dataclass(slots=True)
 class AutoContext:
-    """What was said; None where nothing was."""
+    """The settings; None if unset."""
 
     parallel_mode: ParallelMode | None = None
     device_num: int | None = None
@@ -63,7 +63,7 @@ class AutoContext:
         """Return a strategy with the settings here.
 
         Raises:
-            ConfigError: If the strategy says something else.
+            ConfigError: If the strategy sets another value.
         """
         overrides: dict[str, Any] = {}
         if self.gradients_mean is not None:
@@ -85,14 +85,14 @@ class AutoContext:
 
 
 auto_context = AutoContext()
-"""What this process said."""
+"""The settings of this process."""
 
 _first_model: list[str] = []
 """The class of the first Model, once there is one."""
 
 
 def set_auto_parallel_context(**settings: Any) -> None:
-    """Say how Models of this process train in parallel. Before the first Model; each rank says the same.
+    """Set how Models of this process train in parallel. Before the first Model; the same on each rank.
 
     Args:
         **settings: `parallel_mode`: a `ParallelMode`, or its name.
@@ -124,7 +124,7 @@ def set_auto_parallel_context(**settings: Any) -> None:
 
 
 def get_auto_parallel_context(name: str) -> Any:
-    """Return a setting of `set_auto_parallel_context`; None when it was not said.
+    """Return a setting of `set_auto_parallel_context`; None if unset.
 
     Raises:
         ConfigError: If there is no such setting.
@@ -133,7 +133,7 @@ def get_auto_parallel_context(name: str) -> Any:
 
 
 def reset_auto_parallel_context() -> None:
-    """Forget what `set_auto_parallel_context` was told; it may be called again for Models that are made from now on."""
+    """Forget the settings of `set_auto_parallel_context`; it may be called again for new Models."""
     _first_model.clear()
     for field in fields(AutoContext):
         setattr(auto_context, field.name, None)
@@ -146,7 +146,7 @@ def close_context(model: object) -> None:
 
 
 def _setting_name(word: str) -> str:
-    """Return the setting that a word means."""
+    """Return the name of a setting, of an alias too."""
     names = [field.name for field in fields(AutoContext)]
     name = ALIASES.get(word, word)
     if name in names:

@@ -138,8 +138,16 @@ def _reader(model: nn.Module, chosen: Mapping[str, GlobalMetric], *, is_own: boo
     return BatchReader(model, target="if taken" if has_loss else "if needed", needs_target=needs_target)
 
 
-def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
+def evaluation_loader(
+    data: Any, batch_size: int | None, verb: str = "evaluate", *, shuffle: bool | None = None
+) -> ShardedLoader:
     """Return a loader of all samples of some data, once; see `evaluate`.
+
+    Args:
+        data: Anything `ShardedLoader` takes.
+        batch_size: Samples per rank; the data's own, or 64 when None.
+        verb: What is done with them, for messages.
+        shuffle: False for the order of the data.
 
     Raises:
         ConfigError: If it cannot be loaded, or is a loader that trains or drops samples.
@@ -147,7 +155,7 @@ def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
     if isinstance(data, ShardedLoader):
         if data.training or data.drops_last:
             raise ConfigError(
-                "Asked to evaluate on a ShardedLoader that trains or drops rows. "
+                f"Asked to {verb} on a ShardedLoader that trains or drops rows. "
                 "Pass the dataset, or make the loader with training=False and drop_last=False."
             )
         return data
@@ -155,7 +163,7 @@ def evaluation_loader(data: Any, batch_size: int | None) -> ShardedLoader:
         data = data.one_pass()
     if batch_size is None and not isinstance(data, torch.utils.data.DataLoader) and not getattr(data, "is_batched", 0):
         batch_size = 64
-    return ShardedLoader(data, batch_size=batch_size, drop_last=False, training=False)
+    return ShardedLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=False, training=False)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ logger = logging.getLogger("phalanx.train")
 
 
 def read_mode(mode: str | None) -> ParallelMode | None:
-    """Return the mode that a script says to a Model, or to `set_auto_parallel_context`; None where neither says one.
+    """Return the mode passed to a Model or to `set_auto_parallel_context`; None if neither has one.
 
     Raises:
-        ConfigError: If it is none, or the two say different ones.
+        ConfigError: If it is none, or the two differ.
     """
     modes = [as_mode(word) for word in (mode, auto_context.parallel_mode) if word is not None]
     if len(set(modes)) > 1:
@@ -65,7 +65,7 @@ def strategy_in(
 ) -> DistributedStrategy:
     """Return the strategy that trains a model in a mode, with what `set_auto_parallel_context` said.
 
-    In DATA_PARALLEL and AUTO_PARALLEL it forgets what `px.shard` was told of the model.
+    In DATA_PARALLEL and AUTO_PARALLEL it drops the model's `px.shard` marks.
 
     Args:
         mode: The mode; what the ranks and the strategy say when None.
@@ -98,7 +98,7 @@ def require_cuts(mode: ParallelMode | None, strategy: DistributedStrategy, model
     """Raise if a mode of cut models has nothing to cut.
 
     Raises:
-        ConfigError: If neither the strategy nor the model says what; on all ranks alike.
+        ConfigError: If neither the strategy nor the model shards anything; on all ranks.
     """
     if mode not in (ParallelMode.HYBRID_PARALLEL, ParallelMode.SEMI_AUTO_PARALLEL) or world_size == 1:
         return

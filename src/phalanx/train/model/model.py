@@ -39,7 +39,7 @@ from phalanx.train.model.evaluate import evaluate, evaluation_loader, evaluation
 from phalanx.train.model.metric_names import Metric, read_metrics
 from phalanx.train.model.mode_rules import read_mode
 from phalanx.train.model.modes import ParallelMode
-from phalanx.train.model.predict import one_batch, outputs_in_order, rows_in_order
+from phalanx.train.model.predict import one_batch, outputs_in_order
 from phalanx.train.model.setup import ModelSetup, check_epochs, check_parts, distribute_optimizer, one_pass
 from phalanx.train.step.sink import can_capture, check_sinkable, steps_in_sink, train_epoch
 from phalanx.train.step.step import TrainStep
@@ -69,7 +69,7 @@ class Model:
         metrics: What `eval` computes beside the loss, as `px.evaluate` takes it.
         strategy: How it trains on several ranks.
         plan: A Plan instead of a strategy.
-        parallel_mode: The mode, if not said by `set_auto_parallel_context`; whatever the ranks and the strategy say
+        parallel_mode: The mode, if not set by `set_auto_parallel_context`; whatever the ranks and the strategy say
             when None.
         compiled: Whether steps are compiled; as the strategy says (`graph`) when None.
 
@@ -146,11 +146,11 @@ class Model:
         """Train for a number of passes over the data. Collective.
 
         Args:
-            epoch: Passes over the data, whatever its `repeat` says; of the whole training when it is resumed.
+            epoch: Passes over the data, whatever its `repeat` says; the total, when training is resumed.
             train_dataset: A data pipeline, `ShardedLoader`, torch Dataset or DataLoader, or tuple of tensors.
-            callbacks: What happens at the edges of steps, sinks and epochs.
-            dataset_sink_mode: Whether several steps run for one look of the host: callbacks act once a sink, and on one
-                CUDA device forward and backward pass are one CUDA graph. Losses are the same.
+            callbacks: Hooks at the boundaries of steps, sinks and epochs.
+            dataset_sink_mode: Whether several steps run without a host synchronisation: callbacks act once a sink, and
+                on one CUDA device forward and backward pass are one CUDA graph. Losses are the same.
             sink_size: Steps of a sink; -1 for a whole epoch. The last of an epoch may be shorter.
             valid_dataset: Evaluated after each epoch; callbacks find the result as `run.metrics`.
             resume: A folder of `px.ModelCheckpoint`, or True for that of the one among the callbacks: resume from the
@@ -260,7 +260,7 @@ class Model:
             if len(data) != 1:
                 kinds = ", ".join(type(part).__name__ for part in data) or "nothing"
                 raise ConfigError(f"Model.predict takes the tensors of one batch, or one dataset; found {kinds}.")
-            loader = rows_in_order(one_pass(data[0]), batch_size)
+            loader = evaluation_loader(one_pass(data[0]), batch_size, "predict", shuffle=False)
             make_consistent(self.net, "Model.predict")
             names = loader.columns
             return outputs_in_order(

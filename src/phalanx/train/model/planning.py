@@ -121,7 +121,7 @@ def prepare_for_plan(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_t
 
 
 def replicate_net(net: nn.Module, current: Context) -> None:
-    """Let all ranks use a net that has no Plan yet: whole, on their devices, with rank 0's values. Collective.
+    """Replicate a net that has no Plan yet on all ranks, with rank 0's values. Collective.
 
     Args:
         net: A plain module.
@@ -221,7 +221,7 @@ def _search_plan(
 
 
 def require_no_tables(model: Any) -> None:
-    """Raise if a model has tables on parameter servers, which no Plan of the planner says anything of.
+    """Raise if a model has tables on parameter servers, which the planner does not support.
 
     Raises:
         PlanError: Names the first table's parameter.

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import DataLoader
 
 from phalanx.comm import context
 from phalanx.comm.collectives import all_gather
@@ -22,28 +21,6 @@ def one_batch(data: tuple[Any, ...]) -> dict[Any, Any] | None:
     """Return the columns of one batch that `predict` was given, by name or number; None if it was given none."""
     columns = columns_of(data[0] if len(data) == 1 and isinstance(data[0], Mapping) else data)
     return columns if columns and all(isinstance(part, Tensor | np.ndarray) for part in columns.values()) else None
-
-
-def rows_in_order(data: Any, batch_size: int | None) -> ShardedLoader:
-    """Return a loader of all samples of some data in their order.
-
-    Args:
-        data: Anything `ShardedLoader` takes.
-        batch_size: Samples per rank; the data's own, or 64 when None.
-
-    Raises:
-        ConfigError: If it is a loader that trains or drops samples, or a sampler decides the order.
-    """
-    if isinstance(data, ShardedLoader):
-        if data.training or data.drops_last:
-            raise ConfigError(
-                "Asked to predict on a ShardedLoader that trains or drops rows, so outputs would lack rows or their "
-                "order. Pass the dataset, or make the loader with training=False and drop_last=False."
-            )
-        return data
-    if batch_size is None and not isinstance(data, DataLoader) and not getattr(data, "is_batched", False):
-        batch_size = 64
-    return ShardedLoader(data, batch_size=batch_size, shuffle=False, drop_last=False, training=False)
 
 
 def outputs_in_order(loader: ShardedLoader, outputs: Callable[[Any], Any]) -> Any:

@@ -149,7 +149,7 @@ class refuse_waits(TorchDispatchMode):  # noqa: N801 -- used as a function
 
 
 def _waits(func: Any, args: Any) -> bool:
-    """Return whether the host has to know values before it can go on."""
+    """Return whether the host needs values before it can continue."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     tags = getattr(func, "tags", ())

@@ -25,7 +25,7 @@ logger = logging.getLogger("phalanx.train")
 
 
 def steps_in_sink(is_on: bool, sink_size: int, loader: ShardedLoader) -> int:
-    """Return the steps of a sink: 1 without sinks, those of a whole epoch for -1.
+    """Return the steps of a sink: 1 without sinks, those of an epoch for -1.
 
     Args:
         is_on: Whether `dataset_sink_mode` was requested.

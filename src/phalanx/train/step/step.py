@@ -141,7 +141,7 @@ class TrainStep:
 
         Args:
             *batch: `step(inputs, target)` or `step((inputs, target))`; tensors with samples along dim 0. A dictionary
-                of inputs is given by name. One dictionary alone is a whole batch, as `px.Model` reads it. Without a
+                of inputs is given by name. A single dictionary is a full batch, as `px.Model` reads it. Without a
                 loss function all are inputs: `step(batch)`, `step(x, y)` or `step((x, y))`.
 
         Returns:
@@ -280,7 +280,7 @@ def train_step(
             element or under the name `loss`, as models of transformers do.
         optimizer: The optimizer over the model's parameters.
         fetch: Named values to return with the loss, each `f(output, target)`.
-        compiled: Whether to compile; what the model's Plan says when omitted.
+        compiled: Whether to compile; that of the model's Plan when omitted.
 
     Returns:
         A callable; `out = step(inputs, target)` or `step(batch)`, then `out.loss` or `out["acc1"]`.
