@@ -49,7 +49,7 @@ def test_one_of_four_ranks_downloads_and_all_have_the_file(server: Server, tmp_p
 def test_a_download_that_was_broken_off_goes_on_where_it_was(server: Server, tmp_path: Path) -> None:
     server.ends_after = 300_000
     message = (
-        r"the answer ended after 300000 of 1048576 bytes. Check the network, then call again to go on after 300000"
+        r"the answer ended after 300000 of 1048576 bytes. Check the network, then call again to resume after 300000"
     )
     with pytest.raises(PeerLostError, match=message):
         download(server.url("data.bin"), tmp_path, sha256=SHA256)

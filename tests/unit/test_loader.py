@@ -237,7 +237,7 @@ def test_a_run_resumes_in_the_middle_at_another_number_of_ranks(caplog: pytest.L
     after = ShardedLoader(Numbers(50), global_batch=10)
     with caplog.at_level(logging.WARNING, "phalanx"):
         after.load_state_dict(state)
-    assert "goes on at sample 24 in global batches of 10, and was begun in global batches of 8" in caplog.text
+    assert "resumes at sample 24 in global batches of 10, and was started in global batches of 8" in caplog.text
     assert rows_of(after) == expected[1][24:]
     assert rows_of(after) == expected[2]
 

@@ -1,4 +1,4 @@
-"""Click logs that fit in the workers' memory together, and shuffles that reach over all of them."""
+"""Click logs that fit in the workers' combined memory, with local and global shuffles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Shuffle = tuple[str, int]
 
 
 class InMemoryDataset(SlotDataset):
-    """Loads this worker's files, then iterates over its rows as often as wanted.
+    """Loads this worker's files, then iterates over its rows any number of times.
 
         dataset = InMemoryDataset("logs/", criteo_schema(), batch_size=512)
         dataset.load_into_memory()
@@ -30,7 +30,7 @@ class InMemoryDataset(SlotDataset):
             dataset.global_shuffle()                       # or local_shuffle(), or nothing
             for dense, ids, label in dataset: ...
 
-    A row is known by its file and place in it. A shuffle orders rows by a hash of (seed, number of the shuffle, row);
+    A row is identified by its file and index. A shuffle orders rows by a hash of (seed, number of the shuffle, row);
     a global one gives worker r the rows in the r-th part of the hash's range. So every row is on exactly one worker,
     and the workers' rows side by side are the same for any number of them. Arguments: see `SlotDataset`.
     """
@@ -39,7 +39,7 @@ class InMemoryDataset(SlotDataset):
     _keys: NDArray[np.uint64]
     _shuffles: int = 0
     _applied_shuffles: tuple[_Shuffle, ...] = ()
-    """The shuffles that made the present order: the last global one, and the last local one after it."""
+    """The shuffles that led to the current order: the last global one, and the last local one after it."""
     _loads: int = 0
     _epoch: int = 0
     _position: int = 0
@@ -59,7 +59,7 @@ class InMemoryDataset(SlotDataset):
             for block in self.reader.blocks(lease.file):
                 parts.append(block)
                 rows += len(block)
-            # Two files of 2**40 rows would meet; that is more than a worker holds.
+            # Keys of files of 2**40 rows would collide; that is more than a worker holds.
             keys.append(np.uint64(self.files.index(lease.file) << 40) + np.arange(rows, dtype=np.uint64))
             self.source.advance(self._loads, lease.file, rows, is_finished=True)
         if not parts:
@@ -77,18 +77,18 @@ class InMemoryDataset(SlotDataset):
         return len(self._rows_in_memory())
 
     def local_shuffle(self) -> None:
-        """Put this worker's rows in a new order. Not collective."""
+        """Shuffle this worker's rows. Not collective."""
         self._shuffle(("local", self._shuffles))
 
     def global_shuffle(self) -> None:
-        """Share the rows of all workers out anew and put them in a new order.
+        """Redistribute the rows of all workers in a new order.
 
-        Collective: every worker calls it. Each row travels at most once.
+        Collective: every worker calls it. Each row is sent at most once.
         """
         self._shuffle(("global", self._shuffles))
 
     def release_memory(self) -> None:
-        """Let the rows go."""
+        """Release the rows."""
         self._rows = None
 
     def _begin_epoch(self, rows: int, drop_last: bool) -> Iterator[Batch]:
@@ -124,7 +124,7 @@ class InMemoryDataset(SlotDataset):
     # -- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shuffles and the place in the order; taken in the loop it counts the current batch as done."""
+        """Return the shuffles and the position; inside the loop the current batch counts as done."""
         _, workers = current_shard()
         return {
             "version": 1,
@@ -136,7 +136,7 @@ class InMemoryDataset(SlotDataset):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the order of `state` and make the next iteration go on where it was taken.
+        """Restore the order of `state` and resume there in the next iteration.
 
         Call it after `load_into_memory`. Collective when the rows had been shuffled globally.
 
@@ -163,7 +163,7 @@ class InMemoryDataset(SlotDataset):
 def _exchange(
     rows: SlotRows, keys: NDArray[np.uint64], hashes: NDArray[np.uint64]
 ) -> tuple[SlotRows, NDArray[np.uint64]]:
-    """Send every row to the worker that owns its hash; returns the rows that came."""
+    """Send every row to the worker that owns its hash; return the received rows."""
     _, workers = current_shard()
     if workers == 1:
         return rows, keys

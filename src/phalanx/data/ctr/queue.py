@@ -1,4 +1,4 @@
-"""Click logs that are read while they are trained on."""
+"""Click logs that are streamed while training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from phalanx.data.stream.file_sources import FileLease
 from phalanx.data.stream.prefetch_queue import PrefetchQueue
 
 READ_AHEAD = 16
-"""Batches that may wait for the training."""
+"""Batches read ahead of training."""
 
 _Mark = tuple[str, int, bool]
 """A file, its rows read so far, and whether these were all."""
 
 
 _Item = tuple[SlotRows | None, list[_Mark]] | None
-"""A batch and what is read with it, or None to ask for the next file."""
+"""A batch and the progress it marks, or None to request the next file."""
 
 
 class QueueDataset(SlotDataset):
-    """Streams this worker's files in their order; a thread reads ahead, a bounded number of batches.
+    """Streams this worker's files in order; a thread prefetches a bounded number of batches.
 
-    `state_dict` holds how far each file was handed to training, so a job that resumes reads no row twice and
-    leaves none out. Arguments: see `SlotDataset`.
+    `state_dict` holds how far each file was trained on, so a resumed job reads no row twice and skips none. Arguments:
+    see `SlotDataset`.
 
         dataset = QueueDataset("logs/", criteo_schema(), batch_size=512)
         for epoch in range(2):
@@ -47,7 +47,7 @@ class QueueDataset(SlotDataset):
             try:
                 for item in read:
                     self.source.settle()
-                    # Asked here and not by the reader: a source may share its connection with the training.
+                    # Requested here and not by the reader: a source may share its connection with training.
                     if item is None:
                         leases.put(self.source.lease(epoch))
                         continue
@@ -85,6 +85,6 @@ class QueueDataset(SlotDataset):
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on where `state` was taken; for another number of workers `merge_states` first."""
+        """Resume from `state` in the next iteration; for another number of workers `merge_states` first."""
         self.source.load_state_dict(state)
         self._epoch = None

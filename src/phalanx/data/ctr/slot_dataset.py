@@ -1,4 +1,4 @@
-"""What the datasets of click logs share: batches, settings, and the words of older frameworks."""
+"""The base of click-log datasets: batches, settings, and hints for names of older frameworks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClickDataset(IterableDataset[Batch], ABC):
     """
 
     decides_batches: ClassVar[bool] = True
-    """Says to `ShardedLoader` that `batches` yields ready batches of this worker's own rows."""
+    """Tells `ShardedLoader` that `batches` yields ready batches of this worker's own rows."""
 
     batch_size: int | None
     drop_last: bool = False
@@ -68,13 +68,13 @@ class ClickDataset(IterableDataset[Batch], ABC):
 
 
 class SlotDataset(ClickDataset):
-    """Files of click logs, shared out over the workers by files; see the two classes made of it.
+    """Files of click logs, sharded over the workers by file; see its two subclasses.
 
     Args:
         files: A file, a folder or a list of files; the same on every worker.
         schema: What a line holds.
         batch_size: Rows of this worker's batches; may be left to the loader.
-        drop_last: Whether to leave out a last batch that is not full.
+        drop_last: Whether to drop a last batch that is not full.
         on_corrupt: `stop` at a broken line, or `skip` it: it is dropped and counted in `corrupt`.
         source: What assigns the files; split by rank when omitted.
         seed: Start of every shuffle; the same on every worker.

@@ -1,4 +1,4 @@
-"""Rows of a click log as arrays, and how they are picked, joined and handed to a model."""
+"""Rows of a click log as arrays: select, concatenate, convert to tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SlotRows:
         return SlotRows(label, self.dense[start:stop], self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def tensors(self) -> Batch:
-        """Return the rows as a batch in memory of its own: whoever gets it may change it, and the rows stay."""
+        """Return the rows as a batch in new memory, so that changing it leaves the rows as they are."""
         parts = [self.dense, self.ids, *([] if self.offsets is None else [self.offsets])]
         if len(self.label) or not len(self):
             parts.append(self.label)

@@ -40,7 +40,7 @@ _BLOCK = 8192
 
 
 class SyntheticClicks(ClickDataset):
-    """Rows of made-up clicks; iterating, or a loader, gives each worker a range of its own.
+    """Rows of synthetic clicks; iterating, or a loader, gives each worker its own range.
 
     Args:
         rows: How many there are, over all workers.
@@ -89,7 +89,7 @@ class SyntheticClicks(ClickDataset):
         parts = [self._draw(start, min(_BLOCK, rows - start)) for start in range(0, rows, _BLOCK)]
         p = np.sort(np.concatenate([_probability(self._teacher(ids), normal) for _, ids, normal in parts]))
         below = np.cumsum(1 - p) - (1 - p)
-        # A row met by another of its own probability wins half of the time; so does a row met by itself.
+        # A pair of equal probabilities counts one half, as does a row with itself.
         pairs = float((p * (below + (1 - p) / 2)).sum())
         return pairs / float(p.sum() * (1 - p).sum())
 

@@ -1,4 +1,4 @@
-"""The loader users iterate over: each rank gets its part of every global batch.
+"""The loader users iterate over: each rank gets its shard of every global batch.
 
 loader = ShardedLoader(dataset, batch_size=32)       # 32 samples per rank
 loader = ShardedLoader(dataset, global_batch=128)    # 128 samples over all ranks, exact for any number of them
@@ -32,15 +32,15 @@ _OLD_WORDS = {
     "set_sample_list_generator": _GENERATOR,
     "set_batch_generator": _GENERATOR,
 }
-"""What loops around loaders of older scripts call, and what to write."""
+"""Methods that older scripts call on loaders, and what to write instead."""
 
 
 class ShardedLoader:
-    """Loads this rank's part of every global batch, in an order that changes from epoch to epoch.
+    """Loads this rank's shard of every global batch, in a new order each epoch.
 
-    Which rank this is is asked when an iteration starts, so a loader may be made before `phalanx.init()`. Every
+    The rank is read when an iteration starts, so a loader may be created before `phalanx.init()`. Every
     iteration is the next epoch; the ranks take the same number of steps, and the samples of N ranks side by side are
-    the batches of one process. A last batch that is not full is shared out as evenly as it goes; a rank for which
+    the batches of one process. A last batch that is not full is split as evenly as possible; a rank for which
     no sample is left gets one that does not count (`share.rows` is 0).
 
     Iterating is collective for streams (at every batch) and for custom samplers (at the first batch), else local.
@@ -51,14 +51,14 @@ class ShardedLoader:
         batch_size: Samples per rank; the global batch is this times the number of ranks. A DataLoader's or pipeline's
             own otherwise.
         global_batch: Samples over all ranks, instead of `batch_size`; need not divide by their number.
-        shuffle: Whether each epoch has an order of its own. As the DataLoader or the pipeline says; otherwise True
+        shuffle: Whether each epoch has its own order. As in the DataLoader or the pipeline; otherwise True
             when training on data with a length.
         seed: Start of every order and of the random numbers data code draws; the same on every rank. When omitted, that
             of the DataLoader's or sampler's generator, or what `torch.manual_seed` was given, on rank 0; 0 for data
             that is not trained on. Looked at once, when the first batch is asked for; a loaded state brings its own.
         drop_last: Whether to leave out a last batch that is not full; default False.
         collate_fn: Makes a batch of a list of samples; torch's default when omitted.
-        num_workers: Worker processes; as the DataLoader says, otherwise 0.
+        num_workers: Worker processes; as in the DataLoader, otherwise 0.
         training: Whether the batches are trained on. Others leave no trace in `Context.batch` once iterated.
         stream: For an IterableDataset or function: `shared` if it yields the same samples on every rank, which are
             then split here; `own` if it splits itself over the ranks and their workers.
@@ -137,17 +137,17 @@ class ShardedLoader:
 
     @property
     def has_batch_sampler(self) -> bool:
-        """Whether a batch sampler of the user's cuts batches, of which each rank gets whole ones."""
+        """Whether a batch sampler of the user makes the batches, so that each rank gets complete ones."""
         return self._options.source.batch_sampler is not None
 
     @property
     def seed(self) -> int:
-        """Start of every order, the same on every rank; of training data, rank 0 says it when it is first needed."""
+        """Seed of every order, the same on every rank; for training data rank 0's, read when first needed."""
         return self._options.seed()
 
     @property
     def given_seed(self) -> int | None:
-        """The seed that this loader was given; None where it is rank 0's generator or torch that says it."""
+        """The seed passed to this loader; None if it comes from rank 0's generator or torch."""
         return self._options.seed.given
 
     @property
@@ -189,7 +189,7 @@ class ShardedLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch; the same on every rank."""
+        """Batches of an epoch; the same on every rank."""
         return len(self)
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class ShardedLoader:
     def peek(self) -> tuple[Any, BatchShare]:
         """Return this rank's first batch of the next epoch, on the CPU, and its share; the iteration has it again.
 
-        Collective as iterating is. A stream is opened anew for it.
+        Collective as iterating is. A stream is reopened for it.
 
         Raises:
             ConfigError: If the data has no sample.
@@ -239,7 +239,7 @@ class ShardedLoader:
                 context.current().batches.end(iteration, is_complete=is_complete)
 
     def _begin_pass(self) -> Iteration:
-        """Return the pass over the data that begins here."""
+        """Start a pass over the data, and return it."""
         if not context.is_initialized():
             return Iteration(self.training)
         return context.current().batches.begin(
@@ -247,7 +247,7 @@ class ShardedLoader:
         )
 
     def _register(self, batch: Any, share: BatchShare, iteration: Iteration) -> Any:
-        """Return a batch, registered as given out now."""
+        """Return a batch after registering it as the current one."""
         self.share = share
         if context.is_initialized():
             current = context.current()
@@ -259,7 +259,7 @@ class ShardedLoader:
     # -- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration is, as plain numbers: the same on every rank, for any number of ranks.
+        """Return the position of the iteration, as plain numbers: the same on every rank, for any number of ranks.
 
         Taken inside the loop it counts the current batch as done.
         """
@@ -275,9 +275,9 @@ class ShardedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on where `state` was taken, at any number of ranks and any batch size.
+        """Resume from `state` in the next iteration, at any number of ranks and any batch size.
 
-        Costs the same wherever that is, save for streams, which are read up to it.
+        Takes constant time, except for streams, which are read up to there.
 
         Raises:
             ConfigError: If `state` is of another version, lies inside an epoch of another order or number of samples,
@@ -310,7 +310,7 @@ class ShardedLoader:
         before = state.get("global_batch", self.global_batch)
         if state["position"] and before != self.global_batch:
             logger.warning(
-                "the epoch goes on at sample %d in global batches of %d, and was begun in global batches of %d: give "
+                "the epoch resumes at sample %d in global batches of %d, and was started in global batches of %d: give "
                 "global_batch= where training must not depend on the number of ranks",
                 state["position"],
                 self.global_batch,

@@ -26,11 +26,11 @@ class _Member(NamedTuple):
 def unpack_into(archive: Path, folder: Path, max_bytes: int) -> None:
     """Unpack a zip or tar archive, unless that was done before.
 
-    What it holds appears under its names in `folder` once all of it was read. Call it under a lock.
+    Its members appear in `folder` once all of them were read. Call it under a lock.
 
     Args:
         archive: The file.
-        folder: Where what it holds is to lie.
+        folder: The target folder.
         max_bytes: Most bytes to unpack.
 
     Raises:
@@ -40,7 +40,7 @@ def unpack_into(archive: Path, folder: Path, max_bytes: int) -> None:
     mark = folder / f".{archive.name}.unpacked"
     if mark.exists():
         return
-    # Beside the mark: moving what was unpacked to its place costs nothing within one file system.
+    # In the same file system, so that moving the members is a rename.
     with tempfile.TemporaryDirectory(prefix=f".{archive.name}.", dir=folder) as staging:
         try:
             _write(_members(archive), Path(staging), archive, max_bytes)
@@ -91,7 +91,7 @@ def _write(members: Iterator[_Member], folder: Path, archive: Path, max_bytes: i
 
 
 def _copy_exactly(member: _Member, target: IO[bytes], archive: Path) -> None:
-    # A header may lie about the size: no more than it says is written, and no less is taken.
+    # A header may lie about the size: exactly that many bytes are written, or it is an error.
     assert member.file is not None
     left = member.size
     while left and (piece := member.file.read(min(left, 1 << 20))):

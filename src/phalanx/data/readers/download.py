@@ -42,18 +42,18 @@ def download(
 ) -> Path:
     """Return a file from the network, downloaded if it is not there yet.
 
-    Any number of processes of a node may call it at once: one downloads while the others wait for it. A download that
-    was broken off is gone on with, if there is a checksum to tell that the parts fit. The file appears under its name
-    only when it is whole. Not collective.
+    Any number of processes of a node may call it at once: one downloads while the others wait for it. An
+    interrupted download is resumed if there is a checksum to verify the result. The file appears under its name only
+    when it is complete. Not collective.
 
     Args:
         url: An address that begins with https:// or http://.
-        folder: Where the file is to lie; made if need be. Ranks of several nodes may share it.
-        sha256: Checksum of the file, 64 hexadecimal digits. Without one the file is taken as it comes, and the
-            checksum it has is logged.
+        folder: The target folder; created if missing. Ranks of several nodes may share it.
+        sha256: Checksum of the file, 64 hexadecimal digits. Without one the file is not verified, and its
+            checksum is logged.
         unpack: Whether to unpack the file, a zip or tar archive, into `folder`, once.
         max_bytes: Most bytes to accept, of the file and of what is unpacked from it.
-        timeout_s: Longest wait for a sign of the server.
+        timeout_s: Longest wait for data from the server.
 
     Returns:
         The file's path, or `folder` when it was unpacked.
@@ -124,7 +124,7 @@ def _read_digest(sha256: str | None) -> str | None:
 
 @contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
-    with file_lock(path, lambda: logger.info("another process has %s in hand; waiting for it", name)):
+    with file_lock(path, lambda: logger.info("another process is downloading %s; waiting for it", name)):
         yield
 
 
@@ -161,7 +161,7 @@ def _fetch(target: _Download) -> None:
 
 @contextmanager
 def _request(target: _Download, have: int) -> Iterator[http.client.HTTPResponse]:
-    """Ask for the file from byte `have` on; what goes wrong with server or network becomes our errors."""
+    """Request the file from byte `have` on; errors of server or network become ours."""
     request = urllib.request.Request(target.url, headers={"User-Agent": "phalanx", "Accept-Encoding": "identity"})
     if have:
         request.add_header("Range", f"bytes={have}-")
@@ -226,7 +226,7 @@ def _check_digest(target: _Download, digest: str, start: int) -> None:
         logger.warning('%s was downloaded unchecked; pass sha256="%s" to download()', target.name, digest)
     elif digest != target.sha256:
         target.part.unlink()
-        again = " It was put together from two attempts; call again to download it whole." if start else ""
+        again = " It was resumed; call again to download it from the start." if start else ""
         raise DataError(
             f"{target.url} has the checksum {digest}, asked for {target.sha256}.{again} Check the address and the "
             "checksum: the file may have been replaced."
@@ -235,7 +235,7 @@ def _check_digest(target: _Download, digest: str, start: int) -> None:
 
 def _describe_failure(target: _Download, reason: str) -> str:
     resumable = target.resumable
-    again = f"call again to go on after {resumable} bytes" if resumable else "call again"
+    again = f"call again to resume after {resumable} bytes" if resumable else "call again"
     return (
         f"Asked to download {target.url}: {reason}. Check the network, then {again}, or put the file at {target.path}."
     )

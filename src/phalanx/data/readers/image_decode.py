@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, DataError
 
 _T = TypeVar("_T")
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
-"""What Pillow raises at files that are no images, or not whole ones."""
+"""Errors of Pillow for files that are no images, or truncated."""
 
 
 def require_pillow() -> Any:

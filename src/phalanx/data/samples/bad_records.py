@@ -1,4 +1,4 @@
-"""Records of a file that are broken: stop at the first, or leave them out and count them."""
+"""Broken records of a file: stop at the first, or skip and count them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnCorrupt = Literal["stop", "skip"]
 
 
 class BadRecords:
-    """The broken records a reader met.
+    """The broken records that a reader has skipped.
 
     Args:
         on_corrupt: `stop` at a broken record with an error that names it, or `skip` it.
@@ -57,7 +57,7 @@ _T = TypeVar("_T")
 
 
 def report_bad_records(dataset: Any, batches: Iterator[_T], shard: DataShard, *, is_own: bool) -> Iterator[_T]:
-    """Return an epoch's batches; of a dataset that skips records, it says at the end how many, on all ranks alike.
+    """Return an epoch's batches; for a dataset that skips records, log their number at the end, on all ranks.
 
     Such a dataset makes it collective, when `shard.is_checked`: at the first batch of data that all ranks share, which
     must have left out the same number; at the end of streams of a rank's own, whose numbers are added up.

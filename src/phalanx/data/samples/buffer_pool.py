@@ -1,7 +1,7 @@
-"""Memory for large batches that is used again once nobody holds the batch.
+"""Memory for large batches, reused once a batch is released.
 
-The C library gives large blocks back to the kernel, which hands them out again page by page, each zeroed: for a batch
-of photographs that takes longer than computing it.
+The C library returns large blocks to the kernel, which maps and zeroes them again page by page: for a batch of
+photographs that takes longer than computing it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BufferPool:
                 return block
             self._blocks.append((block, holder))
         if len(self._blocks) >= _KEPT:
-            del self._blocks[0]  # if somebody holds it, it goes when they let go
+            del self._blocks[0]  # if it is in use, it is freed when released
         return np.empty(size, np.uint8)
 
 

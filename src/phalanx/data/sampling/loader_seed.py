@@ -1,4 +1,4 @@
-"""Where the orders of a loader start: at the user's seed, the same on every rank."""
+"""The seed of a loader's orders, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _shared: collections.Counter[str] = collections.Counter()
 
 
 class LoaderSeed:
-    """The start of a loader's orders and of the random numbers that its data code draws.
+    """The seed of a loader's orders and of the random numbers of its data code.
 
     `given` wins. Otherwise it is rank 0's: of the user's generator, or of torch (`torch.manual_seed`; without that each
     run starts anywhere). It is looked at once, when it is first needed, and then stays. Data that is not trained on may
@@ -54,7 +54,7 @@ class LoaderSeed:
         return self._value
 
     def restore(self, saved: int) -> None:
-        """Go on at the seed of a saved state.
+        """Restore the seed of a saved state.
 
         Raises:
             ConfigError: If the user gave another.
@@ -66,8 +66,8 @@ class LoaderSeed:
             )
         if self._generators and saved != self._own():
             logger.warning(
-                "the data goes on in the order of seed %d, with which it was saved, and not in that of the generator's "
-                "seed %d; for a new order do not load the loader's state",
+                "the data continues in the order of seed %d, with which it was saved, and not in that of the "
+                "generator's seed %d; for a new order do not load the loader's state",
                 saved,
                 self._own(),
             )

@@ -45,13 +45,13 @@ def _for_worker(indices: Any, seed: int, sample_seeds: Any) -> BatchRequest:
 
 
 class EpochOrder(Protocol):
-    """Says which samples each batch of an epoch holds."""
+    """Determines which samples each batch of an epoch holds."""
 
     def steps(self, shard_count: int) -> int:
-        """Return the number of global batches of a whole epoch."""
+        """Return the number of global batches of an epoch."""
 
     def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
-        """Return what this shard's batches of a whole epoch are of their global batches; none if that is not known."""
+        """Return this shard's shares of the global batches of an epoch; empty if not known in advance."""
 
     def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
         """Yield this shard's batches of `epoch`, from position `first` on."""
@@ -109,7 +109,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOrder:
-    """Batches a batch sampler cuts: a global batch is one of them for every shard."""
+    """Batches of a batch sampler: a global batch is one of them for every shard."""
 
     batch_sampler: Any
     seed: Callable[[], int]
@@ -119,7 +119,7 @@ class BatchOrder:
         return EpochPlan(len(self.batch_sampler), shard_count).steps
 
     def shares(self, shard: DataShard) -> tuple[BatchShare, ...]:
-        """See `EpochOrder`. The sampler says the samples of a batch with the batch."""
+        """See `EpochOrder`. The size of a batch is only known with the batch."""
         return ()
 
     def requests(self, epoch: int, shard: DataShard, first: int = 0) -> Iterator[BatchRequest]:
@@ -141,7 +141,7 @@ class BatchOrder:
 
 
 def plan_epoch(rows: int, global_batch: int, drop_last: bool, first: int = 0) -> EpochPlan:
-    """Return the cut of `rows` into global batches, from position `first` on.
+    """Return the split of `rows` into global batches, from position `first` on.
 
     Raises:
         ConfigError: If `drop_last` leaves no batch at all.
@@ -163,7 +163,7 @@ def shares_of(plan: EpochPlan, shard: DataShard) -> tuple[BatchShare, ...]:
 def list_sampler(sampler: Any, seed: int, shard: DataShard) -> list[Any]:
     """Return what `sampler` yields, drawn from the same random numbers on every rank.
 
-    Its own generators are as they were afterwards.
+    Its own generators are restored afterwards.
     Collective when `shard.is_checked`: the ranks compare what they listed.
 
     Raises:
@@ -198,7 +198,7 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def _seed_generators(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
-    """Let the user's generators draw from `seed` on for a while, and be as they were afterwards."""
+    """Seed the user's generators in a block, and restore them afterwards."""
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:

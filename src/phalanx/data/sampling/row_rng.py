@@ -1,4 +1,4 @@
-"""Random numbers of many samples at once, each sample with a stream of its own.
+"""Random numbers of many samples at once, each with its own stream.
 
 What a sample draws is a function of its seed alone, so it does not depend on the rank, worker or batch it is loaded in.
 A generator object for each sample would cost 15 us a sample; a counter that is mixed costs nothing worth measuring
@@ -22,8 +22,8 @@ from phalanx.data.sampling.shuffle import hash_numbers, mixed_seed
 class Draws:
     """The random numbers of n samples; each call yields the next one of every sample.
 
-    How many calls an operation makes may not depend on a row's pixels or numbers: then one sample alone draws what it
-    draws among others.
+    How many calls an operation makes may not depend on a sample's pixels or numbers: then one sample alone draws what
+    it draws among others.
 
     Args:
         seeds: One 64-bit seed for each sample, shape (n,).
@@ -39,7 +39,7 @@ class Draws:
 
         Args:
             seed: The run's seed.
-            epoch: Or any number that changes whenever the same samples are to draw anew.
+            epoch: Or any number that changes whenever the same samples draw new numbers.
             rows: What tells the samples of an epoch apart, such as their positions.
         """
         return cls(hash_numbers(np.asarray(rows, np.int64).astype(np.uint64), mixed_seed(seed, epoch)))

@@ -1,7 +1,7 @@
 """Which worker reads which file, and how far every file has been read.
 
-A file is read by one worker at a time, whole; so N workers need at least N files. Progress counts, for each file, the
-epochs it was read to the end and the samples read of the next: it says what is left to read for any number of workers.
+A file is read by one worker at a time; so N workers need at least N files. Progress counts, for each file, the
+epochs it was read to the end and the samples read of the next: it tells what is left to read for any number of workers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class FileLease:
 
 
 class FileSource(Protocol):
-    """Hands files out to this worker; one thread of it asks."""
+    """Assigns files to this worker; only one thread calls it."""
 
     def lease(self, epoch: int) -> FileLease | None:
         """Return the next file of an epoch, counted from 0; None when this worker has no more to read of it."""
         ...
 
     def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
-        """Say that the first `rows` samples of a leased file were handed to training, and whether these were all."""
+        """Record that the first `rows` samples of a leased file were passed to training, and whether these were all."""
         ...
 
     def settle(self) -> None:
-        """Say that all samples handed to training so far were trained on."""
+        """Confirm that all samples passed to training so far were trained on."""
         ...
 
     def next_epoch(self) -> int:
@@ -50,7 +50,7 @@ class FileSource(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from `state`."""
         ...
 
 
@@ -115,7 +115,7 @@ class SplitFiles:
         """Go on where `state` was taken.
 
         Raises:
-            ConfigError: If it is of another version, or says nothing of a file that this worker reads.
+            ConfigError: If it is of another version, or lacks a file that this worker reads.
         """
         saved_files = set(state.get("files", ()))
         if state.get("version") != 1 or not set(self.mine()) <= saved_files:
@@ -129,7 +129,7 @@ class SplitFiles:
 
 
 class LeaseStore(Protocol):
-    """What `LeasedFiles` asks; a job's `phalanx.ps.stores.base.Store` is one."""
+    """The store that `LeasedFiles` uses; a job's `phalanx.ps.stores.base.Store` is one."""
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
         """Return a file that nobody reads (or None), the samples of it that are done, and how many files are left."""
@@ -171,7 +171,7 @@ class LeasedFiles:
         return FileLease(file, rows)
 
     def advance(self, epoch: int, file: str, rows: int, *, is_finished: bool) -> None:
-        """Note what is handed to training; see `FileSource`."""
+        """Record what is passed to training; see `FileSource`."""
         self._handed_out[file] = (epoch, rows, is_finished)
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples from a Python generator, named, and read ahead by a thread or a process."""
+"""Samples from a Python generator, with named columns, prefetched by a thread or a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 class GeneratorDataset(PipelineMethods, FunctionStream):
     """A stream with named columns, from a function that returns a new iterator of samples at each call.
 
-    Every epoch calls the function anew. On several ranks each calls it, and keeps its part of every global batch:
+    Every epoch calls the function again. On several ranks each calls it, and keeps its part of every global batch:
     the function yields the same samples on every rank.
 
     Args:

@@ -13,7 +13,7 @@ _END: Any = object()
 
 
 class PrefetchQueue(Generic[T]):
-    """Runs an iterator in a thread of its own, at most `capacity` items ahead.
+    """Runs an iterator in its own thread, at most `capacity` items ahead.
 
     Iterate it once. An error of the iterator is raised where the items are taken. Leaving the loop early closes the
     iterator and ends the thread.

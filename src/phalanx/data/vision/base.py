@@ -21,7 +21,7 @@ from phalanx.data.sampling.row_rng import Draws
 from phalanx.errors import ConfigError
 
 CHANNELS = (1, 3, 4)
-"""How many channels an image may have; this is how (height, width, channels) is told from (channels, height, width)."""
+"""How many channels an image may have; distinguishes (height, width, channels) from (channels, height, width)."""
 
 
 class Transform(ABC):

@@ -29,7 +29,7 @@ _ATTEMPTS = 10
 
 
 class RandomCrop(Transform):
-    """Pads images with zeros and cuts a part of a given size out of each, at a place of its own.
+    """Pads images with zeros and crops each to a given size at a random position.
 
     Args:
         size: Side of the part, or (height, width).
@@ -56,7 +56,7 @@ class RandomCrop(Transform):
 
 
 class CenterCrop(Transform):
-    """Cuts the middle out of images.
+    """Crops images at their centre.
 
     Args:
         size: Side of the part, or (height, width).
@@ -78,7 +78,7 @@ class CenterCrop(Transform):
 
 
 class RandomResizedCrop(Transform):
-    """Cuts a part of random area and shape out of each image and scales it to one size.
+    """Crops each image to a random area and aspect ratio, and scales it to one size.
 
     Args:
         size: Side of the result, or (height, width).

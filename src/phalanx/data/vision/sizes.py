@@ -1,4 +1,4 @@
-"""Heights, widths and paddings as they are asked for, checked."""
+"""Parse and check heights, widths and paddings."""
 
 from __future__ import annotations
 
