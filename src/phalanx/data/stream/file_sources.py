@@ -129,14 +129,14 @@ class SplitFiles:
 
 
 class LeaseStore(Protocol):
-    """The store that `LeasedFiles` uses; a job's `phalanx.ps.stores.base.Store` is one."""
+    """What `LeasedFiles` asks; a job's `phalanx.ps.stores.base.Store` is one."""
 
     def lease(self, epoch: int, files: Sequence[str]) -> tuple[str | None, int, int]:
-        """Return a file that nobody reads (or None), the samples of it that are done, and how many files are left."""
+        """Return a file that nobody reads (or None), the rows of it that are done, and how many files are left."""
         ...
 
     def done(self, epoch: int, file: str, offset: int, *, end: bool = True) -> None:
-        """Report the samples of a leased file that were trained on, and whether these were all."""
+        """Report the rows of a leased file that were trained on, and whether these were all."""
         ...
 
 
