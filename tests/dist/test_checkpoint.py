@@ -255,7 +255,7 @@ def _save_sharded(folder: Path) -> tuple[Any, ...]:
     other, _ = _make_columns([3, 2], 2, says_layout=False)
     px.load(folder / "unknown", other)
     assert torch.equal(other.weight, unknown.weight)
-    with pytest.raises(ConfigError, match="'weight' is a part, of its layer or of a rank"):
+    with pytest.raises(ConfigError, match="'weight' is a shard of unknown layout, of its layer or of a rank"):
         px.export_state_dict(unknown, folder / "unknown-weights")
     with pytest.raises(ConfigError, match="is not full on every rank"):
         px.export_program(model, (torch.ones(1, 6),), folder / "program.pt2")

@@ -255,7 +255,7 @@ def batches_that_cannot_be():
 def test_a_batch_size_that_cannot_be_on_any_rank_is_an_error_on_all():
     first, second = run_ranks(batches_that_cannot_be, 2)
     assert first[:2] == second[:2]
-    assert "global_batch=100, but TensorDataset has 12 rows, which is not one batch. Give at most 12" in first[0]
+    assert "global_batch=100, but TensorDataset has 12 samples, which is not one batch. Give at most 12" in first[0]
     assert "Asked for global_batch='4', found a value of type str. Give a whole number" in first[1]
     assert "data.cannot_load must be the same on all ranks, found nothing on rank 0; Asked for global_batch" in first[2]
     assert second[2] == first[0]

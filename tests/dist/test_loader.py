@@ -132,7 +132,7 @@ def _differing_streams() -> None:
 def test_streams_that_differ_are_an_error_on_every_rank() -> None:
     for outcome in run_ranks(_differing_streams, 2, expect_failure=True):
         assert outcome.error_type == "DataError"
-        assert "The ranks read different streams: at batch 1 they found [1, 0] rows" in outcome.message
+        assert "The ranks read different streams: at batch 1 they found [1, 0] samples" in outcome.message
 
 
 def _drawing_streams() -> tuple[list[str], int]:
@@ -152,7 +152,7 @@ def test_ranks_that_draw_rows_of_their_own_are_told_once() -> None:
     (said, before), (other, _) = run_ranks(_drawing_streams, 2)
     assert before == 0
     assert len(said) == 1
-    assert "read different rows from a stream that they share" in said[0]
+    assert "read different samples from a stream that they share" in said[0]
     assert other == []
 
 
@@ -175,7 +175,7 @@ def _differing_samplers() -> None:
 def test_samplers_that_differ_are_an_error_on_every_rank() -> None:
     for outcome in run_ranks(_differing_samplers, 2, expect_failure=True):
         assert outcome.error_type == "ConfigError"
-        assert "RankDependent lists different rows on different ranks" in outcome.message
+        assert "RankDependent lists different samples on different ranks" in outcome.message
 
 
 def _orders_of_seeded_ranks() -> dict[str, Any]:

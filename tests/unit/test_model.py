@@ -595,7 +595,7 @@ def test_a_strategy_for_a_distributed_net_is_too_late() -> None:
         ({"sink_size": 3}, "sink_size=3 needs dataset_sink_mode=True"),
         ({"sink_size": 0, "dataset_sink_mode": True}, "sink_size is a number of steps, or -1 .* found 0"),
         ({"sink_size": True, "dataset_sink_mode": True}, "found True"),
-        ({"resume": True}, "resume=True goes on from the folder of the ModelCheckpoint among the callbacks, found 0"),
+        ({"resume": True}, "resume=True resumes from the folder of the ModelCheckpoint among the callbacks, found 0"),
         ({"callbacks": px.LossMonitor}, "callbacks has the class LossMonitor"),
         ({"bath_size": 3}, "no argument 'bath_size'. Did you mean 'batch_size'"),
     ],

@@ -73,10 +73,10 @@ def test_even_split_gives_the_first_parts_more() -> None:
 
 
 def test_an_empty_global_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Asked for a global batch of 0 rows"):
+    with pytest.raises(ConfigError, match="Asked for a global batch of 0 samples"):
         EpochPlan(10, 0)
 
 
 def test_a_position_beyond_the_epoch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume at position 11, but the epoch has 10 rows"):
+    with pytest.raises(ConfigError, match="resume at position 11, but the epoch has 10 samples"):
         EpochPlan(10, 2, first=11)

@@ -87,7 +87,7 @@ def test_mixed_seeds_depend_on_the_order_of_the_words() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, MAX_ROWS + 1])
 def test_a_size_out_of_range_is_named(n: int) -> None:
-    with pytest.raises(ConfigError, match=rf"Asked to shuffle {n} rows; a shuffle holds 1 to 2\*\*62"):
+    with pytest.raises(ConfigError, match=rf"Asked to shuffle {n} samples; a shuffle holds 1 to 2\*\*62"):
         shuffled(n, 0, 0, 1)
 
 
