@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.auto.capture.step import capture
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from phalanx.plan.value import Plan
 
 
@@ -135,7 +135,7 @@ def step_of(plan: Plan, name: str, steps: int, yardstick: Yardstick) -> tuple[fl
         times.append(time.perf_counter() - started)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     del model, optimizer, loader
-    assembly.__init__()  # type: ignore[misc]  # the next Plan is another job
+    session.reset()  # the next Plan is another job
     gc.collect()
     return statistics.median(times[2:]), statistics.median(beside[2:]), faults / steps
 

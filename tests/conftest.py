@@ -57,10 +57,9 @@ def one_seed() -> None:
 def no_context_left() -> Iterator[None]:
     """End the Context and the tables a test made, so that the next one starts as a fresh process would."""
     yield
-    watch = sys.modules.get("phalanx.parallel.session")
-    if watch is not None:
-        watch.assembly.__init__()
-        sys.modules["phalanx.parallel.apply"]._applied.clear()
+    state = sys.modules.get("phalanx.parallel.session")
+    if state is not None:
+        state.session.reset()
     auto_context = sys.modules.get("phalanx.train.model.auto_context")
     if auto_context is not None:
         auto_context.reset_auto_parallel_context()

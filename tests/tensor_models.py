@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.optim.clip import clip_grad_norm_
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import applied_to, session
 from phalanx.plan.value import OnRanks, Plan, Shard
 
 STEPS = 3
@@ -158,7 +157,7 @@ def trained(case: Case) -> dict[str, Any]:
     params = {name: whole(model, name, param) for name, param in model.state_dict().items()}
     shown = repr(model)
     del model, optimizer, loader, loss
-    assembly.__init__()
+    session.reset()
     gc.collect()  # the next case may read its rows another way, under another strategy
     return {
         "losses": losses, "norms": norms, "gradients": first, "parameters": params, "sizes": sizes, "repr": shown

@@ -22,7 +22,7 @@ from phalanx.comm.transfers import check_not_alone
 from phalanx.errors import ConfigError, RoleError
 from phalanx.old_names import missing
 from phalanx.parallel import distribute as engine
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from phalanx.strategy import DistributedStrategy, check_strategy
 
 if TYPE_CHECKING:  # so that phalanx.comm, imported above, judges the installed torch first
@@ -99,7 +99,7 @@ def init(
             "call fleet.init(is_collective=False)."
         )
     if strategy is not None:
-        assembly.initial = engine.use_strategy(strategy)
+        session.initial_strategy = engine.use_strategy(strategy)
     context = context_of.init(role)
     if role.is_worker and role.server_endpoints:
         from phalanx.ps.client import table_client as attach

@@ -21,8 +21,8 @@ from phalanx.auto.planner.traffic import traffic
 from phalanx.comm.shared_memory.process_group import SharedMemoryGroup
 from phalanx.data import Pipeline
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import applied_to
+from phalanx.parallel.session import session
 from phalanx.plan.files import load_plan
 from phalanx.plan.value import Plan
 from ranks import run_ranks
@@ -192,7 +192,7 @@ def of_fleet(data: tuple[Tensor, Tensor]) -> list[float]:
         optimizer.zero_grad()
         losses.append(px.global_mean(loss).item())
     del net, optimizer
-    assembly.__init__()
+    session.reset()
     gc.collect()
     return losses
 
@@ -204,7 +204,7 @@ def of_given(plan: Plan | None) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     px.Model(net, whole_loss, optimizer, plan=plan).train(1, images(24), losses, global_batch=ROWS, shuffle=False)
     del net, optimizer
-    assembly.__init__()
+    session.reset()
     gc.collect()
     return losses.seen
 
@@ -232,7 +232,7 @@ def of_model(folder: str, given: list[Plan]) -> dict[str, Any]:
         found[f"{name} drawn"] = torch.rand(()).item()
         found[f"{name} plan"] = applied_to(net).plan.digest()
         del model, net
-        assembly.__init__()
+        session.reset()
         gc.collect()
     found["fleet"] = of_fleet((pixels.float(), labels))
     if px.current().world_size > 1:
@@ -317,7 +317,7 @@ def of_examples(names: list[str]) -> dict[str, dict[str, Any]]:
             "plan": applied_to(net).plan.because[-1].setting,
         }
         del model, net, optimizer
-        assembly.__init__()
+        session.reset()
         gc.collect()
     return found
 
@@ -397,7 +397,7 @@ def of_traffic(several: list[tuple[str, Plan]]) -> list[Counter[tuple[str, float
             if step == 1:
                 found.append(Counter(sent))
         del model, optimizer, loader
-        assembly.__init__()
+        session.reset()
         gc.collect()
     return found
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import phalanx as px
 from benchmarks.tracked import saved_bytes
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import applied_to
+from phalanx.parallel.session import session
 from ranks import run_ranks
 from tensor_models import whole
 
@@ -173,7 +173,7 @@ def train_all(cases: dict[str, Case], degree: int) -> dict[str, dict[str, Any]]:
 
 def forget() -> None:
     """Let the next model of this process have another strategy."""
-    assembly.__init__()
+    session.reset()
     gc.collect()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.plan import Plan
 from phalanx.plan.value import Axis, Step
 from ranks import run_ranks

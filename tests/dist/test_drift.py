@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import phalanx as px
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.strategy import DistributedStrategy
 from ranks import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -99,7 +99,7 @@ def _losses_of(names: tuple[str, ...]) -> dict[str, list[float]]:
     for name in names:
         rate = ["--lr", RATES[name]] if name in RATES else []
         found[name] = _losses(*rate, *(["--strategy", str(FILES[name])] if name else []))
-        assembly.__init__()  # type: ignore[misc]
+        session.reset()
         gc.collect()  # the next trains under another strategy
     return found
 

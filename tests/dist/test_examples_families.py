@@ -15,7 +15,7 @@ import pytest
 
 from launching import launch, result_of
 from phalanx.data.readers.cifar import RECORD_BYTES, TEST_FILES, TRAIN_FILES
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -54,7 +54,7 @@ def results_of(runs: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         found[name] = module.main(arguments)
-        assembly.__init__()  # type: ignore[misc]
+        session.reset()
         gc.collect()  # the next trains under another strategy
     return found
 

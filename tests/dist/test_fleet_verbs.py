@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx import fleet
 from phalanx.comm import agreement, process_group
 from phalanx.errors import ConfigError, PlanError, RoleError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from ranks import rank_environment, run_ranks
 
 pytestmark = pytest.mark.dist

@@ -17,7 +17,7 @@ import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx import fleet
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

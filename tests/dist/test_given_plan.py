@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx as px
 from phalanx import fleet
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from phalanx.plan.value import ModuleRule, Plan
 from ranks import run_ranks
 
@@ -63,7 +63,7 @@ def losses(rows: Any, **settings: Any) -> list[float]:
 
 
 def forget() -> None:
-    assembly.__init__()
+    session.reset()
     gc.collect()
 
 

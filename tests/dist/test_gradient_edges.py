@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import phalanx as px
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.train.callbacks.run import Run
 from ranks import run_ranks
 

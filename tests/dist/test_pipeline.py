@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PeerLostError, PlanError
-from phalanx.parallel.stateful import kept_state
+from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.pipeline.rng_streams import draw_base, seed_of
 from phalanx.plan.value import Schedule
 from pipeline_models import (
@@ -448,7 +448,7 @@ def in_float16() -> dict[str, Any]:
     model, _, loader = px.distribute(model.float(), optimizer, data, global_batch=4, shuffle=False, strategy=strategy)
     step = px.train_step(model, F.cross_entropy, optimizer)
     losses = [step(inputs, target).loss.item() for inputs, target in loader]
-    scale = kept_state(optimizer)["loss_scale"].keeper
+    scale = saved_state_of(optimizer)["loss_scale"].source
     return {"losses": losses, "scale": scale.value, "skipped": scale.skipped}
 
 

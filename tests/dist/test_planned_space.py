@@ -23,7 +23,7 @@ from phalanx.auto.capture.step import capture
 from phalanx.auto.planner.result import Planned
 from phalanx.auto.planner.traffic import traffic
 from phalanx.errors import PlanError
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from phalanx.plan.value import OpRule, Plan, Shard
 from ranks import run_ranks
 from tensor_models import Transformer, tokens, whole_loss
@@ -94,7 +94,7 @@ def losses_in_stages(name: str, plan: Plan) -> list[float]:
     step = px.train_step(model, whole_loss, optimizer)
     losses = [px.global_mean(step(inputs, target).loss).item() for inputs, target in loader]
     del model, optimizer, loader, step
-    assembly.__init__()
+    session.reset()
     gc.collect()
     return losses
 
@@ -121,7 +121,7 @@ def all_in_stages(several: list[tuple[str, Plan]]) -> list[float]:
     above = OpRule(site="features:0:aten.relu.default", outputs=({"model": Shard(dim=0)},))
     with pytest.raises(PlanError, match=r"plan.ops of a module that holds several units of a pipeline"):
         losses_in_stages(name, plan.model_copy(update={"ops": (above,)}))
-    assembly.__init__()
+    session.reset()
     return apart_in_stages(several)
 
 

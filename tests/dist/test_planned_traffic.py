@@ -19,7 +19,7 @@ import phalanx as px
 from dist.test_auto_parallel import EXAMPLES, ROWS, bytes_by_kind, listened
 from dist.test_planned_space import Ordered, seen
 from phalanx.auto.planner.traffic import Sent, traffic
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from phalanx.plan.mesh import Position
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Plan
@@ -91,7 +91,7 @@ def _second_step(sent: Counter[Sent], name: str, plan: Plan) -> Counter[Sent]:
     step(*next(batches))
     found = Counter(sent)
     del model, optimizer, loader, step, batches
-    assembly.__init__()
+    session.reset()
     gc.collect()
     return found
 

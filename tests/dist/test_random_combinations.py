@@ -25,8 +25,7 @@ from phalanx.comm import context
 from phalanx.comm.batches import Batches
 from phalanx.comm.passes import Passes
 from phalanx.errors import PhalanxError
-from phalanx.parallel.apply import _applied
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import session
 from ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -278,8 +277,7 @@ def train_all(todo: list[Case]) -> list[dict[str, Tensor] | str]:
 
 def forget() -> None:
     """Leave nothing of a case to the next; one that was refused halfway leaves a graph that holds its model."""
-    assembly.__init__()
-    _applied.clear()
+    session.reset()
     here = context.current()
     here.batches = Batches()
     here.passes = Passes(here.batches)

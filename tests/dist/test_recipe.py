@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.parallel.optim.gradient_accumulation import merge_gradients
 from phalanx.parallel.precision.loss_scale import LossScale, gradient_scale
 from phalanx.parallel.precision.master_weights import KEY, keep_master_weights

@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.parallel.stateful import kept_state
+from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.precision.master_weights import KEY
 from ranks import run_ranks
 
@@ -36,7 +36,7 @@ def train(settings: dict[str, Any], optimizer_of: Any = torch.optim.SGD) -> dict
     return {
         "losses": losses,
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "kept": {name: dict(kept.keeper.state_dict()) for name, kept in kept_state(optimizer).items()},
+        "kept": {name: dict(kept.source.state_dict()) for name, kept in saved_state_of(optimizer).items()},
         "copies": [state[KEY] for state in optimizer.state_dict()["state"].values() if KEY in state],
         "has amp_init": hasattr(optimizer, "amp_init"),
     }

@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel import distribute
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.parallel.update.top_k import Compressor
 from phalanx.plan import Plan
 from phalanx.plan.value import AllReduce, Average, Axis, ModuleRule, ParamRule, Schedule, Step, TopK, Update

@@ -13,8 +13,8 @@ import phalanx as px
 from phalanx.comm.context import Readers
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import are_known
 from phalanx.parallel.distribute import announce
+from phalanx.parallel.session import is_any_named
 
 
 class Endless(IterableDataset[Tensor]):
@@ -126,7 +126,7 @@ def test_whether_parameters_are_of_distributed_models_takes_one_walk_through_eac
     model, others = Walked(2, 1), nn.Linear(2, 1)
     px.distribute(model)
     model.walks = 0
-    assert not are_known([*others.parameters()] * 8)
+    assert not is_any_named([*others.parameters()] * 8)
     assert model.walks == 1
     model.weight = nn.Parameter(torch.ones(1, 2))
-    assert are_known([others.weight, model.weight])
+    assert is_any_named([others.weight, model.weight])

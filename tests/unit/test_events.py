@@ -83,9 +83,9 @@ def test_rows_a_second_are_those_that_the_loader_counted_between_two_events(path
 
 def test_rows_are_those_that_a_distributed_loader_handed_out_to_all_ranks(monkeypatch):
     loader = ShardedLoader(TensorDataset(torch.zeros(40, 1)), global_batch=16)
-    monkeypatch.setattr(session.assembly, "loader", loader)
+    monkeypatch.setattr(session.session, "loader", loader)
     for _ in range(2):
         epoch = loader.epoch
         assert [events._rows_read() for _ in loader] == [(epoch, 16), (epoch, 32), (epoch, 40)]
-    monkeypatch.setattr(session.assembly, "loader", None)
+    monkeypatch.setattr(session.session, "loader", None)
     assert events._rows_read() is None

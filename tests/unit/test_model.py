@@ -20,7 +20,7 @@ from phalanx import fleet
 from phalanx.data import ShardedLoader
 from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.train.callbacks import progress
 from phalanx.train.callbacks.run import Run
 
@@ -658,7 +658,7 @@ def test_a_plan_is_written_and_read_again(tmp_path: Path) -> None:
 def test_a_plan_says_how_gradients_combine() -> None:
     net = small()
     px.distribute(net)
-    from phalanx.parallel.apply import applied_to
+    from phalanx.parallel.session import applied_to
 
     made = applied_to(net)
     assert made is not None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.parallel import apply
 from phalanx.parallel.memory import out_of_memory
+from phalanx.parallel.session import applied_to, set_applied
 from phalanx.plan.buckets import MARK_BITS
 from phalanx.plan.value import AllReduce, Axis, ParamRule, Plan, Step
 
@@ -63,7 +63,7 @@ def test_sharding_is_named_with_its_bytes_where_there_are_ranks() -> None:
         params=(ParamRule(match="*", update=AllReduce()),),
         step=Step(batch_axes=("data",)),
     )
-    apply._applied[model] = replace(apply._applied[model], plan=plan)
+    set_applied(model, replace(applied_to(model), plan=plan))
     told = lines_with("sharding at stage 3", failed(model, optimizer))
     # Half of parameters and gradients, and the flags and marks that travel with buckets.
     assert told == [f"- sharding at stage 3: saves about {420 * 4 + 4 * 4 + 2 * MARK_BITS * 4:,} bytes"]

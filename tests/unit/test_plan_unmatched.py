@@ -9,7 +9,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import PlanError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.plan.files import load_plan
 from phalanx.plan.rules.unmatched import check_rules
 from phalanx.plan.value import Frozen, ModuleRule, ParamRule, Plan

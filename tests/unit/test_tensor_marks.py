@@ -339,7 +339,7 @@ def test_marks_come_before_the_model_is_distributed():
     with pytest.raises(ConfigError, match=r"distributed already. Call px.shard before"):
         px.shard(model, {"0": "column"})
     marked = px.shard(mlp(), {"0": "column"})
-    with pytest.raises(PlanError, match=r"px.shard was told of this model, and a Plan was given"):
+    with pytest.raises(PlanError, match=r"px.shard was called for this model, and a Plan was given"):
         px.distribute(marked, plan=Plan())
     del model, marked
     gc.collect()

@@ -8,31 +8,25 @@ same objects come out; `state_dict` keys stay those of the plain model.
 from __future__ import annotations
 
 import logging
-import sys
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.comm.agreement import agree
 from phalanx.comm.context import Context
 from phalanx.comm.groups import name_axes
 from phalanx.errors import ConfigError, PlanError
-from phalanx.parallel.checks.replicas import VARIABLE, Drift, compare_every, watch
+from phalanx.parallel.checks.replicas import VARIABLE, compare_every, watch
 from phalanx.parallel.checks.wrappers import check_unwrapped
 from phalanx.parallel.data.bucket_buffers import stored
 from phalanx.parallel.data.forward_passes import follow_forward_passes
-from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, is_module_held, shape_of
+from phalanx.parallel.session import Applied, applied_to, list_applied, session, set_applied
 from phalanx.parallel.techniques import (
     attach_tables,
     check_operators,
@@ -48,80 +42,10 @@ from phalanx.parallel.validate import check_fits, sharded_update
 from phalanx.plan.files import write_run_plan
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.unmatched import check_rules
-from phalanx.plan.shape import ModelShape, ParamShape
+from phalanx.plan.shape import ParamShape
 from phalanx.plan.value import Plan, Push
 
-if TYPE_CHECKING:  # only jobs that need it wait for it
-    from phalanx.parallel.pipeline.engine import Pipeline
-    from phalanx.parallel.update.updates import Updater
-
 logger = logging.getLogger("phalanx.parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What was made of one model."""
-
-    plan: Plan
-    shape: ModelShape
-    reducer: Reducer | None
-    """None with one rank, and when no gradient is reduced over the ranks."""
-
-    is_sharded: bool = False
-    """Whether ranks hold a part of its parameters each."""
-
-    updaters: tuple[Updater, ...] = ()
-    """What acts around the steps of its optimizers."""
-
-    pipeline: Pipeline | None = None
-    """This rank's stages of it, if it is cut into stages."""
-
-    drift: Drift | None = None
-    """Compares the copies of its parameters, if there are any and nobody turned it off."""
-
-
-_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
-_cared_for = WeakTensorKeyDictionary()
-"""Every parameter of a distributed model, by identity: its name, and whether it was trainable then."""
-
-
-def applied_to(model: nn.Module) -> Applied | None:
-    """Return what `apply` made of this module, or None."""
-    return _applied.get(model)
-
-
-def applied() -> list[Applied]:
-    """Return what `apply` made of every module that still lives."""
-    return list(_applied.values())
-
-
-def distributed_models() -> list[nn.Module]:
-    """Return every distributed module that still lives, in the order in which they were distributed."""
-    return list(_applied)
-
-
-def is_cared_for(param: Tensor) -> bool:
-    """Return whether a distributed model, or an optimizer's table, takes care of this parameter's gradient."""
-    tables = sys.modules.get("phalanx.ps.client.table_client")
-    if tables is not None and tables.holds(param):
-        return True
-    return _cared_for[param][1] if param in _cared_for else is_module_held(param)
-
-
-def name_of(param: Tensor) -> str | None:
-    """Return the plain name of a parameter that is in a distributed model now, or was when it was distributed."""
-    for model in _applied:
-        for name, member in model.named_parameters():
-            if member is param:
-                return name
-    name, _ = _cared_for.get(param, (None, False))
-    return name  # type: ignore[no-any-return]
-
-
-def are_known(params: Sequence[Tensor]) -> bool:
-    """Return whether any of these has a name by `name_of`; each model is walked through once."""
-    members = {id(member) for model in _applied for member in model.parameters()} if params else set()
-    return any(id(param) in members or param in _cared_for for param in params)
 
 
 def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Module:
@@ -183,26 +107,25 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     follow_forward_passes(model, is_sum=is_sum_of_ranks(plan))
     updaters = updaters_of(plan, model, mesh, context, reducer) if context.is_distributed else ()
     is_sharded, drift = update is not None and pipeline is None, watch(plan, model, context.device)
-    _applied[model] = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift)
-    _tell_steps(model, _applied[model])
-    for name, param in model.named_parameters():
-        _cared_for[param] = (name, param.requires_grad)
+    applied = Applied(plan, shape, reducer, is_sharded, updaters, pipeline, drift)
+    set_applied(model, applied)
+    _schedule_comparisons(model, applied)
     # Of several models the first one's: who looks at a run wants one answer.
-    if context.role.log_dir and context.rank == 0 and len(_applied) == 1:
+    if context.role.log_dir and context.rank == 0 and len(list_applied()) == 1:
         write_run_plan(plan, shape, Path(context.role.log_dir))
     return model
 
 
-def _tell_steps(model: nn.Module, made: Applied) -> None:
-    """Let copies be compared at what all ranks come to equally often: else at the steps of the model's optimizers."""
-    drift = made.drift
-    if drift is None or made.is_sharded:  # while a sharded model computes, its parameters are gathered
+def _schedule_comparisons(model: nn.Module, applied: Applied) -> None:
+    """Compare replicas at what all ranks reach equally often: else at the steps of the model's optimizers."""
+    drift = applied.drift
+    if drift is None or applied.is_sharded:  # while a sharded model computes, its parameters are gathered
         return
-    if made.reducer is not None:
-        made.reducer.after_exchange = drift.exchanged
-    elif made.pipeline is not None:
-        made.pipeline.checks.append(drift)
-    elif not made.updaters:
+    if applied.reducer is not None:
+        applied.reducer.after_exchange = drift.exchanged
+    elif applied.pipeline is not None:
+        applied.pipeline.checks.append(drift)
+    elif not applied.updaters:
         model.register_forward_pre_hook(drift)
 
 
@@ -242,7 +165,7 @@ def _check_embeddings(plan: Plan, model: nn.Module, context: Context) -> None:
 def _set_readers(mesh: Mesh, context: Context) -> None:
     """Let loaders and metrics know which ranks read the same rows."""
     readers = mesh.readers()
-    if applied() and readers != context.readers:
+    if list_applied() and readers != context.readers:
         raise PlanError(
             f"this Plan lets {readers.count} ranks read rows of their own, the Plan of the model before "
             f"{context.readers.count}. One job reads its rows one way: give both Plans the same mesh and batch_axes."
@@ -264,7 +187,7 @@ def check_model(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module to distribute, found {type(model).__name__}.")
-    if model in _applied:
+    if applied_to(model) is not None:
         raise PlanError("this model is distributed already; call distributed_model or distribute once per model.")
     for name, param in model.named_parameters():
         if isinstance(param, UninitializedParameter):
@@ -272,10 +195,10 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet (a lazy layer). Run one forward pass before distributing."
             )
         # Models may share a table.
-        if param in _cared_for and not is_handle(param):
+        if param in session.parameters and not is_handle(param):
             raise PlanError(
-                f"parameter {name!r} is distributed already, as {_cared_for[param][0]!r} of another model. Distribute "
-                "one module that holds both."
+                f"parameter {name!r} is distributed already, as {session.parameters[param][0]!r} of another model. "
+                "Distribute one module that holds both."
             )
     check_unwrapped(model)
 

@@ -19,16 +19,26 @@ from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError, RoleError, StrategyError
 from phalanx.old_names import replacement
-from phalanx.parallel.apply import applied, applied_to, apply, check_model, distributed_models
-from phalanx.parallel.checks.optimizer_step import StepWatch, every_optimizer
+from phalanx.parallel.apply import apply, check_model
+from phalanx.parallel.checks.misuse import ForwardWatch, reach_at_call, refuse_outer_wrapper
+from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimizer
 from phalanx.parallel.checks.same_data import RowsWatch
 from phalanx.parallel.model_shape import shape_of
-from phalanx.parallel.session import ForwardWatch, assembly, reach_at_call, refuse_outer_wrapper
+from phalanx.parallel.session import (
+    applied_to,
+    distributed_models,
+    distributed_optimizers,
+    is_distributed_optimizer,
+    list_applied,
+    model_record,
+    optimizer_record,
+    session,
+)
 from phalanx.parallel.step.gate import follow_torch_scaler
 from phalanx.parallel.step.hooks import hook_steps
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
-from phalanx.parallel.tensor.shard_api import is_marked, told, with_marks
+from phalanx.parallel.tensor.shard_api import describe_shards, is_marked, with_marks
 from phalanx.parallel.update.optimizer_setup import pair
 from phalanx.plan.rules.rules import plan_from_strategy
 from phalanx.plan.value import Plan
@@ -51,13 +61,13 @@ def use_strategy(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """
     if strategy is not None:
         strategy = check_strategy(strategy)
-        if assembly.strategy not in (None, strategy) and applied():
+        if session.strategy not in (None, strategy) and list_applied():
             gc.collect()  # a model and its optimizer refer to each other through their hooks
             gc.collect()  # and what those held may be such a ring again
             if models := distributed_models():
-                raise StrategyError(_explain_strategies(models[0], assembly.strategy, strategy))
-        assembly.strategy = strategy
-    return assembly.strategy or DistributedStrategy()
+                raise StrategyError(_explain_strategies(models[0], session.strategy, strategy))
+        session.strategy = strategy
+    return session.strategy or DistributedStrategy()
 
 
 def _explain_strategies(model: nn.Module, first: DistributedStrategy | None, second: DistributedStrategy) -> str:
@@ -79,31 +89,31 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         expects_optimizer: Whether to warn when training starts and no optimizer was handed over.
     """
     context = join("distributed_model")
-    if assembly.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
+    if session.planner is not None:  # it will be trained nowhere, and may ask for more ranks than there are
         model.register_forward_pre_hook(reach_at_call, with_kwargs=True)
         return model
     is_derived = plan is None
     if plan is None:
         check_model(model)
         strategy = use_strategy(None)
-        agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": told(model)})
+        agree("strategy", {**strategy.model_dump(mode="json"), "px.shard": describe_shards(model)})
         plan = plan_from_strategy(strategy, shape_of(model), context.world_size, len(context.role.server_endpoints))
         plan = with_marks(plan, model)
-        if context.rank == 0 and not applied():
-            for said in strategy.idle():
-                logger.warning("%s", said)
+        if context.rank == 0 and not list_applied():
+            for warning in strategy.idle():
+                logger.warning("%s", warning)
     elif is_marked(model):
-        raise PlanError("px.shard was told of this model, and a Plan was given. Leave one out: a Plan has styles too.")
+        raise PlanError("px.shard was called for this model, and a Plan was given. Use one: a Plan has styles too.")
     apply(plan, model, is_derived=is_derived)
-    for optimizer in assembly.optimizers:
+    for optimizer in distributed_optimizers():
         _pair(optimizer, model)
-    if expects_optimizer:
-        assembly.incomplete.add(model)
-    watch = assembly.forwards[model] = ForwardWatch(RowsWatch())
-    model.register_forward_hook(watch, with_kwargs=True)
+    record = model_record(model)
+    record.expects_optimizer = expects_optimizer
+    record.forward_watch = ForwardWatch(RowsWatch())
+    model.register_forward_hook(record.forward_watch, with_kwargs=True)
     if context.is_distributed:
         model.register_forward_pre_hook(refuse_outer_wrapper)
-        every_optimizer.begin()
+        watch_every_optimizer()
     return model
 
 
@@ -114,9 +124,9 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"expected a torch.optim.Optimizer to distribute, found {type(optimizer).__name__}.")
-    if optimizer in assembly.optimizers:
+    if is_distributed_optimizer(optimizer):
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
-    context, loader = join("distributed_optimizer"), assembly.loader
+    context, loader = join("distributed_optimizer"), session.loader
     follow_torch_scaler(optimizer)
     hook_steps(optimizer, before=StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
@@ -137,7 +147,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         tables.add_optimizer(optimizer)
         # After the factor, so that pushes carry the rate of this step.
         hook_steps(optimizer, before=tables.before_step, after=tables.after_step)
-    assembly.optimizers.add(optimizer)
+    optimizer_record(optimizer).is_distributed = True
     for model in distributed_models():
         _pair(optimizer, model)
     for word in ("minimize", "clear_grad", "clear_gradients"):
@@ -146,9 +156,9 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _pair(optimizer: Optimizer, model: nn.Module) -> None:
-    made = applied_to(model)
-    assert made is not None
-    pair(optimizer, model, made, use_strategy(None), partial(no_sync, model))
+    applied = applied_to(model)
+    assert applied is not None
+    pair(optimizer, model, applied, use_strategy(None), partial(no_sync, model))
 
 
 @contextmanager
@@ -211,8 +221,8 @@ def _apply_collective_grads() -> None:
 
 
 def _name_old_words() -> None:
-    if not assembly.has_named_old_words:
-        assembly.has_named_old_words = True
+    if not session.has_named_old_words:
+        session.has_named_old_words = True
         logger.warning(
             "scale_loss and apply_collective_grads are not needed: gradients are averaged over the ranks during "
             "backward. Remove the calls."

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.data.loader.binding import bind_argument
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied, applied_to
 from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
 from phalanx.parallel.model_profile import layer_kinds
+from phalanx.parallel.session import Applied, applied_to
 from phalanx.plan.report.explain import Explanation
 from phalanx.plan.report.explain import explain as explain_plan
 

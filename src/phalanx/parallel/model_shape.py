@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -58,8 +57,7 @@ def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
 
 def is_handle(param: Tensor) -> TypeGuard[Handle]:
     """Return whether a parameter stands for a table."""
-    made_by = sys.modules.get("phalanx.ps.client.parameter")
-    return made_by is not None and isinstance(param, made_by.Handle)
+    return getattr(param, "is_table", False)
 
 
 def owner_of(name: str, model: nn.Module) -> nn.Module:
@@ -111,4 +109,4 @@ def _words(value: Rule | Entry | None) -> str | None:
     if value is None:
         return None
     decided = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
-    return f"{value.kind}({', '.join(f'{name}={found}' for name, found in decided.items())})"
+    return f"{value.kind}({', '.join(f'{name}={setting}' for name, setting in decided.items())})"

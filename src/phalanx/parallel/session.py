@@ -1,30 +1,106 @@
-"""What this process has handed over, and eyes on the forward passes of loops nobody means."""
+"""What this process distributes: one record for each model and each optimizer, and the settings of the job.
+
+The only state of `phalanx.parallel` between two calls. It holds values that others fill in and imports nothing of the
+package, so that every module may ask it. Records live as long as their model or optimizer; none refers to it strongly.
+"""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from phalanx.data.loader.loader import ShardedLoader
-from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied, applied_to
-from phalanx.parallel.checks.wrappers import explain_outer, outer_wrapper
-from phalanx.parallel.step.param_remap import replaced
-from phalanx.plan.value import Plan
-from phalanx.strategy import DistributedStrategy
+if TYPE_CHECKING:
+    from phalanx.data.loader.loader import ShardedLoader
+    from phalanx.parallel.checks.misuse import ForwardWatch
+    from phalanx.parallel.checks.optimizer_step import StepWatch
+    from phalanx.parallel.checks.replicas import Drift
+    from phalanx.parallel.data.reducer import Reducer
+    from phalanx.parallel.optim.ema import EMA
+    from phalanx.parallel.pipeline.engine import Pipeline
+    from phalanx.parallel.stateful import SavedState
+    from phalanx.parallel.tensor.shard_api import ShardRequest
+    from phalanx.parallel.update.updates import Updater
+    from phalanx.plan.shape import ModelShape
+    from phalanx.plan.value import Plan
+    from phalanx.strategy import DistributedStrategy
 
-logger = logging.getLogger("phalanx.parallel")
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What `apply` made of one model."""
+
+    plan: Plan
+    shape: ModelShape
+    reducer: Reducer | None
+    """None with one rank, and when no gradient is reduced over the ranks."""
+
+    is_sharded: bool = False
+    """Whether each rank holds only a shard of its parameters."""
+
+    updaters: tuple[Updater, ...] = ()
+    """What acts around the steps of its optimizers."""
+
+    pipeline: Pipeline | None = None
+    """This rank's stages of it, if it is split into stages."""
+
+    drift: Drift | None = None
+    """Compares the replicas of its parameters, if there are any and the comparison is on."""
+
+
+PlanCheck = Callable[["Plan"], str | None]
+"""Returns why a Plan's operators are not those of a captured step; None if they are."""
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """What is known of one model, distributed or about to be."""
+
+    applied: Applied | None = None
+    shard_requests: list[ShardRequest] = field(default_factory=list)
+    """What `px.shard` was called with."""
+
+    captured_step: PlanCheck | None = None
+    """Compares Plans with the step that was captured last; a Plan that places single operators fits one step only."""
+
+    average: EMA | None = None
+    """The average of its weights that `strategy.ema` keeps."""
+
+    saved_state: dict[str, SavedState] = field(default_factory=dict)
+    """State beside the model's own that checkpoints hold, by name."""
+
+    forward_watch: ForwardWatch | None = None
+    expects_optimizer: bool = False
+    """Whether its optimizer should come by a call of its own."""
+
+
+@dataclass(slots=True)
+class OptimizerRecord:
+    """What acts around the steps of one optimizer."""
+
+    is_distributed: bool = False
+    """Whether it was given to `px.distribute`, `px.Model` or `fleet.distributed_optimizer`."""
+
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Distributed models that it trains."""
+
+    saved_state: dict[str, SavedState] = field(default_factory=dict)
+    """State beside the optimizer's own that checkpoints hold, by name."""
+
+    scaler_refusal: str | None = None
+    """Why torch's GradScaler cannot take its steps."""
+
+    watch: StepWatch | None = None
+    """Checks the steps of an optimizer that was not distributed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class TrainingRequest:
     """What a script is about to train."""
 
     model: nn.Module
@@ -32,157 +108,122 @@ class Training:
     strategy: DistributedStrategy | None = None
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     has_target: bool | None = None
-    """Whether a column of the data is its target; None where a loop of the script's own decides."""
+    """Whether a column of the data is its target; None where the script's own loop decides."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What it called the model with, where nobody handed over the data."""
+    """What it called the model with, where it passed no data."""
 
 
 @dataclass(slots=True)
-class Assembly:
-    """What has been handed over so far in this process; Fleet's verbs bring the pieces one by one, in any order."""
+class Session:
+    """The state of this process. Fleet's calls bring its parts one by one, in any order."""
+
+    models: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = field(default_factory=weakref.WeakKeyDictionary)
+    """Distributed ones in the order in which they were distributed."""
+
+    optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = field(default_factory=weakref.WeakKeyDictionary)
+    parameters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Every parameter of a distributed model, by identity: its name, and whether it was trainable then."""
+
+    is_in_table: Callable[[Tensor], bool] | None = None
+    """Returns whether the gradient of a parameter goes to a table; None in a job without tables."""
 
     strategy: DistributedStrategy | None = None
-    initial: DistributedStrategy | None = None
-    """What `fleet.init` was given: that of models for which nobody says another."""
-
-    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    incomplete: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """Models whose optimizer should come by a call of its own."""
-
-    forwards: weakref.WeakKeyDictionary[nn.Module, ForwardWatch] = field(default_factory=weakref.WeakKeyDictionary)
-    """What looks at the forward passes of each distributed model."""
+    initial_strategy: DistributedStrategy | None = None
+    """What `fleet.init` was given: the strategy of models for which no other is set."""
 
     loader: ShardedLoader | None = None
-    planner: Callable[[Training], NoReturn] | None = None
+    planner: Callable[[TrainingRequest], NoReturn] | None = None
     """In a run that only plans, called in place of training."""
 
-    has_compared: bool = False
+    has_compared_data: bool = False
     has_named_old_words: bool = False
 
+    def reset(self) -> None:
+        """Forget everything, as in a new process."""
+        self.__init__()  # type: ignore[misc]
 
-ACTS_AT_UPDATES = frozenset(("lars", "lamb", "clip", "ema", "gradient_merge", "localsgd", "adaptive_localsgd", "dgc"))
-"""Techniques of a strategy that do nothing, or not all they should, to an optimizer that was never handed over."""
 
-assembly = Assembly()
+session = Session()
 """This process's own."""
 
 
-def is_anything_handed_over() -> bool:
+def model_record(model: nn.Module) -> ModelRecord:
+    """Return the record of a model, a new one if there is none."""
+    record = session.models.get(model)
+    if record is None:
+        record = session.models[model] = ModelRecord()
+    return record
+
+
+def optimizer_record(optimizer: Optimizer) -> OptimizerRecord:
+    """Return the record of an optimizer, a new one if there is none."""
+    record = session.optimizers.get(optimizer)
+    if record is None:
+        record = session.optimizers[optimizer] = OptimizerRecord()
+    return record
+
+
+def set_applied(model: nn.Module, applied: Applied) -> None:
+    """Note that a model is distributed, after those that already are."""
+    record = model_record(model)
+    record.applied = applied
+    del session.models[model]
+    session.models[model] = record
+    for name, param in model.named_parameters():
+        session.parameters[param] = (name, param.requires_grad)
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """Return what `apply` made of this module, or None."""
+    record = session.models.get(model)
+    return None if record is None else record.applied
+
+
+def list_applied() -> list[Applied]:
+    """Return what `apply` made of every module that still lives."""
+    return [record.applied for record in session.models.values() if record.applied is not None]
+
+
+def distributed_models() -> list[nn.Module]:
+    """Return every distributed module that still lives, in the order in which they were distributed."""
+    return [model for model, record in session.models.items() if record.applied is not None]
+
+
+def distributed_optimizers() -> list[Optimizer]:
+    """Return every distributed optimizer that still lives, in the order of their records."""
+    return [optimizer for optimizer, record in session.optimizers.items() if record.is_distributed]
+
+
+def is_distributed_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer was given to this job."""
+    record = session.optimizers.get(optimizer)
+    return record is not None and record.is_distributed
+
+
+def is_anything_distributed() -> bool:
     """Return whether this process distributed a model or an optimizer."""
-    return bool(applied() or assembly.optimizers)
+    return bool(list_applied() or distributed_optimizers())
 
 
-def warn_if_apart(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Warn when a model came by `distributed_model`, but this optimizer, or any if None, by no such call."""
-    optimizers = assembly.optimizers
-    if model in assembly.incomplete and not (optimizers if optimizer is None else optimizer in optimizers):
-        on = sorted(ACTS_AT_UPDATES.intersection(assembly.strategy.techniques)) if assembly.strategy else []
-        logger.warning(
-            "the model is distributed but no optimizer is%s. Call fleet.distributed_optimizer(optimizer) too.",
-            f", so {', '.join(on)} cannot act" if on else "",
-        )
+def parameter_name(param: Tensor) -> str | None:
+    """Return the plain name of a parameter that is in a distributed model now, or was when it was distributed."""
+    for model in distributed_models():
+        for name, member in model.named_parameters():
+            if member is param:
+                return name
+    name, _ = session.parameters.get(param, (None, False))
+    return name  # type: ignore[no-any-return]
 
 
-def is_trained_by(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer holds a parameter of a model, or one that was replaced there."""
-    own = {id(param) for param in model.parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return any(id(param) in own or id(replaced.successor(param)) in own for param in params)
+def is_any_named(params: Sequence[Tensor]) -> bool:
+    """Return whether any of these has a name by `parameter_name`; each model is walked through once."""
+    members = {id(member) for model in distributed_models() for member in model.parameters()} if params else set()
+    return any(id(param) in members or param in session.parameters for param in params)
 
 
-def check_trains(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise unless an optimizer holds a parameter of a model.
-
-    Raises:
-        ConfigError: If the two do not belong together.
-    """
-    if not is_trained_by(model, optimizer):
-        raise ConfigError(
-            f"the optimizer holds no parameter of the {type(model).__name__}, so nothing would be trained. Make it of "
-            "the model's parameters(), of this very object, which a copy is not."
-        )
-
-
-def refuse_outer_wrapper(model: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """Stop the forward pass of a distributed model through a wrapper that was put around it; a forward pre-hook.
-
-    Raises:
-        ConfigError: Names the wrapper.
-    """
-    kind = outer_wrapper(model)
-    if kind is not None and (applied_to(model) is not None or kind == "DataParallel"):
-        raise ConfigError(explain_outer(kind))
-
-
-def warn_if_never_called(optimizer: Optimizer) -> None:
-    """Warn when a model got gradients by other methods than its forward pass, the only one on which some settings act.
-
-    Of compiled code only that there is some is known.
-    """
-    for model, watch in assembly.forwards.items():
-        made = applied_to(model)
-        if watch.is_called or made is None or made.pipeline is not None or not is_trained_by(model, optimizer):
-            continue
-        on = [name for name, acts in (("graph", made.plan.step.compiled), ("amp", _is_cast(made.plan))) if acts]
-        if not on or torch._dynamo.utils.counters["frames"]["total"]:
-            continue
-        watch.is_called = True
-        logger.warning(
-            "%s does not act: the gradients of this %s came without a call of the model, by another of its methods. "
-            "Call the model, and let forward() choose the method%s.",
-            " and ".join(on),
-            type(model).__name__,
-            ", or run the method under torch.autocast" if "amp" in on else "",
-        )
-
-
-def _is_cast(plan: Plan) -> bool:
-    return any(rule.match == "" and rule.dtype is not None for rule in plan.modules)
-
-
-def reach_at_call(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """In a run that only plans, end a script at the first training call of a model whose data nobody handed over.
-
-    A call without gradients trains nothing, in training mode too.
-    """
-    if assembly.planner is not None and model.training and torch.is_grad_enabled():
-        optimizer = next((one for one in assembly.optimizers if is_trained_by(model, one)), None)
-        training = Training(model=model, optimizer=optimizer, strategy=assembly.strategy, inputs=(inputs, named))
-        assembly.planner(training)
-
-
-class ForwardWatch:
-    """Warns once about loops nobody means: evaluation that keeps graphs, training without a distributed optimizer."""
-
-    PATIENCE = 3
-    """Forward passes before a warning; the first may be a probe."""
-
-    def __init__(self, watch_rows: Callable[[tuple[Any, ...]], None]) -> None:
-        self.evaluations = 0
-        self.training_steps = 0
-        self.is_called = False
-        """Whether the model was called, but for calls of compiled code."""
-
-        self._watch_rows = watch_rows
-
-    def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """Count a forward pass."""
-        # A compiler that traces the model must not see the counters: it would compile anew for each value.
-        if torch.compiler.is_compiling():
-            return
-        self.is_called = True
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        if model.training:
-            self.training_steps += 1
-            self._watch_rows((*inputs, *named.values()))
-            if self.training_steps == self.PATIENCE:
-                warn_if_apart(model)
-            return
-        self.evaluations += 1
-        if self.evaluations == self.PATIENCE:
-            logger.warning(
-                "the model is in eval() mode but still builds a graph for backward, which keeps memory. "
-                "Wrap evaluation in torch.no_grad(), or use phalanx.evaluate."
-            )
+def observe_loss(loss: Tensor) -> None:
+    """Pass this rank's loss of the step at hand to every model's updates that follow it."""
+    for applied in list_applied():
+        for updater in applied.updaters:
+            updater.observe(loss)

@@ -1,4 +1,4 @@
-"""State that training keeps beside model and optimizer, told by whoever keeps it, so that checkpoints hold it.
+"""State that training keeps beside model and optimizer, registered by its owner, so that checkpoints hold it.
 
     keep_state(optimizer, "residuals", residuals, elsewhere="share")
 
@@ -7,7 +7,6 @@ Whatever a rank accumulates between steps belongs here: gradients not sent yet, 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -16,14 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.errors import InternalError
+from phalanx.parallel.session import model_record, optimizer_record, session
 
 Elsewhere = Literal["first", "mean", "share", "drop"]
 """What becomes of state at another number of ranks: rank 0's for all; tensors averaged over the saved ranks; their sum
 dealt out in equal shares; dropped, which is a warning. Numbers are always rank 0's."""
 
 
-class Keeper(Protocol):
-    """Keeps state of this rank."""
+class Stateful(Protocol):
+    """Has state of this rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return numbers, text and tensors, in dicts, lists and tuples."""
@@ -35,31 +35,31 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """One keeper, and what becomes of its state at another number of ranks."""
+class SavedState:
+    """The state of one object, and what becomes of it at another number of ranks."""
 
-    keeper: Keeper
+    source: Stateful
     elsewhere: Elsewhere
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module | Optimizer, dict[str, Kept]] = weakref.WeakKeyDictionary()
-
-
-def keep_state(owner: nn.Module | Optimizer, name: str, keeper: Keeper, *, elsewhere: Elsewhere) -> None:
-    """Let checkpoints of a model or optimizer hold the state of a keeper, which lives as long as its owner.
+def keep_state(owner: nn.Module | Optimizer, name: str, state: Stateful, *, elsewhere: Elsewhere) -> None:
+    """Let checkpoints of a model or optimizer hold the state of an object, which lives as long as its owner.
 
     Args:
         owner: The model or optimizer that is saved and loaded.
-        name: Name of the state, one for each keeper of an owner.
-        keeper: Keeps it; must not refer to the owner, save weakly.
+        name: Name of the state, unique to its owner.
+        state: Has it; must not refer to the owner, save weakly.
         elsewhere: What becomes of the state at another number of ranks.
     """
-    entries = _kept.setdefault(owner, {})
-    if name in entries:
-        raise InternalError(f"two keepers of state {name!r} of one {type(owner).__name__}")
-    entries[name] = Kept(keeper, elsewhere)
+    record = optimizer_record(owner) if isinstance(owner, Optimizer) else model_record(owner)
+    if name in record.saved_state:
+        raise InternalError(f"state {name!r} of one {type(owner).__name__} was registered twice")
+    record.saved_state[name] = SavedState(state, elsewhere)
 
 
-def kept_state(owner: nn.Module | Optimizer | None) -> dict[str, Kept]:
-    """Return the keepers of a model's or optimizer's state, by name."""
-    return {} if owner is None else dict(_kept.get(owner, {}))
+def saved_state_of(owner: nn.Module | Optimizer | None) -> dict[str, SavedState]:
+    """Return the state beside a model's or optimizer's own that checkpoints hold, by name."""
+    if owner is None:
+        return {}
+    record = session.optimizers.get(owner) if isinstance(owner, Optimizer) else session.models.get(owner)
+    return {} if record is None else dict(record.saved_state)

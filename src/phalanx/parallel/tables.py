@@ -17,8 +17,8 @@ from phalanx.comm.transfers import check_not_alone
 from phalanx.data.stream.stream import digest
 from phalanx.errors import ConfigError
 from phalanx.files import file_lock
-from phalanx.parallel.apply import applied_to, distributed_models
 from phalanx.parallel.model_shape import is_handle, is_module_held
+from phalanx.parallel.session import applied_to, distributed_models, session
 from phalanx.plan.rules.servers import dense_on_servers, push_from_strategy
 from phalanx.plan.value import Average
 from phalanx.ps.client import table_client
@@ -41,6 +41,7 @@ def tables_of(context: Context, strategy: DistributedStrategy) -> Attachment:
         strategy: Settings for the mode, unless a model's Plan has said it.
     """
     servers, tables = len(context.role.server_endpoints), table_client.current()
+    session.is_in_table = table_client.holds
     if not tables.is_configured:
         tables.configure(push_from_strategy(strategy, servers), dense=dense_on_servers(strategy, servers))
     return tables

@@ -11,11 +11,11 @@ from torch import nn
 from phalanx.comm.agreement import share
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
-from phalanx.parallel.captured import check_of
 from phalanx.parallel.data.grad_reduction import wire_for
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
+from phalanx.parallel.session import model_record, session
 from phalanx.parallel.tensor.gathered_linear import average
 from phalanx.plan.buckets import all_reduce_buckets
 from phalanx.plan.mesh import reduced_along
@@ -39,6 +39,7 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
     push = next(rule.update for rule in rules.values() if isinstance(rule.update, Push))
     dense = any(isinstance(rule.place, Server) and rule.place.table == DENSE for rule in plan.params)
     attachment = table_client.current()
+    session.is_in_table = table_client.holds
     attachment.configure(push, dense=dense)
     for name, param in model.named_parameters():
         place = rules[name].place
@@ -106,7 +107,7 @@ def check_operators(plan: Plan, model: nn.Module) -> None:
     """
     if not plan.ops:
         return
-    check, why = check_of(model), None
+    check, why = model_record(model).captured_step, None
     if check is not None:
         why = check(plan)
     elif dist.get_rank() == 0 if dist.is_initialized() else True:

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
+from phalanx.parallel.checks.misuse import ACTS_AT_UPDATES, check_trains
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, join, use_strategy
-from phalanx.parallel.session import ACTS_AT_UPDATES, Training, assembly, check_trains
+from phalanx.parallel.session import TrainingRequest, session
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.loss.lone_rows import check_batch_norms
@@ -59,9 +60,9 @@ def distribute(
     use_strategy(strategy)
     loader = agreed_loader(data, global_batch, loader_options)
     if loader is not None:  # a stream has no length, and so no truth
-        assembly.loader = loader
-    if assembly.planner is not None and loader is not None:
-        assembly.planner(Training(model=model, optimizer=optimizer, strategy=assembly.strategy))
+        session.loader = loader
+    if session.planner is not None and loader is not None:
+        session.planner(TrainingRequest(model=model, optimizer=optimizer, strategy=session.strategy))
     if isinstance(plan, Plan) and loader is not None:
         from phalanx.train.model.planning import (
             prepare_for_plan,

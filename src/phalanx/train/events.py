@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.parallel import session
 
 EVENTS_VARIABLE = "PHALANX_EVENTS_FILE"
 MIN_INTERVAL_S = 0.2
@@ -89,9 +89,7 @@ _stream: EventStream | None = None
 
 def tell_loss(loss: torch.Tensor) -> None:
     """Let updates that follow the loss know this step's, before the optimizer's step."""
-    updates = sys.modules.get("phalanx.parallel.update.updates")  # there if a model needs it
-    if updates is not None:
-        updates.observe_loss(loss)
+    session.observe_loss(loss)
 
 
 def report(step: int | None = None, **values: float | int | str | torch.Tensor) -> bool:
@@ -143,8 +141,7 @@ def _own() -> EventStream:
 
 
 def _rows_read() -> tuple[int, int] | None:
-    session = sys.modules.get("phalanx.parallel.session")  # there if something is distributed
-    loader = None if session is None else session.assembly.loader
+    loader = session.session.loader
     if loader is None or loader.has_batch_sampler:
         return None  # its batches are counted, not their samples
     state = loader.state_dict()

@@ -27,7 +27,7 @@ from phalanx.auto.capture.tracer import Recorder
 from phalanx.cluster.messages.messages import meant, text
 from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, entry_of
 from phalanx.errors import ConfigError
-from phalanx.parallel.captured import note_capture
+from phalanx.parallel.session import model_record
 from phalanx.plan.shape import ParamShape
 
 logger = logging.getLogger("phalanx.auto")
@@ -78,7 +78,7 @@ def capture(model: nn.Module, sample: Any, loss_fn: LossFunction | None = None, 
         tied=_tied(model),
         blocks=blocks,
     )
-    note_capture(model, partial(unfit, captured))
+    model_record(model).captured_step = partial(unfit, captured)
     return captured
 
 

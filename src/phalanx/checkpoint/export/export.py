@@ -27,8 +27,8 @@ from phalanx.cluster.disk import named_errors
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
+from phalanx.parallel.checks.misuse import ForwardWatch
 from phalanx.parallel.model_shape import is_handle, is_module_held
-from phalanx.parallel.session import ForwardWatch
 
 logger = logging.getLogger("phalanx.checkpoint")
 

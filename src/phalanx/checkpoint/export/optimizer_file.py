@@ -26,9 +26,9 @@ from phalanx.checkpoint.tensors.local import MODEL, OPTIMIZER, RANKS, LocalTenso
 from phalanx.checkpoint.tensors.names import check_names
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout, plan_writes
 from phalanx.errors import ConfigError, DataError
-from phalanx.parallel.apply import distributed_models
 from phalanx.parallel.checks.consistency import make_consistent
-from phalanx.parallel.stateful import Kept, kept_state
+from phalanx.parallel.session import distributed_models
+from phalanx.parallel.stateful import SavedState, saved_state_of
 from phalanx.ps.snapshot.dense import packed, unpacked
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -53,7 +53,7 @@ def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
     make_consistent(model, "px.export_state_dict", optimizer)
     view = ModelView(model)
     parts: dict[str, LocalTensor] = {}
-    if left_out := sorted(kept_state(optimizer).keys() - _rank_independent_state(optimizer).keys()):
+    if left_out := sorted(saved_state_of(optimizer).keys() - _rank_independent_state(optimizer).keys()):
         logger.warning(
             "%s holds nothing of the batches under way (%s); px.save(folder, model, optimizer) does",
             path, ", ".join(left_out),
@@ -71,7 +71,7 @@ def export_optimizer(optimizer: Optimizer, path: str | Path) -> None:
                 for name, entries in state.items()
             },
             "kept": {
-                name: _without_tensors(dict(entry.keeper.state_dict()), name)
+                name: _without_tensors(dict(entry.source.state_dict()), name)
                 for name, entry in _rank_independent_state(optimizer).items()
             },
         }
@@ -117,7 +117,7 @@ def load_optimizer_file(path: Path, optimizer: Optimizer) -> None:
     load_optimizer(optimizer, view, states[0], file[0].groups())
     for name, entry in _rank_independent_state(optimizer).items():
         if name in file[0].kept:
-            entry.keeper.load_state_dict(unpacked(file[0].kept[name], {}))
+            entry.source.load_state_dict(unpacked(file[0].kept[name], {}))
         else:
             logger.warning("%s has no state %r, which is reset", path, name)
 
@@ -238,9 +238,9 @@ def _are_numbers(names: Sequence[str]) -> bool:
     return all(name.isdecimal() for name in names)
 
 
-def _rank_independent_state(optimizer: Optimizer) -> dict[str, Kept]:
+def _rank_independent_state(optimizer: Optimizer) -> dict[str, SavedState]:
     """Return the optimizer state of techniques that is the same on all ranks."""
-    return {name: entry for name, entry in kept_state(optimizer).items() if entry.elsewhere == "first"}
+    return {name: entry for name, entry in saved_state_of(optimizer).items() if entry.elsewhere == "first"}
 
 
 def _without_tensors(value: object, where: str) -> Any:

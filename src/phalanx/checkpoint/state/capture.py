@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from phalanx.checkpoint.tensors.local import LocalTensor, ModelView, local_tensor, rank_name
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA
-from phalanx.parallel.stateful import kept_state
+from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
 from phalanx.ps.snapshot.dense import packed
 
@@ -112,9 +112,9 @@ def capture(training: TrainingState, extra: Mapping[str, Any] | None = None) -> 
 def _stateful_entries(training: TrainingState) -> list[tuple[str, str, dict[str, Any]]]:
     owners = {"model": training.model, "optimizer": training.optimizer}
     return [
-        (name, key, {"elsewhere": entry.elsewhere, "state": dict(entry.keeper.state_dict())})
+        (name, key, {"elsewhere": entry.elsewhere, "state": dict(entry.source.state_dict())})
         for name, owner in owners.items()
-        for key, entry in kept_state(owner).items()
+        for key, entry in saved_state_of(owner).items()
     ]
 
 

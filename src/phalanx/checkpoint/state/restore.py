@@ -31,7 +31,7 @@ from phalanx.checkpoint.tensors.write_plan import ChunkDescription, TensorLayout
 from phalanx.data.sampling.seeding import seed_all
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA
-from phalanx.parallel.stateful import kept_state
+from phalanx.parallel.stateful import saved_state_of
 from phalanx.parallel.step.norms import local_part
 
 logger = logging.getLogger("phalanx.checkpoint")
@@ -278,7 +278,9 @@ class Restorer:
 
     def _load_kept(self) -> None:
         owners = {"model": self.training.model, "optimizer": self.training.optimizer}
-        live = {f"{word}/{key}": entry for word, owner in owners.items() for key, entry in kept_state(owner).items()}
+        live = {
+            f"{word}/{key}": entry for word, owner in owners.items() for key, entry in saved_state_of(owner).items()
+        }
         saved: dict[str, Any] = self.reader.values(self.source_rank, "kept")
         for name in live.keys() - saved.keys():
             logger.warning("%s has no state %r, which is reset", self.manifest.folder, name)
@@ -286,7 +288,7 @@ class Restorer:
             if name.partition("/")[0] in self.training.words:
                 logger.warning("%s has state %r, which nothing here uses: it is dropped", self.manifest.folder, name)
         for name in saved.keys() & live.keys():
-            self._load_one_kept(name, live[name].keeper, saved[name])
+            self._load_one_kept(name, live[name].source, saved[name])
 
     def _load_one_kept(self, name: str, keeper: Any, saved: dict[str, Any]) -> None:
         world, before = self.ranks.world_size, self.manifest.world_size

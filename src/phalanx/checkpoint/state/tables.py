@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from phalanx.checkpoint.ranks import Ranks
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.model_shape import is_handle
+from phalanx.parallel.session import applied_to
 
 
 def has_tables(model: nn.Module) -> bool:

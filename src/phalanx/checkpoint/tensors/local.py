@@ -16,8 +16,8 @@ from phalanx.checkpoint.tensors.file import dtype_name
 from phalanx.checkpoint.tensors.names import inner, without_wrappers
 from phalanx.checkpoint.tensors.write_plan import ChunkDescription
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.model_shape import is_handle, is_module_held
+from phalanx.parallel.session import applied_to
 from phalanx.plan.mesh import Position
 from phalanx.plan.value import Average, OnRanks, Plan, Shard
 

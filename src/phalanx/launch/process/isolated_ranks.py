@@ -16,6 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from phalanx.parallel.session import is_anything_distributed
+
 logger = logging.getLogger("phalanx.launch")
 
 PATIENCE = 3
@@ -51,10 +53,10 @@ def _missing(optimizer: Optimizer) -> str:
     """Return what was not done that would join the ranks, empty if something was."""
     if not dist.is_initialized():
         return "the script never joins them"
-    context, watch = sys.modules.get("phalanx.comm.context"), sys.modules.get("phalanx.parallel.session")
+    context = sys.modules.get("phalanx.comm.context")
     if context is None or not context.is_initialized():
         return ""  # a group the script made itself: it knows torch.distributed
-    if watch is not None and watch.is_anything_handed_over():
+    if is_anything_distributed():
         return ""
     if "phalanx.comm.collectives" in sys.modules or _is_wrapped(optimizer):
         return ""

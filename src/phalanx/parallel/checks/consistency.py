@@ -18,12 +18,12 @@ import phalanx.comm.context as context_of
 from phalanx.comm import transfers
 from phalanx.comm.context import Context
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied, applied, applied_to, distributed_models
 from phalanx.parallel.checks.checksum import checksums, combined
 from phalanx.parallel.checks.compare import Copies, difference
 from phalanx.parallel.checks.replicas import VARIABLE, causes, comparable, compare_every
 from phalanx.parallel.data.bucket_buffers import stored, synced_buffers
 from phalanx.parallel.model_shape import is_module_held
+from phalanx.parallel.session import Applied, applied_to, distributed_models, list_applied
 from phalanx.parallel.step.norms import is_dtensor
 from phalanx.plan.value import Average, Push
 
@@ -48,7 +48,7 @@ def make_consistent(model: nn.Module, call: str, optimizer: Optimizer | None = N
     for distributed, result in parts.items():
         if result.plan.step.sync_buffers and not _averages(result):
             synchronise_buffers(distributed, context)
-    is_plain = context.readers.count == context.world_size and not any(map(_holds_others, applied()))
+    is_plain = context.readers.count == context.world_size and not any(map(_holds_others, list_applied()))
     rest = model if is_plain and not parts else None
     if rest is not None:
         synchronise_buffers(rest, context, only_averaged=True)

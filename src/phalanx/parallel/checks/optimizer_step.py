@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
+from functools import cache
 from operator import is_
 
 import torch
@@ -13,8 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied, applied, are_known, is_cared_for, name_of
-from phalanx.parallel.session import assembly, warn_if_never_called
+from phalanx.parallel.checks.misuse import warn_if_never_called
+from phalanx.parallel.model_shape import is_handle, is_module_held
+from phalanx.parallel.session import (
+    Applied,
+    is_any_named,
+    is_distributed_optimizer,
+    list_applied,
+    optimizer_record,
+    parameter_name,
+    session,
+)
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -40,7 +49,7 @@ class StepWatch:
         Raises:
             ConfigError: If it trains nothing, or gradients that other ranks have no part in.
         """
-        models = applied()
+        models = list_applied()
         self._follow(optimizer, len(models))
         is_concerned = len(self._apart) < len(self._params)
         if models and not is_concerned and self._is_handed_over and not any(p.grad is not None for p in self._apart):
@@ -56,20 +65,20 @@ class StepWatch:
         if is_concerned:
             self._check_moment(optimizer, models)
         late = [p for p in self._apart if p.grad is not None]
-        if late and (self._is_handed_over or is_concerned or are_known(late)):
+        if late and (self._is_handed_over or is_concerned or is_any_named(late)):
             raise ConfigError(_explain_apart(late) if models else _explain_no_model())
 
     def _follow(self, optimizer: Optimizer, models: int) -> None:
         """Look again at which parameters are taken care of, if there are others than before."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        known = self._params
-        if models == self._models and len(params) == len(known) and all(map(is_, params, known)):
+        before = self._params
+        if models == self._models and len(params) == len(before) and all(map(is_, params, before)):
             return
         self._models, self._params = models, params
-        self._apart = [p for p in params if not is_cared_for(p)]
+        self._apart = [p for p in params if not is_managed(p)]
 
     def _check_moment(self, optimizer: Optimizer, models: list[Applied]) -> None:
-        reducers = [made.reducer for made in models if made.reducer is not None]
+        reducers = [applied.reducer for applied in models if applied.reducer is not None]
         if torch._C._current_graph_task_id() != -1 and any(reducer.has_gradients for reducer in reducers):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() was called inside a backward pass, by a hook, before the gradients "
@@ -84,30 +93,27 @@ class StepWatch:
             )
 
 
-_watches: weakref.WeakKeyDictionary[Optimizer, StepWatch] = weakref.WeakKeyDictionary()
-"""Of optimizers that were not handed over."""
+@cache
+def watch_every_optimizer() -> None:
+    """Check the steps of optimizers that are not distributed too: they may hold parameters of distributed models."""
+    register_optimizer_step_pre_hook(_check_foreign)
 
 
-class _EveryOptimizer:
-    """Looks at the steps of optimizers that were not handed over: they may hold parameters of distributed models."""
-
-    def __init__(self) -> None:
-        self._is_watching = False
-
-    def begin(self) -> None:
-        if not self._is_watching:
-            self._is_watching = True
-            register_optimizer_step_pre_hook(self._look)
-
-    def _look(self, optimizer: Optimizer, _args: object, _named: object) -> None:
-        if torch.compiler.is_compiling() or optimizer in assembly.optimizers or not context_of.is_initialized():
-            return
-        if context_of.current().is_distributed and applied():
-            _watches.setdefault(optimizer, StepWatch(is_handed_over=False))(optimizer)
+def _check_foreign(optimizer: Optimizer, _args: object, _named: object) -> None:
+    if torch.compiler.is_compiling() or is_distributed_optimizer(optimizer) or not context_of.is_initialized():
+        return
+    if context_of.current().is_distributed and list_applied():
+        record = optimizer_record(optimizer)
+        record.watch = record.watch or StepWatch(is_handed_over=False)
+        record.watch(optimizer)
 
 
-every_optimizer = _EveryOptimizer()
-"""Of this process."""
+def is_managed(param: Tensor) -> bool:
+    """Return whether a distributed model, or an optimizer's table, takes care of this parameter's gradient."""
+    if is_handle(param) or (session.is_in_table is not None and session.is_in_table(param)):
+        return True
+    _, is_trainable = session.parameters.get(param, (None, is_module_held(param)))
+    return bool(is_trainable)
 
 
 def _explain_no_model() -> str:
@@ -118,7 +124,7 @@ def _explain_no_model() -> str:
 
 
 def _explain_apart(late: list[Tensor]) -> str:
-    name = name_of(late[0])
+    name = parameter_name(late[0])
     which = f"parameter {name!r}" if name else f"a parameter of shape {tuple(late[0].shape)}"
     others = f" (and those of {len(late) - 1} others)" if len(late) > 1 else ""
     why = (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler, dataloader
 
 import phalanx.comm.context as context_of
 from phalanx.comm import process_group
 from phalanx.data.stream.stream import digest
-from phalanx.parallel.apply import applied
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import list_applied, session
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -43,12 +42,12 @@ class RowsWatch:
         self._passes = 0
         self._found: list[int] = []
         self._draws: str | None = None
-        self._number = len(applied())
+        self._number = len(list_applied())
 
     def __call__(self, inputs: tuple[Any, ...]) -> None:
         """Look at the inputs of a forward pass in training."""
         self._passes += 1
-        if not self.LOOKED_AT[0] <= self._passes <= self.PATIENCE or assembly.has_compared or not self._is_asked():
+        if not self.LOOKED_AT[0] <= self._passes <= self.PATIENCE or session.has_compared_data or not self._is_asked():
             return
         if self._passes in self.LOOKED_AT:
             tensors = [x for x in inputs if type(x) is Tensor and x.layout is torch.strided]
@@ -68,10 +67,10 @@ class RowsWatch:
     def _compare(self, rows: str, draws: str) -> None:
         store, key = process_group.meeting().store, f"rows seen by rank 1/{self._number}"
         if context_of.current().rank == 1:
-            assembly.has_compared = True
+            session.has_compared_data = True
             store.set(key, f"{rows};{draws}")
         elif store.has([key]):
-            assembly.has_compared = True
+            session.has_compared_data = True
             theirs, _, their_draws = store.get(key).partition(";")
             if theirs == rows:
                 logger.warning(
@@ -89,19 +88,14 @@ class RowsWatch:
 
 def _draws_from_all() -> str | None:
     """Return how the DataLoaders that are iterated now draw, if each does as in a job of one process."""
-    loading = sys.modules.get("torch.utils.data.dataloader")
-    if loading is None:
-        return None
     # torch has no list of them; this is done once.
-    live = [x for x in gc.get_objects() if issubclass(type(x), loading._BaseDataLoaderIter)]
+    live = [x for x in gc.get_objects() if issubclass(type(x), dataloader._BaseDataLoaderIter)]
     draws = {_draws(iterator) for iterator in live}
     return None if None in draws or not draws else " and ".join(sorted(filter(None, draws)))
 
 
 def _draws(iterator: Any) -> str | None:
     """Return the sampler and number of rows of an iterator over a DataLoader; None for samplers of other kinds."""
-    from torch.utils.data import RandomSampler, SequentialSampler
-
     sampler = iterator._sampler_iter and iterator._index_sampler
     sampler = getattr(sampler, "sampler", sampler)
     if type(sampler) not in (RandomSampler, SequentialSampler):

@@ -18,7 +18,7 @@ from phalanx.comm.batches import Shares, row_weight_of
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied
+from phalanx.parallel.session import list_applied
 from phalanx.parallel.techniques import is_sum_of_ranks
 
 
@@ -53,7 +53,7 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
         )
     if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
         raise ConfigError(f"weighted_mean takes the weight of a rank's losses as one number, found {_looks(weight)}.")
-    for model in applied():
+    for model in list_applied():
         if is_sum_of_ranks(model.plan):
             raise ConfigError(
                 'weighted_mean makes a mean, and scale_strategy "sum" sums gradients over the ranks. Use "avg", the '

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.data.loader.binding import Inputs, call
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.forward_hooks import buffers_kept
+from phalanx.parallel.session import model_record
 from phalanx.parallel.step.norms import local_part
 from phalanx.plan.memory import StateOf
 from phalanx.plan.shape import ModelShape
@@ -58,8 +58,7 @@ def as_trained(shape: ModelShape, model: nn.Module) -> ModelShape:
 
 def is_averaged(model: nn.Module) -> bool:
     """Return whether the strategy keeps an average of a model's weights."""
-    averages = sys.modules.get("phalanx.parallel.optim.ema")  # there if one is kept
-    return averages is not None and averages.is_averaged(model)
+    return model_record(model).average is not None
 
 
 def activation_bytes(model: nn.Module, inputs: Inputs) -> int:

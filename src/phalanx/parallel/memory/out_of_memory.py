@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import phalanx.comm.context as context_of
 from phalanx.data.loader.binding import Inputs
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied, applied_to, distributed_models
 from phalanx.parallel.explain import computes_elsewhere
 from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
-from phalanx.parallel.session import assembly
+from phalanx.parallel.session import Applied, applied_to, distributed_models, distributed_optimizers
 from phalanx.plan.memory import StateOf, memory_of, memory_table
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import AllReduce, Frozen, Plan, ReduceScatter
@@ -111,8 +110,11 @@ def _as_sharded(plan: Plan) -> Plan | None:
 def _state_of(model: nn.Module) -> StateOf | None:
     """Return what the model's optimizer keeps, if there is one and its class is known."""
     mine = {id(param) for param in model.parameters()}
-    held = {o: {id(param) for group in o.param_groups for param in group["params"]} for o in assembly.optimizers}
-    optimizers = [optimizer for optimizer, params in held.items() if not mine.isdisjoint(params)]
+    optimizers = [
+        optimizer
+        for optimizer in distributed_optimizers()
+        if any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+    ]
     try:
         return state_of(optimizers[0]) if len(optimizers) == 1 else None
     except ConfigError:  # the table then has no row of it

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, did_you_mean
+from phalanx.parallel.session import model_record, session
 from phalanx.parallel.step.hooks import hook_steps
 from phalanx.parallel.step.norms import local_part
 
 logger = logging.getLogger("phalanx.parallel")
-
-_averages: weakref.WeakKeyDictionary[nn.Module, EMA] = weakref.WeakKeyDictionary()
-"""The averages that a strategy asked for, by model."""
 
 
 def ema_of(model: nn.Module) -> EMA:
@@ -39,20 +37,17 @@ def ema_of(model: nn.Module) -> EMA:
 
 def kept_average(model: nn.Module) -> EMA | None:
     """Return the average that `strategy.ema` keeps of a model's weights, or None."""
-    return _averages.get(model)
-
-
-def is_averaged(model: nn.Module) -> bool:
-    """Return whether a strategy keeps an average of this model's weights."""
-    return model in _averages
+    record = session.models.get(model)
+    return None if record is None else record.average
 
 
 def keep_average(model: nn.Module, optimizer: Optimizer, decay: float, *, warmup: bool) -> None:
     """Average a model's weights after each update of the first optimizer that trains it, for `ema_of`."""
-    if model in _averages:
+    record = model_record(model)
+    if record.average is not None:
         logger.warning("ema follows the updates of the first optimizer of a model; those of another do not move it.")
     else:
-        _averages[model] = EMA(model, decay, warmup=warmup, optimizer=optimizer)
+        record.average = EMA(model, decay, warmup=warmup, optimizer=optimizer)
 
 
 class EMA:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from phalanx.parallel.apply import name_of
 from phalanx.parallel.optim.layerwise import (
     Exclusion,
     Layer,
@@ -19,11 +18,12 @@ from phalanx.parallel.optim.layerwise import (
     norms_of,
     trust,
 )
+from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
 
 
 def use_lamb(
-    optimizer: Optimizer, *, weight_decay: float = 0.01, exclude: Sequence[str] = (), names: NameOf = name_of
+    optimizer: Optimizer, *, weight_decay: float = 0.01, exclude: Sequence[str] = (), names: NameOf = parameter_name
 ) -> None:
     """Make an Adam or AdamW optimizer update by LAMB. It stays the same object; rates, betas and eps stay its own.
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from phalanx.parallel.apply import name_of
 from phalanx.parallel.optim.layerwise import (
     Exclusion,
     Layer,
@@ -19,6 +18,7 @@ from phalanx.parallel.optim.layerwise import (
     norms_of,
     trust,
 )
+from phalanx.parallel.session import parameter_name
 from phalanx.parallel.step.gate import replace_update
 
 
@@ -29,7 +29,7 @@ def use_lars(
     weight_decay: float = 0.0005,
     epsilon: float = 0.0,
     exclude: Sequence[str] = (),
-    names: NameOf = name_of,
+    names: NameOf = parameter_name,
 ) -> None:
     """Make an SGD optimizer update by LARS. It stays the same object; learning rate and momentum stay its own.
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_reduce
-from phalanx.parallel.apply import applied
 from phalanx.parallel.data.sample_weights import times
+from phalanx.parallel.session import list_applied
 from phalanx.parallel.step.gate import wrap_closures
 
 
@@ -38,5 +38,5 @@ def _of_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _is_summed() -> bool:
-    rules = [rule for made in applied() for rule in made.plan.params]
+    rules = [rule for made in list_applied() for rule in made.plan.params]
     return any(getattr(rule.update, "reduce", "mean") == "sum" for rule in rules)

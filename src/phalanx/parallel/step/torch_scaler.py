@@ -7,7 +7,6 @@ and what was found as attributes. So a step that came from it is known there, on
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
-
-_refused: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-"""Why an optimizer cannot have a GradScaler."""
+from phalanx.parallel.session import optimizer_record
 
 
 def refuse_scaler(optimizer: Optimizer, why: str) -> None:
@@ -27,7 +24,7 @@ def refuse_scaler(optimizer: Optimizer, why: str) -> None:
         optimizer: Its `step` asks `admit_scaled`.
         why: What goes wrong, as a sentence without its end.
     """
-    _refused[optimizer] = why
+    optimizer_record(optimizer).scaler_refusal = why
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
@@ -47,9 +44,10 @@ def admit_scaled(optimizer: Optimizer) -> bool:
     overflow = getattr(optimizer, "found_inf", None)
     if overflow is None:
         return True
-    if optimizer in _refused:
+    refusal = optimizer_record(optimizer).scaler_refusal
+    if refusal is not None:
         raise ConfigError(
-            f"torch.amp.GradScaler steps this {type(optimizer).__name__}, and {_refused[optimizer]}. Use strategy.amp "
+            f"torch.amp.GradScaler steps this {type(optimizer).__name__}, and {refusal}. Use strategy.amp "
             'with amp_configs = {"dtype": "float16"}, whose loss scale is the same on all ranks and knows of it, or '
             "bfloat16, which needs none."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -10,8 +9,8 @@ from typing import TypeVar
 from torch import nn
 
 from phalanx.errors import ConfigError, PlanError, did_you_mean
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.model_shape import is_module_held
+from phalanx.parallel.session import applied_to, model_record
 from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear
 from phalanx.plan.rules.mesh import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS
 from phalanx.plan.rules.tensor import ON_TOKENS, STYLES, Style, Styled, with_cut_layers
@@ -27,13 +26,12 @@ _ELEMENTWISE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class ShardRequest:
+    """What one call of `px.shard` asks for."""
+
     styled: tuple[Styled, ...]
     axis: str | None
     size: int | None
-
-
-_asked: weakref.WeakKeyDictionary[nn.Module, list[_Asked]] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -85,7 +83,7 @@ def shard(
         cut = _flows(model, chosen, sequence_dim if "sequence" in chosen.values() else None)
     first = {id(param): name for name, param in model.named_parameters()}
     styled = tuple(_styled(model.get_submodule(name), one, first) for name, one in cut.items())
-    _asked.setdefault(model, []).append(_Asked(styled, axis, size))
+    model_record(model).shard_requests.append(ShardRequest(styled, axis, size))
     return model
 
 
@@ -95,10 +93,10 @@ def with_marks(plan: Plan, model: nn.Module) -> Plan:
     Raises:
         PlanError: If it does not fit the mesh.
     """
-    for asked in _asked.get(model, ()):
+    for request in model_record(model).shard_requests:
         has_model_axis = any(axis.name == MODEL_AXIS for axis in plan.mesh)
-        axis = asked.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
-        plan = with_cut_layers(plan, asked.styled, axis, asked.size)
+        axis = request.axis or (MODEL_AXIS if has_model_axis else DATA_AXIS)
+        plan = with_cut_layers(plan, request.styled, axis, request.size)
     sizes, styles = {axis.name: axis.size for axis in plan.mesh}, {rule.style for rule in plan.modules} - {None}
     if sizes.get(CONTEXT_AXIS, 1) > 1 and "context" not in styles:
         raise PlanError(
@@ -117,22 +115,25 @@ def with_marks(plan: Plan, model: nn.Module) -> Plan:
 
 
 def is_marked(model: nn.Module) -> bool:
-    """Return whether `shard` was told of this model."""
-    return model in _asked
+    """Return whether `shard` was called for this model."""
+    return bool(model_record(model).shard_requests)
 
 
-def told(model: nn.Module) -> dict[str, str]:
-    """Return what `shard` was told of this model, in words: the style and axis of each module."""
+def describe_shards(model: nn.Module) -> dict[str, str]:
+    """Return the style and axis of each module that `shard` was called for, as text."""
     return {
-        one.module: f"{one.style} along {asked.axis or 'the model axis'}"
-        for asked in _asked.get(model, ())
-        for one in asked.styled
+        styled.module: f"{styled.style} along {request.axis or 'the model axis'}"
+        for request in model_record(model).shard_requests
+        for styled in request.styled
     }
 
 
-def set_aside(model: nn.Module) -> list[str]:
-    """Forget what `shard` was told of this model; return the names of the modules. Before it is distributed."""
-    return [one.module for asked in _asked.pop(model, ()) for one in asked.styled]
+def discard_shards(model: nn.Module) -> list[str]:
+    """Undo the calls of `shard` for this model; return the names of the modules. Before it is distributed."""
+    requests = model_record(model).shard_requests
+    names = [styled.module for request in requests for styled in request.styled]
+    requests.clear()
+    return names
 
 
 def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:

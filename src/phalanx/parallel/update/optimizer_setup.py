@@ -7,7 +7,6 @@ exchange what they exchange; gradients are clipped; LARS or LAMB replaces the ru
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,17 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.optim.elementwise import check_elementwise
+from phalanx.parallel.session import Applied, optimizer_record
 from phalanx.parallel.stateful import keep_state
 from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.param_remap import rebind
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.parallel")
-
-_paired: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def pair(
@@ -50,18 +47,18 @@ def pair(
             optimizer looks at whole parameters, of which ranks hold slices.
     """
     rebind(optimizer)
-    known = _paired.setdefault(optimizer, weakref.WeakSet())
+    trained = optimizer_record(optimizer).models
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if model in known or not any(id(param) in params for param in model.parameters()):
+    if model in trained or not any(id(param) in params for param in model.parameters()):
         return
-    is_first = not known
+    is_first = not trained
     if not is_first and (made.plan.step.accumulate > 1 or made.plan.step.scaler is not None):
         raise ConfigError(
             "one optimizer trains two distributed models, which gradient_merge and float16 do not take. Distribute one "
             "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
         )
     check_elementwise(optimizer, model)
-    known.add(model)
+    trained.add(model)
     why = _why_no_torch_scaler(optimizer, made)
     if why is not None:
         refuse_torch_scaler(optimizer, why)

@@ -77,6 +77,9 @@ class Compressor:
         self._steps.setdefault(optimizer, self._resumed_at)
         hook_steps(optimizer, before=self._exchange, after=self._give_back, on_gradients=True)
 
+    def observe(self, loss: Tensor) -> None:
+        """Do nothing: what is sent does not depend on the loss."""
+
     def averaged(self) -> AbstractContextManager[None]:
         """Return a block that does nothing: all ranks have the same weights."""
         return nullcontext()

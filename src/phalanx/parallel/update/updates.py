@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.comm.context import Context
-from phalanx.parallel.apply import applied
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.data.sample_weights import weigher
 from phalanx.parallel.mesh import Mesh
@@ -31,17 +30,13 @@ class Updater(Protocol):
         """
         ...
 
+    def observe(self, loss: Tensor) -> None:
+        """Take note of this rank's loss of the step at hand."""
+        ...
+
     def averaged(self) -> AbstractContextManager[None]:
         """Return a block in which the model has the weights that a save holds, where they are others than a rank's."""
         ...
-
-
-def observe_loss(loss: Tensor) -> None:
-    """Tell every model's updates this rank's loss of the step at hand."""
-    for made in applied():
-        for updater in made.updaters:
-            if isinstance(updater, LocalSgd):
-                updater.observe(loss)
 
 
 def make_updaters(

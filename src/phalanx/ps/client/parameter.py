@@ -73,6 +73,9 @@ class Handle(nn.Parameter):
         settings: What the table is.
     """
 
+    is_table = True
+    """Tells it from plain parameters where this module is not imported."""
+
     settings: TableSettings
     table: str | None
     """Name of the table; None until it is given, or follows from the module's place in the model."""

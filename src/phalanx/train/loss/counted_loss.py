@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import Applied
+from phalanx.parallel.session import Applied
 from phalanx.parallel.techniques import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
 from phalanx.train.loss.batches import MeanLoss

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from phalanx.comm import transfers
 from phalanx.comm.groups import along_axis
 from phalanx.errors import ConfigError, DataError
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.parallel.tensor.linear import ColumnLinear
 from phalanx.parallel.tensor.mappings import reduce_from
 from phalanx.parallel.tensor.shard_spec import Cut

@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.cluster.role.role import Role
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_module_held
-from phalanx.parallel.tensor.shard_api import is_marked, set_aside
+from phalanx.parallel.tensor.shard_api import discard_shards, is_marked
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.model.auto_context import auto_context
 from phalanx.train.model.modes import ParallelMode, as_mode
@@ -78,7 +78,7 @@ def strategy_in(
     chosen = auto_context.applied_to(strategy or DistributedStrategy())
     if mode not in (ParallelMode.DATA_PARALLEL, ParallelMode.AUTO_PARALLEL):
         return chosen
-    aside = [f"px.shard of {name!r}" for name in set_aside(model)]
+    aside = [f"px.shard of {name!r}" for name in discard_shards(model)]
     if mode is ParallelMode.AUTO_PARALLEL:
         if aside:
             logger.info("parallel_mode AUTO_PARALLEL finds out itself what to cut: %s set aside", ", ".join(aside))

@@ -22,8 +22,8 @@ from phalanx.data.loader.binding import Binding, Inputs, LossFunction, bind, cal
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.checks.consistency import make_consistent
+from phalanx.parallel.session import applied_to
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy, check_strategy
 from phalanx.train.callbacks.base import Callback, check_evaluated, read_callbacks

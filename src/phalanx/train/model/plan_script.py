@@ -20,7 +20,7 @@ from phalanx.auto.planner.to_plan import PLANNED
 from phalanx.cluster.messages.messages import text
 from phalanx.cluster.spec.cluster import Cluster, read_cluster
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.parallel.session import Training, assembly
+from phalanx.parallel.session import TrainingRequest, session
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.auto_parallel import auto_parallel
 from phalanx.train.model.planning import batch_size_of, global_batch, require_no_tables, with_batch_size
@@ -47,7 +47,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
-    assembly.planner = _stop
+    session.planner = _stop
     try:
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script.resolve()), run_name="__main__")  # as Python names it, which scripts build upon
@@ -62,7 +62,7 @@ def plan_script(script: Path, arguments: Sequence[str], **options: Any) -> Plann
         raise ConfigError(_failed(script, error)) from None
     finally:
         sys.argv, sys.path[:] = argv, path
-        assembly.planner = None
+        session.planner = None
         if context_of.is_initialized():
             context_of.shutdown()
     raise ConfigError(text("script trained nothing", script=script, advice=text("script to plan")))
@@ -80,17 +80,17 @@ def _failed(script: Path, error: Exception) -> str:
 class _Reached(BaseException):
     """The script is about to train a model; no handler of its own is to catch it."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingRequest) -> None:
         super().__init__()
         self.training = training
 
 
-def _stop(training: Training) -> NoReturn:
+def _stop(training: TrainingRequest) -> NoReturn:
     raise _Reached(training)
 
 
-def _plan_reached(training: Training, cluster: Cluster, options: dict[str, Any]) -> Planned:
-    assembly.planner = None
+def _plan_reached(training: TrainingRequest, cluster: Cluster, options: dict[str, Any]) -> Planned:
+    session.planner = None
     model = training.model
     require_no_tables(model)
     sample = _sample(training, cluster.devices)
@@ -102,11 +102,11 @@ def _plan_reached(training: Training, cluster: Cluster, options: dict[str, Any])
     return auto_parallel(model, sample, training.loss_fn, **options)
 
 
-def _sample(training: Training, ranks: int) -> Any:
+def _sample(training: TrainingRequest, ranks: int) -> Any:
     """Return what a global batch calls the model with, the target after it where there is a loss function."""
     if training.inputs is None:
-        assert assembly.loader is not None
-        return global_batch(assembly.loader, training.model, has_target=training.has_target, ranks=ranks)
+        assert session.loader is not None
+        return global_batch(session.loader, training.model, has_target=training.has_target, ranks=ranks)
     inputs, named = training.inputs
     arguments = _by_name(training.model, inputs, named) if named else inputs
     rows, current = batch_size_of(arguments), context_of.current()

@@ -20,8 +20,8 @@ from phalanx.data.loader.binding import LossFunction
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.apply import broadcast_from_first_rank, check_model
-from phalanx.parallel.captured import check_of
 from phalanx.parallel.model_shape import is_handle, shape_of
+from phalanx.parallel.session import model_record
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
 from phalanx.train.job_cluster import cluster_of
@@ -101,7 +101,7 @@ def prepare_for_plan(net: nn.Module, loader: ShardedLoader, plan: Plan, *, has_t
     if not plan.ops:
         return
     ranks = Ranks.meet("the Plan of single operators", plan.capture_digest, timeout_s=PATIENCE_S)
-    if share("captured step", check_of(net) is not None, timeout_s=PATIENCE_S):
+    if share("captured step", model_record(net).captured_step is not None, timeout_s=PATIENCE_S):
         return
     sample: Any = None
 

@@ -13,9 +13,9 @@ from phalanx.comm import context
 from phalanx.data.loader.binding import LossFunction
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.parallel.apply import applied_to
+from phalanx.parallel.checks.misuse import check_trains
 from phalanx.parallel.distribute import add_model, add_optimizer, agreed_loader, announce, join, use_strategy
-from phalanx.parallel.session import Training, assembly, check_trains
+from phalanx.parallel.session import TrainingRequest, applied_to, is_distributed_optimizer, session
 from phalanx.plan.files import load_plan, save_plan
 from phalanx.plan.value import Plan
 from phalanx.strategy import DistributedStrategy
@@ -83,7 +83,7 @@ def training_loader(data: Any, options: dict[str, Any], words: Iterable[str] = (
     global_batch = options.pop("global_batch", None)
     loader = agreed_loader(one_pass(data), global_batch, options)
     assert loader is not None
-    assembly.loader = loader
+    session.loader = loader
     return loader
 
 
@@ -152,9 +152,9 @@ class ModelSetup:
             ConfigError: If it is distributed already and something else was requested, or mode, strategy, Plan and
                 `set_auto_parallel_context` contradict each other.
         """
-        if assembly.planner is not None and loader is not None:
-            assembly.planner(
-                Training(
+        if session.planner is not None and loader is not None:
+            session.planner(
+                TrainingRequest(
                     model=self._net,
                     optimizer=self._optimizer,
                     strategy=self._chosen_strategy(),
@@ -204,7 +204,7 @@ class ModelSetup:
         return search_plan(self._net, self._loss_fn, self._optimizer, loader, strategy, current)
 
     def _chosen_strategy(self) -> DistributedStrategy:
-        strategy = strategy_in(self._mode, self._strategy or assembly.initial, self._net)
+        strategy = strategy_in(self._mode, self._strategy or session.initial_strategy, self._net)
         if self._compiled is not None:
             strategy.graph = self._compiled
         return strategy
@@ -242,6 +242,6 @@ def _users_plan(plan: Plan | None, strategy: DistributedStrategy | None) -> Plan
 
 def distribute_optimizer(optimizer: Optimizer, loader: ShardedLoader) -> None:
     """Distribute an optimizer, unless it is distributed already, and say what the ranks train with. Collective."""
-    if optimizer not in assembly.optimizers:
+    if not is_distributed_optimizer(optimizer):
         add_optimizer(optimizer)
         announce(optimizer, loader)

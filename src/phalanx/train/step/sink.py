@@ -17,8 +17,8 @@ from torch import nn
 from phalanx.comm.context import Context
 from phalanx.data.loader.loader import ShardedLoader
 from phalanx.errors import ConfigError
-from phalanx.parallel.apply import applied_to
 from phalanx.parallel.model_shape import is_handle
+from phalanx.parallel.session import applied_to
 from phalanx.train.callbacks.run import Run
 
 logger = logging.getLogger("phalanx.train")

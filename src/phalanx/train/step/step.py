@@ -20,11 +20,12 @@ from phalanx.comm import context
 from phalanx.data.loader.binding import Inputs, LossFunction, bind_argument, call
 from phalanx.data.samples.batch import move_to_device
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.parallel.apply import applied_to, is_cared_for
+from phalanx.parallel.checks.misuse import check_trains, warn_if_apart
+from phalanx.parallel.checks.optimizer_step import is_managed
 from phalanx.parallel.data.weighted_mean import global_mean_of, weighted_mean
 from phalanx.parallel.distribute import add_model
 from phalanx.parallel.memory.out_of_memory import memory_explained
-from phalanx.parallel.session import assembly, check_trains, warn_if_apart
+from phalanx.parallel.session import applied_to, is_distributed_optimizer
 from phalanx.parallel.step.gate import keep_update_out_of_graph
 from phalanx.parallel.step.hooks import keep_out_of_graph
 from phalanx.train.events import report_step, tell_loss
@@ -289,8 +290,8 @@ def train_step(
         ConfigError: If the optimizer holds no parameter of the model, or a fetch is called `loss`.
     """
     check_trains(model, optimizer)
-    is_handed_over = optimizer in assembly.optimizers
-    if is_handed_over and applied_to(model) is None and not any(map(is_cared_for, model.parameters())):
+    is_handed_over = is_distributed_optimizer(optimizer)
+    if is_handed_over and applied_to(model) is None and not any(map(is_managed, model.parameters())):
         add_model(model)
     applied = applied_to(model)
     if compiled is None:
