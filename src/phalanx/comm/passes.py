@@ -126,6 +126,10 @@ class Passes:
             return self._batches.resolve((), is_training=True)
         return tuple(dict.fromkeys(share for forward in to_come for share in forward.shares))
 
+    def is_any_sum(self) -> bool:
+        """Return whether the backward pass to come may be of a model whose gradients are summed over the ranks."""
+        return any(forward.is_sum for forward in self._to_come())
+
     def _to_come(self) -> list[ForwardPass]:
         if not self._alive:
             return []

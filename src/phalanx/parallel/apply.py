@@ -31,7 +31,6 @@ from phalanx.parallel.techniques import (
     attach_tables,
     check_operators,
     cut_stages,
-    is_sum_of_ranks,
     place_operators,
     prepare_modules,
     reduce_gradients,
@@ -40,6 +39,7 @@ from phalanx.parallel.techniques import (
 from phalanx.parallel.tensor.apply_styles import cut_layers
 from phalanx.parallel.validate import check_fits, sharded_update
 from phalanx.plan.files import write_run_plan
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.unmatched import check_rules
 from phalanx.plan.shape import ParamShape

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 import phalanx.comm.context as context_of
 from phalanx.data.loader.binding import bind_argument
 from phalanx.errors import ConfigError
-from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
+from phalanx.parallel.memory.estimate import activation_bytes, as_trained, computes_elsewhere, is_averaged, state_of
 from phalanx.parallel.model_profile import layer_kinds
-from phalanx.parallel.session import Applied, applied_to
+from phalanx.parallel.session import applied_to
 from phalanx.plan.report.explain import Explanation
 from phalanx.plan.report.explain import explain as explain_plan
 
@@ -52,9 +52,3 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
     if not inputs or computes_elsewhere(made):
         return found
     return replace(found, activation_bytes=activation_bytes(model, given))
-
-
-def computes_elsewhere(made: Applied) -> bool:
-    """Return whether a forward pass in training does more than this process can count, or may not be tried."""
-    is_ours = made.is_sharded or made.pipeline is not None or bool(made.plan.tables)
-    return is_ours or made.plan.step.compiled

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.comm.groups import Group
+from phalanx.parallel.session import session
 from phalanx.plan.shape import ModelShape, ParamShape
 from phalanx.plan.value import Table
 
@@ -24,35 +24,26 @@ def is_module_held(tensor: Tensor) -> bool:
     return getattr(tensor, "is_distributed", None) is True
 
 
-_held_over = WeakTensorKeyDictionary()
-"""The groups over which layers of ours hold parameters, by identity."""
-
-
 def mark_held(param: Tensor, group: Group) -> None:
     """Mark a parameter as `is_distributed`, and remember over which ranks its layer holds it."""
     param.is_distributed = True  # type: ignore[assignment, method-assign]  # the users' own word for it
-    _held_over[param] = group
+    session.shard_groups[param] = group
 
 
 def held_over(param: Tensor) -> Group:
     """Return the ranks over which a layer holds a parameter; all, unless it was noted."""
-    return _held_over.get(param, None)  # type: ignore[no-any-return]
-
-
-_staged_over = WeakTensorKeyDictionary()
-"""The groups over whose ranks the stages of a parameter's model lie, by identity of all its parameters."""
+    return session.shard_groups.get(param, None)  # type: ignore[no-any-return]
 
 
 def note_stages(param: Tensor, group: Group) -> None:
     """Remember that the model of a parameter is cut into stages, each of which one rank of the group holds."""
-    _staged_over[param] = group
+    session.stage_groups[param] = group
 
 
 def stages_over(params: Iterable[Tensor]) -> tuple[Group, ...]:
     """Return the groups over whose ranks the models of these parameters are cut into stages."""
-    if not _staged_over:
-        return ()
-    return tuple(dict.fromkeys(_staged_over[param] for param in params if param in _staged_over))
+    groups = session.stage_groups
+    return tuple(dict.fromkeys(groups[param] for param in params if param in groups)) if groups else ()
 
 
 def is_handle(param: Tensor) -> TypeGuard[Handle]:

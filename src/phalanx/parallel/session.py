@@ -125,6 +125,24 @@ class Session:
     parameters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Every parameter of a distributed model, by identity: its name, and whether it was trainable then."""
 
+    replacements: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Parameters that sharding or a pipeline replaced: the new one, and its name."""
+
+    shard_groups: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The ranks over which a layer of ours shards a parameter."""
+
+    stage_groups: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The ranks over which the model of a parameter is split into stages."""
+
+    accumulations: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Parameters whose gradients accumulate over several batches: a weak reference to what counts them."""
+
+    loss_scaled: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Parameters of optimizers with a loss scale: the hook that unscales their gradients, if one does."""
+
+    gradient_factors: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """By how much gradients are too large now; only of parameters whose gradients stay scaled until the update."""
+
     is_in_table: Callable[[Tensor], bool] | None = None
     """Returns whether the gradient of a parameter goes to a table; None in a job without tables."""
 

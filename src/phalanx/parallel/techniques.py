@@ -18,7 +18,7 @@ from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
 from phalanx.parallel.session import model_record, session
 from phalanx.parallel.tensor.gathered_linear import average
 from phalanx.plan.buckets import all_reduce_buckets
-from phalanx.plan.mesh import reduced_along
+from phalanx.plan.mesh import is_sum_of_ranks, reduced_along
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.rules.servers import DENSE
 from phalanx.plan.shape import ModelShape
@@ -152,11 +152,6 @@ def prepare_modules(plan: Plan, model: nn.Module, context: Context) -> None:
     if plan.step.compiled and not _has_stages(plan):  # else each stage is compiled
         # In place, so that the module and its state_dict keys stay as they were.
         model.compile()
-
-
-def is_sum_of_ranks(plan: Plan) -> bool:
-    """Return whether a Plan lets gradients be summed over the ranks, not averaged."""
-    return any(getattr(rule.update, "reduce", "mean") == "sum" for rule in plan.params)
 
 
 def _has_stages(plan: Plan) -> bool:

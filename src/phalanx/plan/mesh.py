@@ -106,3 +106,8 @@ def _rank(axes: Sequence[Axis], coordinates: Sequence[int]) -> int:
     for axis, coordinate in zip(axes, coordinates, strict=True):
         rank = rank * axis.size + coordinate
     return rank
+
+
+def is_sum_of_ranks(plan: Plan) -> bool:
+    """Return whether gradients are summed over the ranks, not averaged."""
+    return any(getattr(rule.update, "reduce", "mean") == "sum" for rule in plan.params)

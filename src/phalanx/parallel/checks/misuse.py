@@ -19,7 +19,7 @@ from phalanx.parallel.session import (
     is_distributed_optimizer,
     session,
 )
-from phalanx.parallel.step.param_remap import replaced
+from phalanx.parallel.step.param_remap import successor
 from phalanx.plan.value import Plan
 
 logger = logging.getLogger("phalanx.parallel")
@@ -45,7 +45,7 @@ def is_trained_by(model: nn.Module, optimizer: Optimizer) -> bool:
     """Return whether an optimizer holds a parameter of a model, or one that was replaced there."""
     own = {id(param) for param in model.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return any(id(param) in own or id(replaced.successor(param)) in own for param in params)
+    return any(id(param) in own or id(successor(param)) in own for param in params)
 
 
 def check_trains(model: nn.Module, optimizer: Optimizer) -> None:

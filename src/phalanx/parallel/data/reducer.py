@@ -48,7 +48,7 @@ from phalanx.parallel.data.bucket_buffers import (
 from phalanx.parallel.data.grad_reduction import Plain, WireOverflow, wire_for
 from phalanx.parallel.data.sample_weights import weigher
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.precision.loss_scale import is_loss_scaled
+from phalanx.parallel.session import session
 from phalanx.plan.buckets import GradientBucket
 
 logger = logging.getLogger("phalanx.parallel")
@@ -336,7 +336,7 @@ class Reducer:
         at = next((g for g, end in zip(bucket.gradients, ends, strict=True) if overflow.position < end), None)
         what = f"the gradient of {at.name!r}" if at is not None else f"a buffer beside {self._label_of(bucket)}"
         most = torch.finfo(overflow.dtype).max
-        if at is not None and is_loss_scaled(at.param):
+        if at is not None and at.param in session.loss_scaled:
             if self._context.rank == 0:
                 logger.warning("%s, added up over the ranks, is above %g, the most float16 holds", what, most)
             return

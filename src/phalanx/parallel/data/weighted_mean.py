@@ -2,7 +2,7 @@
 
 Data parallel weighs a rank's loss by the rows of its batch, which makes means over rows exact. A rank's mean over its
 tokens would have to weigh by its tokens. `weighted_mean` divides the sum of a rank's losses by the weight on all ranks,
-and takes out the weight by rows that the gradient gets on its way (`row_weights`).
+and takes out the weight by rows that the gradient gets on its way (`sample_weights`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.comm.collectives import apply_function
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 from phalanx.parallel.session import list_applied
-from phalanx.parallel.techniques import is_sum_of_ranks
+from phalanx.plan.mesh import is_sum_of_ranks
 
 
 def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
@@ -53,18 +53,8 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> Tensor:
         )
     if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
         raise ConfigError(f"weighted_mean takes the weight of a rank's losses as one number, found {_looks(weight)}.")
-    for model in list_applied():
-        if is_sum_of_ranks(model.plan):
-            raise ConfigError(
-                'weighted_mean makes a mean, and scale_strategy "sum" sums gradients over the ranks. Use "avg", the '
-                "default, or divide the sum by a weight that is the same on all ranks."
-            )
-        if model.pipeline is not None:
-            raise ConfigError(
-                "weighted_mean takes a whole batch, and a model cut into stages computes losses of micro-batches. Give "
-                "px.train_step a torch loss (nn.CrossEntropyLoss), which is exact there, or train without stages."
-            )
-    mean, factor = global_mean_of(total.detach(), weight, context_of.current().passes.now() if is_joined() else ())
+    _check_models()
+    mean, factor = global_mean_of(total.detach(), weight, _shares_now())
     return apply_function(_Mean, total.reshape(()), mean, factor)
 
 
@@ -75,14 +65,33 @@ def mean_of_means(mean: Tensor, weight: Tensor) -> Tensor:
     """
     weight = weight.double()
     total = torch.where(weight > 0, mean.detach().double(), 0.0) * weight
-    whole, factor = global_mean_of(total, weight, context_of.current().passes.now() if is_joined() else ())
+    whole, factor = global_mean_of(total, weight, _shares_now())
     # One factor, rounded once: where ranks have equal weights it is 1.
     return apply_function(_Mean, mean.reshape(()), whole.to(mean.dtype), (factor * weight).to(mean.dtype))
 
 
-def is_joined() -> bool:
-    """Return whether this process trains with Phalanx."""
-    return context_of.is_initialized()
+def _shares_now() -> Shares:
+    return context_of.current().passes.now() if context_of.is_initialized() else ()
+
+
+def _check_models() -> None:
+    """Raise if the loss that is computed now is of a model whose gradients cannot be those of a mean over ranks.
+
+    Several models may be distributed: of those, the ones that were called since the last backward pass count.
+    """
+    models = list_applied()
+    pipelines = [applied.pipeline for applied in models if applied.pipeline is not None]
+    if pipelines and (len(pipelines) == len(models) or any(pipeline.is_running for pipeline in pipelines)):
+        raise ConfigError(
+            "weighted_mean takes a whole batch, and a model cut into stages computes losses of micro-batches. Give "
+            "px.train_step a torch loss (nn.CrossEntropyLoss), which is exact there, or train without stages."
+        )
+    sums = [is_sum_of_ranks(applied.plan) for applied in models]
+    if any(sums) and (all(sums) or context_of.current().passes.is_any_sum()):
+        raise ConfigError(
+            'weighted_mean makes a mean, and scale_strategy "sum" sums gradients over the ranks. Use "avg", the '
+            "default, or divide the sum by a weight that is the same on all ranks."
+        )
 
 
 def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tuple[Tensor, Tensor]:
@@ -93,7 +102,7 @@ def global_mean_of(total: Tensor, weight: Tensor | float, shares: Shares) -> tup
         weight: Their weight.
         shares: What they are of.
     """
-    readers = context_of.current().readers if is_joined() else None
+    readers = context_of.current().readers if context_of.is_initialized() else None
     ranks = 1 if readers is None else readers.count
     by_rows = row_weight_of(shares, ranks)
     sums = torch.stack([total.reshape(()).double(), torch.as_tensor(weight, device=total.device).reshape(()).double()])
@@ -120,8 +129,8 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = ctx.factor
-        # What does not count may be undefined further on, so zeros are sent, not products.
-        return (grads[0] * factor, None, None)
+        # The gradient of what does not count may be undefined, so it is not multiplied by zero.
+        return (torch.where(factor == 0, 0.0, grads[0] * factor), None, None)
 
 
 def _looks(value: object) -> str:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.data.loader.binding import Inputs, call
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.forward_hooks import buffers_kept
-from phalanx.parallel.session import model_record
+from phalanx.parallel.session import Applied, model_record
 from phalanx.parallel.step.norms import local_part
 from phalanx.plan.memory import StateOf
 from phalanx.plan.shape import ModelShape
@@ -59,6 +59,12 @@ def as_trained(shape: ModelShape, model: nn.Module) -> ModelShape:
 def is_averaged(model: nn.Module) -> bool:
     """Return whether the strategy keeps an average of a model's weights."""
     return model_record(model).average is not None
+
+
+def computes_elsewhere(applied: Applied) -> bool:
+    """Return whether a forward pass in training does more than this process can count, or may not be tried."""
+    is_ours = applied.is_sharded or applied.pipeline is not None or bool(applied.plan.tables)
+    return is_ours or applied.plan.step.compiled
 
 
 def activation_bytes(model: nn.Module, inputs: Inputs) -> int:

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import phalanx.comm.context as context_of
 from phalanx.data.loader.binding import Inputs
 from phalanx.errors import ConfigError
-from phalanx.parallel.explain import computes_elsewhere
-from phalanx.parallel.memory.estimate import activation_bytes, as_trained, is_averaged, state_of
+from phalanx.parallel.memory.estimate import activation_bytes, as_trained, computes_elsewhere, is_averaged, state_of
 from phalanx.parallel.session import Applied, applied_to, distributed_models, distributed_optimizers
 from phalanx.plan.memory import StateOf, memory_of, memory_table
 from phalanx.plan.rules.mesh import STAGE_AXIS

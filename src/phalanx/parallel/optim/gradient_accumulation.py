@@ -17,17 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle
+from phalanx.parallel.session import session
 from phalanx.parallel.step.gate import gate_steps
 
 logger = logging.getLogger("phalanx.parallel")
-
-_merged_by = WeakTensorKeyDictionary()
-"""Parameters whose gradients are merged, by identity: a weak reference to their GradientMerge (it knows the model)."""
 
 
 def is_partial(param: Tensor) -> bool:
@@ -37,8 +34,8 @@ def is_partial(param: Tensor) -> bool:
 
 
 def _merge_of(param: Tensor) -> GradientMerge | None:
-    found = _merged_by.get(param) if _merged_by else None
-    return None if found is None else found()
+    reference = session.accumulations.get(param) if session.accumulations else None
+    return None if reference is None else reference()
 
 
 class _Quiet:
@@ -183,7 +180,7 @@ def merge_gradients(
     zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _Quiet(quiet))
     merge = GradientMerge(k_steps, avg, zero_grad.quiet)
     for param in params:
-        _merged_by[param] = weakref.ref(merge)
+        session.accumulations[param] = weakref.ref(merge)  # it knows the model
         if param.requires_grad:
             merge.hooks.append(param.register_hook(merge.weight))
     if _is_sharded(model):

@@ -39,8 +39,9 @@ from phalanx.parallel.pipeline.schedule import Route, Stage, flow, microbatches_
 from phalanx.parallel.pipeline.stage_io import pack, unpack
 from phalanx.parallel.pipeline.stage_state import check_not_shared, let_go
 from phalanx.parallel.precision.autocast import apply_precision
-from phalanx.parallel.step.param_remap import replaced
+from phalanx.parallel.step.param_remap import note_replaced
 from phalanx.parallel.tensor.same_samples import SameRows, share_random_stream
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Plan
 
@@ -81,7 +82,7 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
     before = dict(model.named_parameters())
     let_go(model, [name for name, stage in owners.items() if stage not in route.mine])
     after = dict(model.named_parameters())
-    replaced.note(before, after)
+    note_replaced(before, after)
     for param in after.values():
         note_stages(param, route.group)
     share_random_stream(route.group, context.device.type)
@@ -116,7 +117,7 @@ class Pipeline:
         self.checks = list(checks)
         """Look at the model and its batch before every step."""
 
-        self._is_sum = any(getattr(rule.update, "reduce", "mean") == "sum" for rule in plan.params)
+        self._is_sum = is_sum_of_ranks(plan)
         self._meets_copies = plan.step.sync_bn and context.readers.count > 1
         self._context = context
         self._recorded = {model.training: recorded}
@@ -130,6 +131,11 @@ class Pipeline:
     def __reduce__(self) -> Any:
         """Refuse to copy: a copy would talk to stages that nobody runs."""
         raise ConfigError("a model cut into stages cannot be copied or pickled whole. Keep its state_dict instead.")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step, or a forward pass, is under way."""
+        return self._batch is not _NO_BATCH
 
     @property
     def model(self) -> nn.Module:

@@ -20,6 +20,7 @@ import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle
+from phalanx.parallel.session import session
 from phalanx.parallel.step.gate import gate_steps
 from phalanx.parallel.step.hooks import hook_steps
 from phalanx.parallel.step.norms import gradient_of, is_dtensor, whole_norms
@@ -27,27 +28,15 @@ from phalanx.plan.value import Scaler
 
 logger = logging.getLogger("phalanx.parallel")
 
-_factors = WeakTensorKeyDictionary()
-"""By how much gradients are too large now, by the identity of their parameters; only those that stay scaled."""
-
-
-_watched = WeakTensorKeyDictionary()
-"""Parameters of optimizers with a loss scale, by identity: the hook that unscales their gradients, if one does."""
-
-
-def is_loss_scaled(param: Tensor) -> bool:
-    """Return whether an optimizer with a loss scale trains a parameter, and skips steps whose gradients overflow."""
-    return param in _watched
-
 
 def gradient_scale(param: Tensor) -> float:
     """Return by how much a parameter's gradient is too large now; 1 for nearly all."""
-    return float(_factors.get(param, 1.0)) if _factors else 1.0
+    return float(session.gradient_factors.get(param, 1.0)) if session.gradient_factors else 1.0
 
 
 def take_scale(param: Tensor) -> float:
     """Return the same, to one who divides the gradient by it now."""
-    return float(_factors.pop(param, 1.0)) if _factors else 1.0
+    return float(session.gradient_factors.pop(param, 1.0)) if session.gradient_factors else 1.0
 
 
 class LossScale:
@@ -77,7 +66,7 @@ class LossScale:
         self._losses += 1
         self._applied = self.value
         for param in self._staying:
-            _factors[param] = self.value
+            session.gradient_factors[param] = self.value
         return loss * self.value
 
     def bind(self, optimizer: Optimizer) -> None:
@@ -98,7 +87,7 @@ class LossScale:
                 "float16 scales gradients, and the optimizer trains rows of a table (SparseEmbedding), whose gradients "
                 "nothing would unscale. Use bfloat16."
             )
-        if any(param in _watched for param in _params_of(optimizer)):
+        if any(param in session.loss_scaled for param in _params_of(optimizer)):
             raise ConfigError(
                 "the gradients of these parameters are unscaled already, for another optimizer. Give float16 training "
                 "one optimizer for each parameter."
@@ -135,9 +124,9 @@ class LossScale:
         # torch runs no hook of a gradient that it puts together from all ranks' parts itself.
         if param.dtype == torch.float16 or is_dtensor(param):
             self._staying[param] = True
-            _watched[param] = None
+            session.loss_scaled[param] = None
         else:
-            _watched[param] = param.register_hook(lambda gradient: gradient / self._applied)
+            session.loss_scaled[param] = param.register_hook(lambda gradient: gradient / self._applied)
 
     def _admit(self, optimizer: Optimizer) -> bool:
         params = [param for param in _params_of(optimizer) if param.grad is not None]
@@ -146,7 +135,7 @@ class LossScale:
                 "float16 gradients underflow without loss scaling, and the loss of this step was not scaled. Write "
                 "optimizer.scale(loss).backward(), or use phalanx.train_step."
             )
-        late = [param for param in params if param not in _watched]
+        late = [param for param in params if param not in session.loss_scaled]
         if late:
             raise ConfigError(
                 f"a parameter of shape {tuple(late[0].shape)} was frozen, or not in the optimizer, when the optimizer "
@@ -169,8 +158,8 @@ class LossScale:
 def _leave(params: list[Tensor]) -> None:
     """Leave gradients alone that nobody scales any more."""
     for param in params:
-        _factors.pop(param, None)
-        hook = _watched.pop(param)
+        session.gradient_factors.pop(param, None)
+        hook = session.loss_scaled.pop(param, None)
         if hook is not None:
             hook.remove()
 

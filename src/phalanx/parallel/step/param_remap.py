@@ -10,53 +10,49 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.session import session
 from phalanx.parallel.step.hooks import hook_steps
 from phalanx.parallel.tensor.shard_spec import held_part
 
 
-class Replaced:
-    """Which parameter stands in the place of which."""
-
-    def __init__(self) -> None:
-        self._successors = WeakTensorKeyDictionary()
-        self._names = WeakTensorKeyDictionary()
-        self._is_watching = False
-
-    def note(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        """Remember that parameters of these plain names were replaced."""
-        for name, old in before.items():
-            if after[name] is not old:
-                self._successors[old], self._names[old] = after[name], name
-        if self._successors and not self._is_watching:
-            self._is_watching = True
-            register_optimizer_step_pre_hook(self._refuse_unbound)
-
-    def successor(self, param: Tensor) -> nn.Parameter | None:
-        """Return what stands in the place of a parameter, or None."""
-        found: nn.Parameter | None = self._successors.get(param)
-        return found
-
-    def _refuse_unbound(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param in self._successors:
-                    raise ConfigError(
-                        f"this {type(optimizer).__name__} holds parameter {self._names[param]!r} as it was before the "
-                        "model was sharded, which nothing trains any more. Give the optimizer to distribute or "
-                        "fleet.distributed_optimizer too."
-                    )
+def note_replaced(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    """Remember that parameters of these plain names were replaced."""
+    for name, old in before.items():
+        if after[name] is not old:
+            session.replacements[old] = (after[name], name)
+    if session.replacements:
+        _watch_steps()
 
 
-replaced = Replaced()
-"""Of this process."""
+def successor(param: Tensor) -> nn.Parameter | None:
+    """Return what replaced a parameter, or None."""
+    new, _ = session.replacements.get(param, (None, ""))
+    return new  # type: ignore[no-any-return]
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_unbound)
+
+
+def _refuse_unbound(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in session.replacements:
+                _, name = session.replacements[param]
+                raise ConfigError(
+                    f"this {type(optimizer).__name__} holds parameter {name!r} as it was before the model was sharded, "
+                    "which nothing trains any more. Give the optimizer to distribute or fleet.distributed_optimizer "
+                    "too."
+                )
 
 
 def rebind(optimizer: Optimizer) -> None:
@@ -67,7 +63,7 @@ def rebind(optimizer: Optimizer) -> None:
     moved = {}
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
-            new = replaced.successor(param)
+            new = successor(param)
             if new is not None:
                 group["params"][index] = moved[param] = new
     for old, new in moved.items():

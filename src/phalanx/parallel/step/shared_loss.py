@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ import phalanx.comm.context as context_of
 from phalanx.comm.batches import row_weight_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.parallel.data.sample_weights import times
-from phalanx.parallel.session import list_applied
+from phalanx.parallel.session import OptimizerRecord, applied_to, optimizer_record
 from phalanx.parallel.step.gate import wrap_closures
+from phalanx.plan.mesh import is_sum_of_ranks
 
 
 def share_losses(optimizer: Optimizer) -> None:
@@ -21,22 +23,18 @@ def share_losses(optimizer: Optimizer) -> None:
 
     Ranks take the same number of steps along the same line only if they see the same loss.
     """
-    wrap_closures(optimizer, _of_all_rows)
+    wrap_closures(optimizer, partial(_over_all_samples, optimizer_record(optimizer)))
 
 
-def _of_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
+def _over_all_samples(record: OptimizerRecord, closure: Callable[[], Any]) -> Callable[[], Any]:
     def evaluate() -> torch.Tensor:
         loss = torch.as_tensor(closure()).detach()
         context = context_of.current()
         readers = context.readers
-        is_sum = _is_summed()
+        trained = [applied for model in record.models if (applied := applied_to(model)) is not None]
+        is_sum = any(is_sum_of_ranks(applied.plan) for applied in trained)
         weight = row_weight_of(context.passes.of_update(), readers.count, is_sum=is_sum)
         summed = all_reduce(times(loss, weight), "sum", group=readers.group)  # what does not count may be undefined
         return summed if is_sum else summed / readers.count
 
     return evaluate
-
-
-def _is_summed() -> bool:
-    rules = [rule for made in list_applied() for rule in made.plan.params]
-    return any(getattr(rule.update, "reduce", "mean") == "sum" for rule in rules)

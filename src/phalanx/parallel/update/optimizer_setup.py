@@ -21,6 +21,7 @@ from phalanx.parallel.session import Applied, optimizer_record
 from phalanx.parallel.stateful import keep_state
 from phalanx.parallel.step.gate import refuse_torch_scaler
 from phalanx.parallel.step.param_remap import rebind
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.strategy import DistributedStrategy
 
 logger = logging.getLogger("phalanx.parallel")
@@ -95,8 +96,7 @@ def _follow_plan(
 
         merge = merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
         held = HeldGradients(optimizer, merge, is_sharded=made.is_sharded)
-        is_summed = any(getattr(rule.update, "reduce", "mean") == "sum" for rule in made.plan.params)
-        keep_state(optimizer, "gradient_merge", held, elsewhere="share" if is_summed else "mean")
+        keep_state(optimizer, "gradient_merge", held, elsewhere="share" if is_sum_of_ranks(made.plan) else "mean")
     if any(rule.pure for rule in made.plan.modules):
         from phalanx.parallel.precision.master_weights import keep_master_weights
 

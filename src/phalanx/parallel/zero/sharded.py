@@ -35,7 +35,7 @@ from phalanx.parallel.data.reducer import Reducer, check_no_graph
 from phalanx.parallel.data.sample_weights import weigher, without_views
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import held_over, is_module_held, mark_held, note_stages, stages_over
-from phalanx.parallel.step.param_remap import replaced
+from phalanx.parallel.step.param_remap import note_replaced
 from phalanx.parallel.zero.unit_calls import label_units
 from phalanx.plan.value import Plan, ReduceScatter, matches
 
@@ -141,7 +141,7 @@ def _cut(
             module.set_gradient_divide_factor(float(mesh.size(mesh.batch_axes)) if update.reduce == "mean" else 1.0)
     label_units(model)
     after = dict(model.named_parameters())
-    replaced.note(before, after)
+    note_replaced(before, after)
     for name, param in after.items():
         if is_module_held(before[name]):  # what was cut here is a layer's slice
             mark_held(param, held_over(before[name]))

@@ -59,7 +59,9 @@ class UnitCalls:
         self.counts[name] += 1
         text = f"{self.digest} {name}".encode()
         self.digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
-        if not self.is_queued and torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() == -1:
+            self.is_queued = False  # the backward pass before this forward pass may have raised
+        elif not self.is_queued:
             self.is_queued = True
             device = tensor.device
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._compare(group, device))

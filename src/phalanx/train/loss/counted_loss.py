@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.session import Applied
-from phalanx.parallel.techniques import is_sum_of_ranks
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
 from phalanx.train.loss.batches import MeanLoss
 from phalanx.train.loss.own_loss import IGNORED

@@ -22,7 +22,7 @@ from phalanx.data.loader.binding import entry_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.weighted_mean import mean_of_means
 from phalanx.parallel.session import Applied
-from phalanx.parallel.techniques import is_sum_of_ranks
+from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.value import Average, Push
 from phalanx.train.loss.own_loss import IGNORED, own_loss
 
