@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.checkpoint.tensors.file import TensorFile, write_tensors
 from phalanx.errors import BackendError, ConfigError, DataError
+from phalanx.parallel.session import StepPhase
 from phalanx.parallel.stateful import keep_state
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import LearningRateFactor, apply_factor
 
 torch.manual_seed(3)
@@ -245,7 +246,7 @@ def test_a_warm_up_goes_on_where_it_was(tmp_path: Path) -> None:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         apply_factor(optimizer, LearningRateFactor(scale=3.0, warmup_steps=4))
-        hook_steps(optimizer, before=lambda it: rates.append(it.param_groups[0]["lr"]))
+        add_action(optimizer, StepPhase.CLIP_GRADIENTS, lambda it: rates.append(it.param_groups[0]["lr"]))
         return model, optimizer
 
     model, optimizer = warming()

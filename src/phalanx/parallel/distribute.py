@@ -25,6 +25,7 @@ from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimi
 from phalanx.parallel.checks.same_data import RowsWatch
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.session import (
+    StepPhase,
     applied_to,
     distributed_models,
     distributed_optimizers,
@@ -35,7 +36,7 @@ from phalanx.parallel.session import (
     session,
 )
 from phalanx.parallel.step.gate import follow_torch_scaler
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.learning_rate import apply_factor, factor_for
 from phalanx.parallel.step.shared_loss import share_losses
 from phalanx.parallel.tensor.shard_api import describe_shards, is_marked, with_marks
@@ -128,7 +129,7 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
         raise ConfigError("this optimizer is distributed already; call distributed_optimizer or distribute once.")
     context, loader = join("distributed_optimizer"), session.loader
     follow_torch_scaler(optimizer)
-    hook_steps(optimizer, before=StepWatch())
+    add_action(optimizer, StepPhase.CHECK_PARAMETERS, StepWatch())
     if isinstance(optimizer, LBFGS) and context.is_distributed:
         share_losses(optimizer)
     factor = factor_for(
@@ -145,8 +146,8 @@ def add_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
         tables = tables_of(context, use_strategy(None))
         tables.add_optimizer(optimizer)
-        # After the factor, so that pushes carry the rate of this step.
-        hook_steps(optimizer, before=tables.before_step, after=tables.after_step)
+        add_action(optimizer, StepPhase.PUSH_TABLES, tables.before_step)
+        add_action(optimizer, StepPhase.PULL_TABLES, tables.after_step)
     optimizer_record(optimizer).is_distributed = True
     for model in distributed_models():
         _pair(optimizer, model)

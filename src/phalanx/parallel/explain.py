@@ -13,7 +13,8 @@ from phalanx.data.loader.binding import bind_argument
 from phalanx.errors import ConfigError
 from phalanx.parallel.memory.estimate import activation_bytes, as_trained, computes_elsewhere, is_averaged, state_of
 from phalanx.parallel.model_profile import layer_kinds
-from phalanx.parallel.session import applied_to
+from phalanx.parallel.session import applied_to, session
+from phalanx.parallel.step.hooks import list_phases
 from phalanx.plan.report.explain import Explanation
 from phalanx.plan.report.explain import explain as explain_plan
 
@@ -48,7 +49,16 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
         rank=context_of.current().rank,
         state=None if optimizer is None else state_of(optimizer),
         averaged=is_averaged(model),
+        step=_step_of(model, optimizer),
     )
     if not inputs or computes_elsewhere(made):
         return found
     return replace(found, activation_bytes=activation_bytes(model, given))
+
+
+def _step_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """Return what a step of the model's optimizer does; nothing where it has none, or several."""
+    optimizers = [o for o, record in session.optimizers.items() if model in record.models]
+    if optimizer is None and len(optimizers) == 1:
+        (optimizer,) = optimizers
+    return () if optimizer is None else list_phases(optimizer)

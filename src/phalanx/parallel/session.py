@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Applied:
     """Compares the replicas of its parameters, if there are any and the comparison is on."""
 
 
+Closure = Callable[[], Any]
 PlanCheck = Callable[["Plan"], str | None]
 """Returns why a Plan's operators are not those of a captured step; None if they are."""
 
@@ -79,12 +82,92 @@ class ModelRecord:
     """Whether its optimizer should come by a call of its own."""
 
 
+class StepPhase(IntEnum):
+    """What may happen at `optimizer.step()`, in this order, whatever the order of the calls that asked for it.
+
+    Before all of it, a step that torch's GradScaler makes is unscaled, or left out.
+    """
+
+    ACCUMULATE_GRADIENTS = auto()
+    """Leave the update out until the gradients of all batches are there."""
+
+    SKIP_OVERFLOW = auto()
+    """Leave the update out when a scaled gradient is not finite on some rank."""
+
+    CHECK_PARAMETERS = auto()
+    SCALE_LEARNING_RATE = auto()
+    PUSH_TABLES = auto()
+    """Push gradients to tables, with the learning rate of this step."""
+
+    SPLIT_GROUPS = auto()
+    """Split parameter groups into what torch's fused loops take together."""
+
+    USE_MASTER_WEIGHTS = auto()
+    """Put float32 weights and gradients in the place of low-precision ones."""
+
+    UNSCALE_GRADIENTS = auto()
+    EXCHANGE_GRADIENTS = auto()
+    """Exchange the largest entries of gradients (dgc)."""
+
+    CLIP_GRADIENTS = auto()
+    UPDATE = auto()
+    """The optimizer's own rule, or LARS or LAMB."""
+
+    RESTORE_LEARNING_RATE = auto()
+    PULL_TABLES = auto()
+    JOIN_GROUPS = auto()
+    ROUND_MASTER_WEIGHTS = auto()
+    RESTORE_MOMENTUM = auto()
+    """Give the optimizer its momentum back, which was applied before the exchange (dgc)."""
+
+    AVERAGE_PARAMETERS = auto()
+    """Average parameters over the ranks (local SGD)."""
+
+    COMPARE_REPLICAS = auto()
+    MOVE_AVERAGES = auto()
+    """Move the exponential moving averages of the weights."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether actions of this phase decide if there is an update."""
+        return self <= StepPhase.SKIP_OVERFLOW
+
+
+@dataclass(frozen=True, slots=True)
+class StepAction:
+    """One action at every step of an optimizer."""
+
+    phase: StepPhase
+    run: Callable[[Optimizer], bool | None]
+    needs_gradients: bool
+    """Whether it acts on gradients before the update, which a closure has not computed yet."""
+
+
 @dataclass(slots=True)
 class OptimizerRecord:
-    """What acts around the steps of one optimizer."""
+    """What acts at the steps of one optimizer."""
 
     is_distributed: bool = False
     """Whether it was given to `px.distribute`, `px.Model` or `fleet.distributed_optimizer`."""
+
+    actions: list[StepAction] = field(default_factory=list)
+    """What its steps do beside the update, sorted by phase."""
+
+    gates: tuple[Callable[[Optimizer], bool | None], ...] = ()
+    """Those of the actions that decide."""
+
+    hook_handles: tuple[RemovableHandle, ...] = ()
+    """Torch's, of the actions that run in its hooks."""
+
+    update: Callable[..., Any] | None = None
+    """What `step` does once nothing holds it back; None while `step` is torch's own."""
+
+    is_own_rule: bool = False
+    """Whether `update` is a rule of ours."""
+
+    wrap_closure: Callable[[Closure], Closure] | None = None
+    has_updated: bool = True
+    """Whether the last step updated."""
 
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Distributed models that it trains."""

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.compare import Copies, difference, may_differ, take_first
 from phalanx.parallel.model_shape import is_handle, is_module_held
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import local_part
 from phalanx.plan.mesh import partition, sharded_along
 from phalanx.plan.rules.mesh import STAGE_AXIS
@@ -92,7 +93,7 @@ class Drift:
             counts: Whether nothing else tells the steps.
         """
         self._is_stepped = True
-        hook_steps(optimizer, after=lambda _: self.step() if counts else self._confirm())
+        add_action(optimizer, StepPhase.COMPARE_REPLICAS, lambda _: self.step() if counts else self._confirm())
 
     def exchanged(self) -> None:
         """Compare if it is time, after gradients were exchanged. Collective over all ranks of the job, as that is."""

@@ -13,7 +13,8 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import stages_over
 from phalanx.parallel.optim.gradient_accumulation import is_partial
 from phalanx.parallel.precision.loss_scale import gradient_scale
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import gradient_of, over_stages, whole_norms
 
 
@@ -105,7 +106,7 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
             # Around an update gradients are complete, which clip_grad_norm_ could not know.
             _clip(params, max_norm, 2.0, error_if_nonfinite=False)
 
-    hook_steps(optimizer, before=clip, on_gradients=True)
+    add_action(optimizer, StepPhase.CLIP_GRADIENTS, clip, needs_gradients=True)
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, did_you_mean
-from phalanx.parallel.session import model_record, session
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase, model_record, session
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import local_part
 
 logger = logging.getLogger("phalanx.parallel")
@@ -82,7 +82,7 @@ class EMA:
         with torch.no_grad():
             self._shadow = {name: _wide(tensor.detach()).clone() for name, tensor in _averaged(model)}
         if optimizer is not None:
-            hook_steps(optimizer, after=lambda _: self.update())
+            add_action(optimizer, StepPhase.MOVE_AVERAGES, lambda _: self.update())
 
     @property
     def decay(self) -> float:

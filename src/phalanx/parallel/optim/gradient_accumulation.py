@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 import phalanx.comm.context as context_of
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle
-from phalanx.parallel.session import session
-from phalanx.parallel.step.gate import gate_steps
+from phalanx.parallel.session import StepPhase, session
+from phalanx.parallel.step.hooks import add_action
 
 logger = logging.getLogger("phalanx.parallel")
 
@@ -190,7 +190,7 @@ def merge_gradients(
         own = {id(param) for param in params}
         names = {name for name, param in model.named_parameters() if id(param) in own}
         merge.hooks.append(sharded.hook_gathered(model, merge.weight, names))
-    gate_steps(optimizer, merge.admit, first=True)
+    add_action(optimizer, StepPhase.ACCUMULATE_GRADIENTS, merge.admit)
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), merge)  # type: ignore[method-assign]
     model.zero_grad = zero_grad  # type: ignore[method-assign]
     weakref.finalize(optimizer, _end, merge, k_steps, context_of.current().rank)

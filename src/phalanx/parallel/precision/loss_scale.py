@@ -20,9 +20,8 @@ import phalanx.comm.context as context_of
 from phalanx.comm.collectives import all_reduce
 from phalanx.errors import ConfigError
 from phalanx.parallel.model_shape import is_handle
-from phalanx.parallel.session import session
-from phalanx.parallel.step.gate import gate_steps
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase, session
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import gradient_of, is_dtensor, whole_norms
 from phalanx.plan.value import Scaler
 
@@ -96,8 +95,8 @@ class LossScale:
         for param in params:
             self._watch(param)
         weakref.finalize(optimizer, _leave, params)
-        gate_steps(optimizer, self._admit)
-        hook_steps(optimizer, before=_unscale)
+        add_action(optimizer, StepPhase.SKIP_OVERFLOW, self._admit)
+        add_action(optimizer, StepPhase.UNSCALE_GRADIENTS, _unscale)
         optimizer.scale = self.scale  # type: ignore[attr-defined]
 
     def update(self, *, overflowed: bool) -> None:

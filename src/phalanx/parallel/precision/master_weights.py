@@ -17,7 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.precision.loss_scale import take_scale
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.step.norms import is_dtensor
 
 LOW = (torch.bfloat16, torch.float16)
@@ -50,7 +51,8 @@ class MasterWeights:
         self._masters = WeakTensorKeyDictionary()
         self._away: list[_Away] = []
         self._loading: dict[int, dict[str, Any]] = {}
-        hook_steps(optimizer, before=self._put_in_place, after=self._put_back, on_gradients=True)
+        add_action(optimizer, StepPhase.USE_MASTER_WEIGHTS, self._put_in_place, needs_gradients=True)
+        add_action(optimizer, StepPhase.ROUND_MASTER_WEIGHTS, self._put_back)
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -123,7 +125,7 @@ def keep_master_weights(optimizer: Optimizer) -> MasterWeights:
     Weights that were loaded or written after a step win over the copies. Others' parameters are left alone.
 
     Args:
-        optimizer: Any torch optimizer, before its first step; hooks given later see float32 gradients.
+        optimizer: Any torch optimizer, before its first step.
 
     Raises:
         ConfigError: If such a parameter is a DTensor.

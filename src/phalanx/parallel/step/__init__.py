@@ -1,4 +1,4 @@
-"""Hooks around `optimizer.step()` and what is done there whatever the Plan.
+"""What happens at `optimizer.step()`, in one order (`session.StepPhase`), and what is done there whatever the Plan.
 
 Start with `hooks`.
 """

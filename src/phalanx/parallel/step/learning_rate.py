@@ -13,8 +13,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from phalanx.errors import StrategyError
+from phalanx.parallel.session import StepPhase
 from phalanx.parallel.stateful import keep_state
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.step.hooks import add_action
 from phalanx.strategy import DistributedStrategy
 
 WARMUP_EPOCHS = 5
@@ -118,5 +119,6 @@ def apply_factor(optimizer: Optimizer, factor: LearningRateFactor) -> None:
         factor: The multiplier of each step.
     """
     warmup = _Warmup(factor)
-    hook_steps(optimizer, before=warmup.multiply, after=warmup.restore)
+    add_action(optimizer, StepPhase.SCALE_LEARNING_RATE, warmup.multiply)
+    add_action(optimizer, StepPhase.RESTORE_LEARNING_RATE, warmup.restore)
     keep_state(optimizer, "learning_rate", warmup, elsewhere="first")

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.session import session
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase, session
+from phalanx.parallel.step.hooks import add_action
 from phalanx.parallel.tensor.shard_spec import held_part
 
 
@@ -142,4 +142,5 @@ def _split_around_steps(optimizer: Optimizer) -> None:
     def join(optimizer: Optimizer) -> None:
         optimizer.param_groups = whole.pop(optimizer)
 
-    hook_steps(optimizer, before=split, after=join)
+    add_action(optimizer, StepPhase.SPLIT_GROUPS, split)
+    add_action(optimizer, StepPhase.JOIN_GROUPS, join)

@@ -25,7 +25,8 @@ from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.bucket_buffers import synced_buffers
 from phalanx.parallel.data.reducer import Reducer
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.hooks import add_action
 from phalanx.plan.value import Average
 
 logger = logging.getLogger("phalanx.parallel")
@@ -72,7 +73,7 @@ class LocalSgd:
     def bind(self, optimizer: Optimizer) -> None:
         """Average what an optimizer trains after some of its steps from now on."""
         self._progress.setdefault(optimizer, self._resumed_at)
-        hook_steps(optimizer, after=self._count)
+        add_action(optimizer, StepPhase.AVERAGE_PARAMETERS, self._count)
 
     def observe(self, loss: Tensor) -> None:
         """Take note of this rank's loss, which the adaptive form follows."""

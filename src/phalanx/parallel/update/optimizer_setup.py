@@ -1,7 +1,6 @@
 """What an optimizer and a model need once both are there: the Plan's part of a step, then the recipe's.
 
-One stated order around an update: gradients of several batches are merged; losses are unscaled; the Plan's updates
-exchange what they exchange; gradients are clipped; LARS or LAMB replaces the rule; a running mean follows.
+Each part adds its action to the optimizer's steps; `session.StepPhase` states their order.
 """
 
 from __future__ import annotations

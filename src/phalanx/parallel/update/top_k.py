@@ -21,7 +21,8 @@ from torch.optim import SGD, Optimizer
 from phalanx.comm.groups import Group
 from phalanx.comm.transfers import peers_named
 from phalanx.errors import ConfigError
-from phalanx.parallel.step.hooks import hook_steps
+from phalanx.parallel.session import StepPhase
+from phalanx.parallel.step.hooks import add_action
 from phalanx.plan.value import TopK
 
 logger = logging.getLogger("phalanx.parallel")
@@ -75,7 +76,8 @@ class Compressor:
                 f"{type(optimizer).__name__}. Use that, or turn dgc off."
             )
         self._steps.setdefault(optimizer, self._resumed_at)
-        hook_steps(optimizer, before=self._exchange, after=self._give_back, on_gradients=True)
+        add_action(optimizer, StepPhase.EXCHANGE_GRADIENTS, self._exchange, needs_gradients=True)
+        add_action(optimizer, StepPhase.RESTORE_MOMENTUM, self._give_back)
 
     def observe(self, loss: Tensor) -> None:
         """Do nothing: what is sent does not depend on the loss."""

@@ -106,6 +106,9 @@ class Explanation:
     activation_bytes: int | None = None
     """What one forward pass keeps for its backward pass, when it was measured."""
 
+    step: tuple[str, ...] = ()
+    """What `optimizer.step()` does, in order, when there is an optimizer."""
+
     def to_json(self) -> str:
         """Return everything the table shows as one JSON object."""
         return json.dumps(
@@ -124,6 +127,7 @@ class Explanation:
                 "operators": len(self.plan.ops),
                 "memory": None if self.memory is None else dataclasses.asdict(self.memory) | {"rank": self.rank},
                 "activation_bytes": self.activation_bytes,
+                "optimizer_step": self.step,
                 "because": [reason.model_dump() for reason in self.plan.because],
             }
         )
@@ -148,6 +152,8 @@ class Explanation:
         if self.activation_bytes is not None:
             lines.append(Text(f"one forward pass keeps {self.activation_bytes:,} bytes of activations"))
         lines += [Text(line) for line in (*self._stages(), *self._placement_lines())]
+        if self.step:
+            lines.append(Text(f"optimizer.step(): {', '.join(self.step)}"))
         lines += [Text(f"{reason.setting}: {reason.effect}") for reason in self.plan.because]
         return Group(*parts, *lines)
 
@@ -188,6 +194,7 @@ def explain(
     rank: int = 0,
     state: StateOf | None = None,
     averaged: bool = False,
+    step: tuple[str, ...] = (),
 ) -> Explanation:
     """Say what a Plan does to a model of this shape. Pure.
 
@@ -198,6 +205,7 @@ def explain(
         rank: The rank whose memory is shown.
         state: What its optimizer keeps for each parameter.
         averaged: Whether an EMA of the weights is kept.
+        step: What `optimizer.step()` does, in order.
     """
     shares = shares_of(plan, shape)
     rounds = [all_reduce_buckets(plan, share) for share in shares] if plan.world_size > 1 else [[]]
@@ -233,6 +241,7 @@ def explain(
         tokens=tuple(_tokens(plan)),
         rank=rank,
         memory=memory_of(plan, shape, rank, state, averaged=averaged),
+        step=step,
     )
 
 
