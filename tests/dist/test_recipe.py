@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.parallel.session import applied_to
-from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 from phalanx.parallel.precision.loss_scale import LossScale, gradient_scale
 from phalanx.parallel.precision.master_weights import KEY, keep_master_weights
 from phalanx.parallel.precision.autocast import apply_precision
@@ -189,7 +189,7 @@ def merged(k_steps: int, global_batch: int):
     _, _, loader = px.distribute(net, optimizer, data, global_batch=global_batch, shuffle=False)
     updates = []
     optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    merge_gradients(optimizer, net, k_steps, quiet=partial(px.no_sync, net))
+    accumulate_gradients(optimizer, net, k_steps, quiet=partial(px.no_sync, net))
     for (x,) in loader:
         net(x).square().sum(1).mean().backward()
         optimizer.step()
@@ -222,7 +222,7 @@ def everything(shard: bool):
         quiet = partial(held_sync, net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     use_lamb(optimizer, names={param: name for name, param in net.named_parameters()}.get, exclude=["bias"])
-    merge_gradients(optimizer, net, 2, quiet=quiet)
+    accumulate_gradients(optimizer, net, 2, quiet=quiet)
     scale = LossScale(Scaler(initial=1024.0, growth_every=1))
     scale.bind(optimizer)
     ema = EMA(net, 0.5, optimizer=optimizer)
@@ -262,7 +262,7 @@ def stepped_as_one_call(compiled: bool) -> dict[str, Tensor]:
     net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     apply_recompute([ModuleRule(match="[01]", recompute="full")], net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    merge_gradients(optimizer, net, 2)
+    accumulate_gradients(optimizer, net, 2)
     clip_steps(optimizer, max_norm=0.1)
     use_lamb(optimizer)
     step = px.train_step(net, nn.functional.cross_entropy, optimizer, compiled=compiled)

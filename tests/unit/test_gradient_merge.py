@@ -14,7 +14,7 @@ import phalanx as px
 from phalanx.comm.context import BatchShare
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.clip import clip_grad_norm_
-from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 from phalanx.parallel.precision.loss_scale import LossScale
 from phalanx.parallel.step.gate import follow_updates
 from phalanx.plan.value import Scaler
@@ -29,7 +29,7 @@ def made(k_steps: int, avg: bool = True, lr: float = 0.1) -> tuple[nn.Module, to
     px.init()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    merge_gradients(optimizer, model, k_steps, avg=avg)
+    accumulate_gradients(optimizer, model, k_steps, avg=avg)
     return model, optimizer
 
 
@@ -125,13 +125,13 @@ def test_copies_of_a_model_hold_nothing_back() -> None:
 def test_wrong_counts_are_errors() -> None:
     model, optimizer = made(2)
     with pytest.raises(ConfigError, match="k_steps of at least 1, found 0"):
-        merge_gradients(optimizer, model, 0)
+        accumulate_gradients(optimizer, model, 0)
     with pytest.raises(ConfigError, match="merged already"):
-        merge_gradients(optimizer, model, 2)
+        accumulate_gradients(optimizer, model, 2)
     table = px.ps.SparseEmbedding(4)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="rows of a table"):
-        merge_gradients(optimizer, table, 2)
+        accumulate_gradients(optimizer, table, 2)
     with pytest.raises(ConfigError, match="Use bfloat16"):
         LossScale(Scaler()).bind(optimizer)
 
@@ -148,8 +148,8 @@ def test_two_optimizers_of_one_model_hold_their_own_and_reduce_once() -> None:
         quiet.append(False)
 
     optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
-    merge_gradients(optimizers[0], model, 2, quiet=block)
-    merge_gradients(optimizers[1], model, 2, quiet=block)
+    accumulate_gradients(optimizers[0], model, 2, quiet=block)
+    accumulate_gradients(optimizers[1], model, 2, quiet=block)
     during = []
     for x in batches(3, 3, 3, 3):
         during.append(quiet[-1])
@@ -169,7 +169,7 @@ def test_a_models_zero_grad_empties_what_is_not_merged() -> None:
     px.init()
     model = net()
     body = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    merge_gradients(body, model, 2)
+    accumulate_gradients(body, model, 2)
     head = torch.optim.SGD(model[2].parameters(), lr=0.1)
     model(batches(2)[0]).sum().backward()
     body.step()
@@ -186,7 +186,7 @@ def test_nothing_is_left_of_a_merge_when_its_optimizer_is_gone() -> None:
     gc.collect()
     model(x).sum().backward()
     torch.testing.assert_close(model[2].bias.grad, torch.full((2,), 2.0, dtype=torch.float64))
-    merge_gradients(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+    accumulate_gradients(torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
     alive = weakref.ref(model)
     del model
     gc.collect()

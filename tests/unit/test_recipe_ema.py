@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.ema import EMA, keep_average
-from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 
 
 def net() -> nn.Module:
@@ -58,7 +58,7 @@ def test_a_held_back_step_moves_no_average() -> None:
     px.init()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    merge_gradients(optimizer, model, 2)
+    accumulate_gradients(optimizer, model, 2)
     ema = EMA(model, optimizer=optimizer)
     for _ in range(4):
         train(model, optimizer)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 from phalanx.parallel.optim.lamb import use_lamb
 from phalanx.parallel.optim.lars import use_lars
 from phalanx.parallel.step.learning_rate import LearningRateFactor, apply_factor
@@ -139,7 +139,7 @@ def test_hooks_schedulers_and_merging_act_as_around_torchs_rule(made_on, schedul
     if scheduler_first:
         use_lars(optimizer, coeff=0.05)
     apply_factor(optimizer, LearningRateFactor(3.0, 0))
-    merge_gradients(optimizer, model, 2)
+    accumulate_gradients(optimizer, model, 2)
     for step in range(4):
         optimizer.zero_grad()
         loss(model, step // 2).backward()

@@ -13,7 +13,7 @@ from phalanx import fleet
 from phalanx.errors import ConfigError
 from phalanx.parallel.optim.clip import clip_steps
 from phalanx.parallel.optim.ema import EMA
-from phalanx.parallel.optim.gradient_accumulation import merge_gradients
+from phalanx.parallel.optim.gradient_accumulation import accumulate_gradients
 from phalanx.parallel.precision.loss_scale import LossScale
 from phalanx.parallel.precision.master_weights import keep_master_weights
 from phalanx.parallel.session import StepPhase, session
@@ -45,7 +45,7 @@ def train(order: tuple[str, ...]) -> tuple[list[Tensor], tuple[str, ...]]:
     calls: Calls = {
         "ema": lambda: averages.append(EMA(model, 0.5, warmup=False, optimizer=optimizer)),
         "clip": lambda: clip_steps(optimizer, max_norm=0.01),
-        "accumulate": lambda: merge_gradients(optimizer, model, 2),
+        "accumulate": lambda: accumulate_gradients(optimizer, model, 2),
         "scale": lambda: LossScale(Scaler(initial=1024.0, growth_every=2)).bind(optimizer),
         "master": lambda: keep_master_weights(optimizer),
         "rate": lambda: apply_factor(optimizer, LearningRateFactor(4.0, 3)),

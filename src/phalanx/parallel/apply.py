@@ -30,13 +30,13 @@ from phalanx.parallel.session import Applied, applied_to, list_applied, session,
 from phalanx.parallel.techniques import (
     attach_tables,
     check_operators,
-    cut_stages,
     place_operators,
     prepare_modules,
     reduce_gradients,
+    split_stages,
     updaters_of,
 )
-from phalanx.parallel.tensor.apply_styles import cut_layers
+from phalanx.parallel.tensor.apply_styles import shard_layers
 from phalanx.parallel.validate import check_fits, sharded_update
 from phalanx.plan.files import write_run_plan
 from phalanx.plan.mesh import is_sum_of_ranks
@@ -95,11 +95,11 @@ def apply(plan: Plan, model: nn.Module, *, is_derived: bool = False) -> nn.Modul
     if plan.tables:
         attach_tables(plan, model)
     if context.is_distributed:
-        cut_layers(plan, model, mesh)
+        shard_layers(plan, model, mesh)
         place_operators(plan, model, mesh)
     prepare_modules(plan, model, context)
     update = sharded_update(plan, shape) if context.is_distributed else None
-    pipeline = cut_stages(plan, model, mesh, update, context) if mesh.size((STAGE_AXIS,)) > 1 else None
+    pipeline = split_stages(plan, model, mesh, update, context) if mesh.size((STAGE_AXIS,)) > 1 else None
     if pipeline is not None:
         reducer = pipeline.reducer
     elif context.is_distributed:

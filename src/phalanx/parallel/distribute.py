@@ -22,7 +22,7 @@ from phalanx.old_names import replacement
 from phalanx.parallel.apply import apply, check_model
 from phalanx.parallel.checks.misuse import ForwardWatch, reach_at_call, refuse_outer_wrapper
 from phalanx.parallel.checks.optimizer_step import StepWatch, watch_every_optimizer
-from phalanx.parallel.checks.same_data import RowsWatch
+from phalanx.parallel.checks.same_data import SampleWatch
 from phalanx.parallel.model_shape import shape_of
 from phalanx.parallel.session import (
     StepPhase,
@@ -110,7 +110,7 @@ def add_model(model: ModelT, plan: Plan | None = None, *, expects_optimizer: boo
         _pair(optimizer, model)
     record = model_record(model)
     record.expects_optimizer = expects_optimizer
-    record.forward_watch = ForwardWatch(RowsWatch())
+    record.forward_watch = ForwardWatch(SampleWatch())
     model.register_forward_hook(record.forward_watch, with_kwargs=True)
     if context.is_distributed:
         model.register_forward_pre_hook(refuse_outer_wrapper)
@@ -275,11 +275,13 @@ def agreed_loader(data: Any, global_batch: int | None, options: dict[str, Any]) 
 
 
 def _loader_of(data: Any, global_batch: int | None, options: dict[str, Any]) -> ShardedLoader | None:
-    given = sorted(options if global_batch is None else {"global_batch", *options})
-    if data is None and given:
-        raise ConfigError(f"global_batch and loader options need data. Found none; options: {given}")
-    if isinstance(data, ShardedLoader) and given:
-        raise ConfigError(f"a ShardedLoader is set up already. Found {given} beside it: give them to ShardedLoader.")
+    given_options = sorted(options if global_batch is None else {"global_batch", *options})
+    if data is None and given_options:
+        raise ConfigError(f"global_batch and loader options need data. Found none; options: {given_options}")
+    if isinstance(data, ShardedLoader) and given_options:
+        raise ConfigError(
+            f"a ShardedLoader is set up already. Found {given_options} beside it: give them to ShardedLoader."
+        )
     if data is None or isinstance(data, ShardedLoader):
         return data
     return ShardedLoader(data, global_batch=global_batch, **options)

@@ -34,26 +34,26 @@ def explain(model: nn.Module, *inputs: Any, optimizer: Optimizer | None = None) 
     Raises:
         ConfigError: If the model is not distributed.
     """
-    made = applied_to(model)
-    if made is None:
+    applied = applied_to(model)
+    if applied is None:
         raise ConfigError(
             f"explain needs a distributed model, and this {type(model).__name__} is not. Call distribute or "
             "distributed_model first; for a Plan that is not applied there is phalanx.plan.explain(plan, shape)."
         )
-    shape = as_trained(made.shape, model)
-    given = bind_argument(model, inputs[0]) if len(inputs) == 1 else inputs
-    found = explain_plan(
-        made.plan,
+    shape = as_trained(applied.shape, model)
+    arguments = bind_argument(model, inputs[0]) if len(inputs) == 1 else inputs
+    explanation = explain_plan(
+        applied.plan,
         shape,
-        layer_kinds(model, given) if inputs else (),
+        layer_kinds(model, arguments) if inputs else (),
         rank=context_of.current().rank,
         state=None if optimizer is None else state_of(optimizer),
         averaged=is_averaged(model),
         step=_step_of(model, optimizer),
     )
-    if not inputs or computes_elsewhere(made):
-        return found
-    return replace(found, activation_bytes=activation_bytes(model, given))
+    if not inputs or computes_elsewhere(applied):
+        return explanation
+    return replace(explanation, activation_bytes=activation_bytes(model, arguments))
 
 
 def _step_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:

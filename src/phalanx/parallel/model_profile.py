@@ -33,13 +33,13 @@ def layer_kinds(model: nn.Module, inputs: Inputs) -> tuple[LayerKind, ...]:
             stack.callback(handle.remove)
         call(model, inputs)
     seen: set[int] = set()
-    found = []
+    profiles = []
     for module in model.modules():
         params = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen |= {id(param) for param in params}
         if params or computed.get(module):
-            found.append(LayerKind(_kind(module), _elements(module, params), computed.get(module, 0)))
-    return combined(found)
+            profiles.append(LayerKind(_kind(module), _elements(module, params), computed.get(module, 0)))
+    return combined(profiles)
 
 
 def _count(computed: dict[nn.Module, int], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from phalanx.data.loader.loader import ShardedLoader
     from phalanx.parallel.checks.misuse import ForwardWatch
     from phalanx.parallel.checks.optimizer_step import StepWatch
-    from phalanx.parallel.checks.replicas import Drift
+    from phalanx.parallel.checks.replicas import ReplicaComparison
     from phalanx.parallel.data.reducer import Reducer
     from phalanx.parallel.optim.ema import EMA
-    from phalanx.parallel.pipeline.engine import Pipeline
+    from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.stateful import SavedState
     from phalanx.parallel.tensor.shard_api import ShardRequest
     from phalanx.parallel.update.updates import Updater
@@ -48,10 +48,10 @@ class Applied:
     updaters: tuple[Updater, ...] = ()
     """What acts around the steps of its optimizers."""
 
-    pipeline: Pipeline | None = None
+    pipeline: PipelineEngine | None = None
     """This rank's stages of it, if it is split into stages."""
 
-    drift: Drift | None = None
+    drift: ReplicaComparison | None = None
     """Compares the replicas of its parameters, if there are any and the comparison is on."""
 
 
@@ -198,7 +198,7 @@ class TrainingRequest:
 
 
 @dataclass(slots=True)
-class Session:
+class TrainingSession:
     """The state of this process. Fleet's calls bring its parts one by one, in any order."""
 
     models: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = field(default_factory=weakref.WeakKeyDictionary)
@@ -245,7 +245,7 @@ class Session:
         self.__init__()  # type: ignore[misc]
 
 
-session = Session()
+session = TrainingSession()
 """This process's own."""
 
 

@@ -157,17 +157,17 @@ def _store_of(tables: Attachment, call: str) -> Store:
 def _require_whole(call: str) -> None:
     """Raise unless every worker of this job without tables holds the same whole models."""
     for model in distributed_models():
-        made = applied_to(model)
+        applied = applied_to(model)
         parts = [
             name
             for name, param in model.named_parameters()
             if param.is_meta or isinstance(param, DTensor) or is_module_held(param)
         ]
-        is_apart = made is not None and any(isinstance(rule.update, Average) for rule in made.plan.params)
+        is_apart = applied is not None and any(isinstance(rule.update, Average) for rule in applied.plan.params)
         if parts or is_apart:
-            found = f"{parts[0]!r} is cut over ranks" if parts else "ranks train apart between two averages"
+            reason = f"{parts[0]!r} is cut over ranks" if parts else "ranks train apart between two averages"
             raise ConfigError(
-                f"{call} writes and reads whole models by each worker for itself, and {found}. Call px.save(folder, "
+                f"{call} writes and reads whole models by each worker for itself, and {reason}. Call px.save(folder, "
                 "model, optimizer) and px.load on all ranks, or px.export_state_dict(model, path) for one file."
             )
 

@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.comm.agreement import share
 from phalanx.comm.context import Context
 from phalanx.errors import PlanError
-from phalanx.parallel.data.grad_reduction import wire_for
+from phalanx.parallel.data.grad_reduction import reduction_for
 from phalanx.parallel.data.reducer import Reducer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import is_handle, owner_of, shape_of
@@ -25,7 +25,7 @@ from phalanx.plan.shape import ModelShape
 from phalanx.plan.value import AllReduce, Average, Plan, Push, ReduceScatter, Server, TopK
 
 if TYPE_CHECKING:  # only jobs that need it wait for it
-    from phalanx.parallel.pipeline.engine import Pipeline
+    from phalanx.parallel.pipeline.engine import PipelineEngine
     from phalanx.parallel.update.updates import Updater
 
 logger = logging.getLogger("phalanx.parallel")
@@ -42,18 +42,18 @@ def attach_tables(plan: Plan, model: nn.Module) -> None:
     session.is_in_table = table_client.holds
     attachment.configure(push, dense=dense)
     for name, param in model.named_parameters():
-        place = rules[name].place
+        location = rules[name].place
         if is_handle(param):
-            assert isinstance(place, Server)
-            attachment.claims.name(param, place.table)
-        elif isinstance(place, Server) and place.table != DENSE:
+            assert isinstance(location, Server)
+            attachment.claims.name(param, location.table)
+        elif isinstance(location, Server) and location.table != DENSE:
             from phalanx.ps.placed_embedding import place_embedding  # imports torch's compiler
 
             embedding = owner_of(name, model)
             assert isinstance(embedding, nn.Embedding)
-            place_embedding(embedding, place.table, attachment)
+            place_embedding(embedding, location.table, attachment)
         else:
-            attachment.place(param, on_servers=isinstance(place, Server))
+            attachment.place(param, on_servers=isinstance(location, Server))
 
 
 def reduce_gradients(
@@ -164,30 +164,34 @@ def updaters_of(
     """Return what acts around the steps of a model's optimizers. Collective."""
     if not any(isinstance(rule.update, (Average, TopK)) for rule in plan.params):
         return ()
-    from phalanx.parallel.update.updates import make_updaters
+    from phalanx.parallel.update.updates import build_updaters
 
-    return make_updaters(plan, model, mesh, context, reducer)
+    return build_updaters(plan, model, mesh, context, reducer)
 
 
-def cut_stages(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context) -> Pipeline:
+def split_stages(
+    plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter | None, context: Context
+) -> PipelineEngine:
     """Keep this rank's stages of a model, and average their gradients over the ranks with the same. Collective."""
     from phalanx.parallel.pipeline import engine  # a job without stages does not wait for this
 
-    made = engine.cut(plan, model, mesh, context)
+    pipeline = engine.build_pipeline(plan, model, mesh, context)
     buckets = all_reduce_buckets(plan, shape_of(model))
     for bucket in buckets:
-        wire_for(bucket.update, bucket.axes, mesh, context)  # groups are made by all ranks, whatever their stages hold
+        reduction_for(
+            bucket.update, bucket.axes, mesh, context
+        )  # groups are made by all ranks, whatever their stages hold
     _average_module_held(plan, model, mesh)
-    held = {name for name, param in model.named_parameters() if not param.is_meta}
-    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in held))
+    names = {name for name, param in model.named_parameters() if not param.is_meta}
+    mine = ModelShape(tuple(param for param in shape_of(model).params if param.name in names))
     if update is not None and mesh.size(mesh.batch_axes) > 1:
         from phalanx.parallel.zero.sharded import ShardedStages  # a job that shards nothing does not wait for this
 
-        made.sharded = ShardedStages(plan, model, mesh, update)
+        pipeline.sharded = ShardedStages(plan, model, mesh, update)
     if buckets or mesh.size(mesh.batch_axes) > 1:
         buckets, buffers = all_reduce_buckets(plan, mine), plan.step.sync_buffers
-        made.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
-    return made
+        pipeline.reducer = Reducer(model, buckets, mesh, context, sync_buffers=buffers, overlapped=False)
+    return pipeline
 
 
 def _shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter, context: Context) -> Reducer:

@@ -69,10 +69,10 @@ def sharded_update(plan: Plan, shape: ModelShape) -> ReduceScatter | None:
     Raises:
         PlanError: If it updates its parameters in ways that do not go together.
     """
-    found = {_alike(plan.rule_for(param.name).update) for param in shape.trainable}
-    alone = [update for update in found if isinstance(update, (ReduceScatter, Average, TopK))]
-    if alone and len(found) > 1:
-        ways = sorted(f"zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in found)
+    updates = {_alike(plan.rule_for(param.name).update) for param in shape.trainable}
+    alone = [update for update in updates if isinstance(update, (ReduceScatter, Average, TopK))]
+    if alone and len(updates) > 1:
+        ways = sorted(f"zero={u.zero}" if isinstance(u, ReduceScatter) else u.kind for u in updates)
         raise PlanError(
             f"this Plan updates the parameters of one model in several ways ({', '.join(ways)}). Sharding, local steps "
             "and compressed gradients are for all of a model, or none of it."
@@ -136,8 +136,8 @@ def _beyond_operators(plan: Plan, model: nn.Module) -> str | None:
         "together with step.compiled": plan.step.compiled,
         "of a module that holds several units of a pipeline": _holds_units(plan),
     }
-    found = next((name for name, is_there in beside.items() if plan.ops and is_there), None)
-    return None if found is None else f"plan.ops {found}"
+    combination = next((name for name, is_there in beside.items() if plan.ops and is_there), None)
+    return None if combination is None else f"plan.ops {combination}"
 
 
 def _holds_units(plan: Plan) -> bool:
@@ -183,14 +183,14 @@ def _beyond_stages(plan: Plan, shape: ModelShape, model: nn.Module) -> str | Non
         and any(isinstance(rule.update, ReduceScatter) for rule in rules),
         "layers cut over ranks that read other rows": cut_by_rows,
     }
-    found = next((name for name, is_there in beside.items() if is_there), None)
-    return None if found is None else f"{found} together with stages of a pipeline"
+    combination = next((name for name, is_there in beside.items() if is_there), None)
+    return None if combination is None else f"{combination} together with stages of a pipeline"
 
 
 def _beyond_ranks(plan: Plan, rule: ParamRule) -> str | None:
     """Return what of the rule of a parameter that lives on the ranks cannot be applied."""
-    kept, update = ("replicate", "shard") if rule.managed == "module" else ("replicate",), rule.update
-    if not isinstance(rule.place, OnRanks) or any(p.kind not in kept for p in rule.place.layout.values()):
+    kinds, update = ("replicate", "shard") if rule.managed == "module" else ("replicate",), rule.update
+    if not isinstance(rule.place, OnRanks) or any(p.kind not in kinds for p in rule.place.layout.values()):
         return f"params[{rule.match}].place = {rule.place.kind}"
     if isinstance(update, ReduceScatter) and update.axes and not set(update.axes) >= set(plan.step.batch_axes):
         return f"params[{rule.match}].update.axes = {update.axes}: slices are added up along all of step.batch_axes"

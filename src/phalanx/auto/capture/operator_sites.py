@@ -210,7 +210,7 @@ class _Followed:
     def _keep(self, place: int, made: Sequence[Any], wanted: Sequence[Placement]) -> None:
         for output, spec in enumerate(made):
             if spec is not None:
-                self._made[place, output] = self._rules.placed(spec, wanted[output]) if wanted else spec
+                self._made[place, output] = self._rules.with_placement(spec, wanted[output]) if wanted else spec
 
     def _spec(self, read: Read) -> Any:
         made = self._made.get((read.source, read.output)) if isinstance(read.source, int) else None
@@ -220,7 +220,7 @@ class _Followed:
         dim, is_input = self._inputs_cut, isinstance(read.source, int) or read.source.startswith("sample:")
         if dim is None or not is_input or read.source in self._within or len(read.value.shape) <= dim:
             return spec
-        return self._rules.placed(spec, self.placement(dim))
+        return self._rules.with_placement(spec, self.placement(dim))
 
 
 def _real(argument: Any) -> Any:

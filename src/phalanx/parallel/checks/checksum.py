@@ -47,8 +47,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksums of tensors by name; waits for the device once."""
     if not tensors:
         return {}
-    found = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    return dict(zip(tensors, found.tolist(), strict=True))
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    return dict(zip(tensors, sums.tolist(), strict=True))
 
 
 def combined(sums: Mapping[str, object]) -> int:

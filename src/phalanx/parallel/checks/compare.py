@@ -73,8 +73,8 @@ def difference(classes: Sequence[Copies], device: torch.device) -> Difference | 
     gathered = _gathered(json.dumps([sums[number] for number in apart]), device)
     names: dict[str, str] = {}
     measured = [0.0, 0.0]
-    for place, (number, parts) in enumerate(apart.items()):
-        by_rank: list[dict[str, str]] = [of_rank[place] for of_rank in gathered]
+    for index, (number, parts) in enumerate(apart.items()):
+        by_rank: list[dict[str, str]] = [of_rank[index] for of_rank in gathered]
         group = _group(classes[number].parts)
         for ranks in parts:
             differing = _differing([by_rank[rank] for rank in ranks])
@@ -82,7 +82,7 @@ def difference(classes: Sequence[Copies], device: torch.device) -> Difference | 
                 names.setdefault(name, _who(name, ranks, by_rank))
             if dist.get_rank() in ranks:
                 for name in differing:
-                    size = _measured(classes[number].tensors.get(name), name, ranks, by_rank, group)
+                    size = _measure_difference(classes[number].tensors.get(name), name, ranks, by_rank, group)
                     measured = [max(pair) for pair in zip(measured, size, strict=True)]
     largest, excess = transfers.all_reduce(torch.tensor(measured, device=device), "max", None).tolist()
     return Difference(tuple(names), next(iter(names.values())), largest, excess <= 1.0)
@@ -141,7 +141,7 @@ def _who(name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]]) -> 
     return " against ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _measured(
+def _measure_difference(
     tensor: Tensor | None, name: str, ranks: Sequence[int], sums: Sequence[Mapping[str, str]], group: Group
 ) -> tuple[float, float]:
     """Return the largest difference to the first rank's copy, and the same in units of what rounding may do."""

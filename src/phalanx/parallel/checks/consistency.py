@@ -70,7 +70,7 @@ def as_saved(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for result in _distributed(model).values() if _has_others() else ():
             for updater in result.updaters:
-                stack.enter_context(updater.averaged())
+                stack.enter_context(updater.averaged_weights())
         yield
 
 

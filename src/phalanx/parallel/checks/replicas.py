@@ -53,7 +53,7 @@ def compare_every() -> int:
     return int(text)
 
 
-class Drift:
+class ReplicaComparison:
     """Compares the copies of one model's parameters.
 
     Args:
@@ -224,7 +224,7 @@ def causes(*, has_cut_layers: bool = False, has_tables: bool = False) -> str:
     )
 
 
-def watch(plan: Plan, model: nn.Module, device: torch.device) -> Drift | None:
+def watch(plan: Plan, model: nn.Module, device: torch.device) -> ReplicaComparison | None:
     """Return what compares the copies of a model's parameters; None when nothing is to be compared."""
     every = compare_every()
     if not every or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -232,7 +232,7 @@ def watch(plan: Plan, model: nn.Module, device: torch.device) -> Drift | None:
     updates = [plan.rule_for(name).update for name, param in model.named_parameters() if param.requires_grad]
     if all(isinstance(update, Push) for update in updates):
         return None  # workers of servers meet nowhere, and one of them may be started again alone
-    drift = Drift(plan, model, every, device)
+    drift = ReplicaComparison(plan, model, every, device)
     return None if drift.is_idle else drift
 
 

@@ -24,7 +24,7 @@ _REMEDY = (
 )
 
 
-class RowsWatch:
+class SampleWatch:
     """Looks at the first forward passes in training of ranks 0 and 1.
 
     Seen where it shows: in what comes into the model, which is equal on both under equal seeds, and in the DataLoader
@@ -59,10 +59,10 @@ class RowsWatch:
 
     def _is_asked(self) -> bool:
         """Return whether this is rank 0 or 1 of a job of ours, and no loader of ours said which rows it has."""
-        here = context_of.current()
-        is_ours = here.role.launcher == "phalanx" and dist.is_initialized()
-        has_own_rows = here.is_distributed and here.readers.count == here.world_size
-        return is_ours and has_own_rows and here.rank <= 1 and here.batch is None
+        context = context_of.current()
+        is_ours = context.role.launcher == "phalanx" and dist.is_initialized()
+        has_own_rows = context.is_distributed and context.readers.count == context.world_size
+        return is_ours and has_own_rows and context.rank <= 1 and context.batch is None
 
     def _compare(self, rows: str, draws: str) -> None:
         store, key = process_group.meeting().store, f"rows seen by rank 1/{self._number}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.data.grad_reduction import Sent, Wire
+from phalanx.parallel.data.grad_reduction import GradReduction, PendingReduction
 from phalanx.plan.buckets import MARK_BITS
 
 
@@ -28,7 +28,7 @@ class Gradient:
 
 
 @dataclass(slots=True)
-class Carried:
+class SyncedBuffer:
     """A floating-point buffer of the model that rides in a bucket."""
 
     module: weakref.ref[nn.Module]
@@ -37,15 +37,15 @@ class Carried:
     averaged: bool
     """Averaged by row weight (batch-norm statistics); otherwise rank 0's value."""
 
-    def found(self) -> Tensor | None:
+    def live_buffer(self) -> Tensor | None:
         """Return the buffer as it is now (modules may assign a new tensor in every forward pass).
 
         Raises:
             ConfigError: If its shape or dtype is not what it was.
         """
         module = self.module()
-        held = None if module is None else getattr(module, self.name)
-        buffer = None if held is None else stored(held)
+        tensor = None if module is None else getattr(module, self.name)
+        buffer = None if tensor is None else stored(tensor)
         if buffer is not None and (buffer.shape != self.view.shape or buffer.dtype != self.view.dtype):
             raise ConfigError(
                 f"buffer {self.name!r} of {type(module).__name__} was {_kind(self.view)} when the model was "
@@ -67,8 +67,8 @@ class Bucket:
     """Two per bit of the bucket's number: how many ranks have it clear, and how many set."""
 
     gradients: list[Gradient]
-    carried: list[Carried]
-    wire: Wire
+    carried: list[SyncedBuffer]
+    wire: GradReduction
     """How it is added up over the ranks."""
 
     own_marks: Tensor
@@ -77,7 +77,7 @@ class Bucket:
     pending: int = 0
     """Gradients this backward pass has not produced yet."""
 
-    work: Sent | None = None
+    work: PendingReduction | None = None
     sharers: int = 0
     """Tensors in the memory of `flat`, as long as no script has made another."""
 
@@ -110,7 +110,11 @@ class Bucket:
 
 
 def allocate(
-    model: nn.Module, buckets: Sequence[tuple[Sequence[str], Wire]], readers: Wire, sync_buffers: bool, number: int
+    model: nn.Module,
+    buckets: Sequence[tuple[Sequence[str], GradReduction]],
+    readers: GradReduction,
+    sync_buffers: bool,
+    number: int,
 ) -> list[Bucket]:
     """Make the buckets of a model; its buffers ride in the last bucket of their dtype, or in one of their own.
 
@@ -125,19 +129,19 @@ def allocate(
     params = dict(model.named_parameters())
     riders = list(synced_buffers(model)) if sync_buffers else []
     last_of = {params[names[0]].dtype: index for index, (names, wire) in enumerate(buckets) if wire == readers}
-    made = []
+    result = []
     for index, (names, wire) in enumerate(buckets):
         members = [params[name] for name in names]
         dtype = members[0].dtype
         riding = [r for r in riders if _tensor(r).dtype == dtype] if last_of.get(dtype) == index else []
-        made.append(_allocate_one(names, members, riding, wire, _number(number, index)))
+        result.append(_allocate_one(names, members, riding, wire, _number(number, index)))
     homeless = dict.fromkeys(_tensor(r).dtype for r in riders if _tensor(r).dtype not in last_of)
     for dtype in homeless:
         riding = [r for r in riders if _tensor(r).dtype == dtype]
-        made.append(_allocate_one((), (), riding, readers, _number(number, len(made))))
-    for bucket in made:
+        result.append(_allocate_one((), (), riding, readers, _number(number, len(result))))
+    for bucket in result:
         bucket.sharers = _sharers(bucket.flat)
-    return made
+    return result
 
 
 _OWN_REFERENCES = 2
@@ -166,11 +170,11 @@ def stored(tensor: Tensor) -> Tensor:
 
 def require_same_kind(gradient: Gradient) -> None:
     """Raise if a parameter changed dtype or device since its bucket was made."""
-    found, view = gradient.param, gradient.view
-    if found.dtype != view.dtype or found.device != view.device:
+    param, view = gradient.param, gradient.view
+    if param.dtype != view.dtype or param.device != view.device:
         raise ConfigError(
             f"parameter {gradient.name!r} was {_kind(view)} on {view.device} when the model was distributed and is "
-            f"{_kind(found)} on {found.device} now. Convert or move the model before distributing it."
+            f"{_kind(param)} on {param.device} now. Convert or move the model before distributing it."
         )
 
 
@@ -197,7 +201,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _allocate_one(
-    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: Wire, number: int
+    names: Sequence[str], members: Sequence[nn.Parameter], riding: Sequence[_Rider], wire: GradReduction, number: int
 ) -> Bucket:
     like = members[0] if members else _tensor(riding[0])
     sizes = [p.numel() for p in members] + [len(members), 2 * MARK_BITS] + [_tensor(r).numel() for r in riding]
@@ -208,11 +212,13 @@ def _allocate_one(
         for name, param, piece in zip(names, members, pieces, strict=False)
     ]
     carried = [
-        Carried(weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase))
+        SyncedBuffer(
+            weakref.ref(module), name, piece.view(_tensor((module, name)).shape), isinstance(module, _NormBase)
+        )
         for (module, name), piece in zip(riding, pieces[len(members) + 2 :], strict=True)
     ]
     flags, marks = pieces[len(members) : len(members) + 2]
-    bits = [number >> place & 1 for place in range(MARK_BITS)]
+    bits = [number >> shift & 1 for shift in range(MARK_BITS)]
     own = torch.tensor([[1 - bit, bit] for bit in bits], dtype=flat.dtype, device=flat.device).view(-1)
     return Bucket(flat=flat, flags=flags, marks=marks, gradients=gradients, carried=carried, wire=wire, own_marks=own)
 

@@ -66,18 +66,18 @@ def _leave(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out
     shares = context_of.current().passes.end_forward(model)
     if shares is None or not torch.is_grad_enabled():
         return None
-    return _watched(shares, outputs, (inputs, named), is_sum=is_sum)
+    return _watch_outputs(shares, outputs, (inputs, named), is_sum=is_sum)
 
 
-def _watched(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -> Any:
+def _watch_outputs(shares: Shares, outputs: Any, inputs: Any, *, is_sum: bool) -> Any:
     """Return outputs that refer to their forward pass, and weigh what arrives at them if need be."""
-    here = context_of.current()
+    context = context_of.current()
     seen = [x for x in tensors_in(outputs) if x.grad_fn is not None]
-    mixes = here.passes.may_mix(shares, here.readers.count) and _is_tree(outputs, len(seen))
+    mixes = context.passes.may_mix(shares, context.readers.count) and _is_tree(outputs, len(seen))
     # Torch drops the hooks of a view that is changed in place.
     is_single = len(seen) == 1 and not seen[0]._is_view()
     forward = ForwardPass(shares, weighs=mixes or is_single, is_sum=is_sum)
-    here.passes.add(forward, is_seen=bool(seen))
+    context.passes.add(forward, is_seen=bool(seen))
     if mixes:
         return weighted_outputs(without_views(outputs, inputs), partial(_factor, forward))
     for tensor in seen:
@@ -91,8 +91,8 @@ def _is_tree(outputs: Any, count: int) -> bool:
 
 
 def _factor(forward: ForwardPass) -> float:
-    here = context_of.current()
-    return here.passes.factor_at(forward, here.readers.count)
+    context = context_of.current()
+    return context.passes.factor_at(forward, context.readers.count)
 
 
 def _arrive(forward: ForwardPass, gradient: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from phalanx.plan.value import AllReduce
 logger = logging.getLogger("phalanx.parallel")
 
 
-class Sent(Protocol):
+class PendingReduction(Protocol):
     """A bucket on its way."""
 
     def wait(self) -> object:
@@ -29,23 +29,23 @@ class Sent(Protocol):
         ...
 
 
-class Wire(Protocol):
+class GradReduction(Protocol):
     """Adds up a bucket over ranks."""
 
-    def send(self, flat: Tensor) -> Sent:
+    def send(self, flat: Tensor) -> PendingReduction:
         """Begin to add up a one-dimensional tensor over the ranks, in place. Collective, in one order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class FlatAllReduce:
     """One all-reduce."""
 
     group: Group
 
-    def send(self, flat: Tensor) -> Sent:
+    def send(self, flat: Tensor) -> PendingReduction:
         """Begin the all-reduce."""
-        work: Sent = dist.all_reduce(flat, group=self.group, async_op=True)
+        work: PendingReduction = dist.all_reduce(flat, group=self.group, async_op=True)
         return work
 
 
@@ -58,20 +58,20 @@ class WireOverflow(Exception):  # noqa: N818 -- caught where the parameter is kn
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class LowPrecisionAllReduce:
     """In a smaller dtype; sums are rounded to it."""
 
     dtype: torch.dtype
-    through: Wire
+    through: GradReduction
 
-    def send(self, flat: Tensor) -> Sent:
+    def send(self, flat: Tensor) -> PendingReduction:
         """Begin to send a rounded copy."""
         small = flat.to(self.dtype)
         return _Rounded(flat, small, self.through.send(small), self.through)
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchical:
+class HierarchicalAllReduce:
     """Within each host first; then every rank adds up its slice with the same slice of the other hosts.
 
     Between hosts each rank sends 1 / ranks-per-host of the bytes, and all of a host's ranks send at once.
@@ -85,7 +85,7 @@ class Hierarchical:
     ranks: int
     """Ranks of a host."""
 
-    def send(self, flat: Tensor) -> Sent:
+    def send(self, flat: Tensor) -> PendingReduction:
         """Begin to add up within the host."""
         work = dist.all_reduce(flat, group=self.inside, async_op=True)
         assert work is not None
@@ -96,8 +96,8 @@ class Hierarchical:
 class _Rounded:
     flat: Tensor
     small: Tensor
-    work: Sent
-    through: Wire
+    work: PendingReduction
+    through: GradReduction
 
     def wait(self) -> None:
         """Take over the sum.
@@ -126,7 +126,7 @@ class _Rounded:
 
 @dataclass(slots=True)
 class _Inside:
-    wire: Hierarchical
+    wire: HierarchicalAllReduce
     flat: Tensor
     work: dist.Work
 
@@ -138,21 +138,21 @@ class _Inside:
             dist.broadcast(piece, group=self.wire.inside, group_src=owner)
 
 
-def wire_for(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> Wire:
+def reduction_for(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> GradReduction:
     """Return how the buckets of an update travel along mesh axes. Collective over all ranks of the job.
 
     Raises:
         PlanError: If the ranks cannot be cut into hosts of equal size.
     """
-    wire: Wire = (
+    wire: GradReduction = (
         _hierarchical(update, axes, mesh, context)
         if update.route == "hierarchical"
-        else Plain(mesh.gradient_group(axes))
+        else FlatAllReduce(mesh.gradient_group(axes))
     )
-    return wire if update.wire_dtype is None else Cast(getattr(torch, update.wire_dtype), wire)
+    return wire if update.wire_dtype is None else LowPrecisionAllReduce(getattr(torch, update.wire_dtype), wire)
 
 
-def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> Wire:
+def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context: Context) -> GradReduction:
     size = update.host_ranks or context.role.local_world_size
     parts = partition(mesh.position.axes, axes)
     by_host = [[list(ranks) for _, ranks in groupby(part, lambda rank: rank // size)] for part in parts]
@@ -168,8 +168,8 @@ def _hierarchical(update: AllReduce, axes: tuple[str, ...], mesh: Mesh, context:
         if context.rank == 0:
             which = "are on one host" if count > 1 else "that add up gradients are on hosts of their own"
             logger.warning("use_hierarchical_allreduce does not act: all %d ranks %s.", len(parts[0]), which)
-        return Plain(mesh.gradient_group(axes))
+        return FlatAllReduce(mesh.gradient_group(axes))
     hosts = [ranks for part in by_host for ranks in part]
-    columns = [[ranks[place] for ranks in part] for part in by_host for place in range(count)]
+    columns = [[ranks[index] for ranks in part] for part in by_host for index in range(count)]
     within, across = group_of(hosts, "gradients"), group_of(columns, "gradients")
-    return Hierarchical(within, across, dist.get_rank(within), count)
+    return HierarchicalAllReduce(within, across, dist.get_rank(within), count)

@@ -38,15 +38,15 @@ from phalanx.comm.labels import label_calls
 from phalanx.errors import ConfigError, PeerLostError
 from phalanx.parallel.data.bucket_buffers import (
     Bucket,
-    Carried,
     Gradient,
+    SyncedBuffer,
     allocate,
     are_of_one_bucket,
     require_same_kind,
     require_still_frozen,
 )
-from phalanx.parallel.data.grad_reduction import Plain, WireOverflow, wire_for
-from phalanx.parallel.data.sample_weights import weigher
+from phalanx.parallel.data.grad_reduction import FlatAllReduce, WireOverflow, reduction_for
+from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.session import session
 from phalanx.plan.buckets import GradientBucket
@@ -152,15 +152,17 @@ class Reducer:
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
         self._model = type(model).__name__
-        routed = [(bucket.names, wire_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
-        self._buckets = allocate(model, routed, Plain(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number)
+        routed = [(bucket.names, reduction_for(bucket.update, bucket.axes, mesh, context)) for bucket in buckets]
+        self._buckets = allocate(
+            model, routed, FlatAllReduce(mesh.gradient_group(mesh.batch_axes)), sync_buffers, self.number
+        )
         sums = {name for bucket in buckets if bucket.update.reduce == "sum" for name in bucket.names}
         self._unscaled = frozenset() if overlapped else frozenset(sums)
         for index, bucket in enumerate(self._buckets if overlapped else ()):
             for gradient in bucket.gradients:
                 is_sum = gradient.name in sums
                 gain = float(self._readers.count) if is_sum else 1.0  # of a sum the mean is taken too
-                gradient.param.register_hook(weigher(context, self._readers, is_sum=is_sum, gain=gain))
+                gradient.param.register_hook(sample_weight_hook(context, self._readers, is_sum=is_sum, gain=gain))
                 gradient.param.register_post_accumulate_grad_hook(partial(self._on_gradient, index, gradient))
 
     @property
@@ -248,12 +250,12 @@ class Reducer:
     def _take(self, gradient: Gradient) -> None:
         """Move a new gradient into its bucket while it is still in the cache."""
         require_same_kind(gradient)
-        scale, found = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.count, gradient.param.grad
-        assert found is not None
-        if found.data_ptr() == gradient.view.data_ptr():
+        scale, grad = 1.0 if gradient.name in self._unscaled else 1.0 / self._readers.count, gradient.param.grad
+        assert grad is not None
+        if grad.data_ptr() == gradient.view.data_ptr():
             gradient.view.mul_(scale)
         else:
-            torch.mul(found, scale, out=gradient.view)
+            torch.mul(grad, scale, out=gradient.view)
             gradient.param.grad = gradient.view
 
     @torch.no_grad()
@@ -279,12 +281,12 @@ class Reducer:
         self.collectives_issued += 1
         self._next += 1
 
-    def _load_buffers(self, carried: Sequence[Carried]) -> None:
+    def _load_buffers(self, carried: Sequence[SyncedBuffer]) -> None:
         share = self._context.batch
         weight = share.weight if share is not None else 1.0 / self._readers.count
         for item in carried:
             factor = weight if item.averaged else float(self._readers.index == 0)
-            buffer = item.found()
+            buffer = item.live_buffer()
             if factor and buffer is not None:
                 torch.mul(buffer, factor, out=item.view)
             else:
@@ -363,7 +365,7 @@ class Reducer:
                 continue
             gradient.param.grad = gradient.view
         for item in bucket.carried:
-            buffer = item.found()
+            buffer = item.live_buffer()
             if buffer is not None:
                 # .data leaves the version counter alone: a graph that saved the buffer can still be walked.
                 buffer.data.copy_(item.view)

@@ -14,7 +14,7 @@ from phalanx.comm.collectives import apply_function
 from phalanx.comm.context import Context, Readers
 
 
-def weigher(
+def sample_weight_hook(
     context: Context, readers: Readers, *, is_sum: bool = False, gain: float = 1.0
 ) -> Callable[[Tensor], Tensor]:
     """Return a hook that weights a gradient by this rank's part of the rows; even parts weigh 1.

@@ -35,10 +35,10 @@ class SyncBatchNorm(_BatchNorm):
     @classmethod
     def of(cls, layer: _BatchNorm, is_weighed: bool, is_sum: bool = False) -> SyncBatchNorm:
         """Return a layer with the same parameters, buffers and hooks, the same objects."""
-        made = cls.__new__(cls)
-        made.__dict__.update(layer.__dict__)
-        made._is_weighed, made._is_sum = is_weighed, is_sum
-        return made
+        layer_norm = cls.__new__(cls)
+        layer_norm.__dict__.update(layer.__dict__)
+        layer_norm._is_weighed, layer_norm._is_sum = is_weighed, is_sum
+        return layer_norm
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
         counts = 1.0 if share is None or share.rows else 0.0
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         rows = wide.new_tensor([counts * input.numel() / input.shape[1]])
-        total = self._summed(torch.cat([wide.sum(dims) * counts, rows]))
+        total = self._sum_over_ranks(torch.cat([wide.sum(dims) * counts, rows]))
         count = total[-1].detach()
         if count <= 1:
             raise ConfigError(
@@ -76,17 +76,17 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = total[:-1] / count
         apart = wide - mean.view([1, -1] + [1] * (input.dim() - 2))
-        return mean, self._summed((apart * apart).sum(dims) * counts) / count, count
+        return mean, self._sum_over_ranks((apart * apart).sum(dims) * counts) / count, count
 
-    def _summed(self, x: Tensor) -> Tensor:
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
         """Add up over the ranks; gradients of other ranks come back with the weight of those ranks' rows."""
         before = with_gradient_times(x, lambda: 1.0 / weight if (weight := self._weight()) else 0.0)
         return with_gradient_times(all_reduce(before, group=context_of.current().readers.group), self._weight)
 
     def _weight(self) -> float:
         """Return the weight that parameters give to gradients in the backward pass that runs."""
-        here = context_of.current()
-        return 1.0 if self._is_weighed else row_weight(here, here.readers, is_sum=self._is_sum)
+        context = context_of.current()
+        return 1.0 if self._is_weighed else row_weight(context, context.readers, is_sum=self._is_sum)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -115,17 +115,19 @@ def synchronise(model: nn.Module, *, is_weighed: bool = False, is_sum: bool = Fa
     Raises:
         ConfigError: If one of them computes something else too, which would be lost.
     """
-    found = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if name and _is_local(layer)}
-    for name, layer in found.items():
+    local_layers = {
+        name: layer for name, layer in model.named_modules(remove_duplicate=False) if name and _is_local(layer)
+    }
+    for name, layer in local_layers.items():
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) or "forward" in layer.__dict__:
             raise ConfigError(
                 f"sync_batch_norm cannot stand in for {name!r}: {type(layer).__name__} has a forward pass of its own. "
                 "Build the model with a torch batch normalisation and what follows it as a layer of its own."
             )
-    made = {layer: SyncBatchNorm.of(layer, is_weighed, is_sum) for layer in found.values()}
-    for name, layer in found.items():
-        model.set_submodule(name, made[layer])
-    return len(made)
+    replacements = {layer: SyncBatchNorm.of(layer, is_weighed, is_sum) for layer in local_layers.values()}
+    for name, layer in local_layers.items():
+        model.set_submodule(name, replacements[layer])
+    return len(replacements)
 
 
 def _is_local(layer: nn.Module) -> TypeGuard[_BatchNorm]:

@@ -63,7 +63,7 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
                 f"recompute names {rule.match!r}, and the model has no such module.{did_you_mean(rule.match, names)} "
                 "print(model) shows the names; * stands for anything."
             )
-    chosen = dict(_chosen(rules, model, ""))
+    chosen = dict(_match_rules(rules, model, ""))
     for name, rule in chosen.items():
         module = model.get_submodule(name)
         wrap_forward(module, _recomputed, module, rule)
@@ -72,18 +72,18 @@ def apply_recompute(rules: Sequence[ModuleRule], model: nn.Module) -> tuple[str,
     return tuple(chosen)
 
 
-def _chosen(rules: Sequence[ModuleRule], module: nn.Module, prefix: str) -> Iterator[tuple[str, ModuleRule]]:
+def _match_rules(rules: Sequence[ModuleRule], module: nn.Module, prefix: str) -> Iterator[tuple[str, ModuleRule]]:
     for name, child in module.named_children():
         full = f"{prefix}{name}"
-        found = [rule for rule in rules if matches(rule.match, full)]
-        is_wanted = bool(found) and found[-1].recompute != "none"
+        matching = [rule for rule in rules if matches(rule.match, full)]
+        is_wanted = bool(matching) and matching[-1].recompute != "none"
         if is_wanted and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield full, found[-1]
+            yield full, matching[-1]
         elif is_wanted:
-            members = [found[-1].model_copy(update={"match": f"{full}.{own}"}) for own, _ in child.named_children()]
-            yield from _chosen([*members, *rules], child, f"{full}.")
-        elif not any(rule.recompute != "none" for rule in found):  # else the last one is an exception for all in it
-            yield from _chosen(rules, child, f"{full}.")
+            members = [matching[-1].model_copy(update={"match": f"{full}.{own}"}) for own, _ in child.named_children()]
+            yield from _match_rules([*members, *rules], child, f"{full}.")
+        elif not any(rule.recompute != "none" for rule in matching):  # else the last one is an exception for all in it
+            yield from _match_rules(rules, child, f"{full}.")
 
 
 def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: Any, **kwargs: Any) -> Any:
@@ -96,14 +96,16 @@ def _recomputed(forward: Forward, module: nn.Module, rule: ModuleRule, *args: An
             contexts = partial(_contexts, module, selective)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if selective:
-            contexts = partial(create_selective_checkpoint_contexts, _kept())
+            contexts = partial(create_selective_checkpoint_contexts, _saved_operators())
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # a graph moves buffers once by itself
 
 
 def _contexts(module: nn.Module, selective: bool) -> tuple[Context, Context]:
     """Return what surrounds the forward pass and its repetition."""
-    first, again = create_selective_checkpoint_contexts(_kept()) if selective else (nullcontext(), nullcontext())
+    first, again = (
+        create_selective_checkpoint_contexts(_saved_operators()) if selective else (nullcontext(), nullcontext())
+    )
     return first, _repeat(again, module, part_in_force())
 
 
@@ -114,5 +116,5 @@ def _repeat(around: Context, module: nn.Module, part: Context) -> Iterator[None]
         yield
 
 
-def _kept() -> list[Any]:
+def _saved_operators() -> list[Any]:
     return [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]

@@ -78,15 +78,15 @@ def activation_bytes(model: nn.Module, inputs: Inputs) -> int:
         inputs: Arguments of its forward pass, by position or by name.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    made = _Made((*model.parameters(), *model.buffers(), *leaves))
+    counter = _Made((*model.parameters(), *model.buffers(), *leaves))
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), made:
+    with torch.random.fork_rng(cards), torch.enable_grad(), buffers_kept(model), counter:
         outputs = call(model, inputs)
     graph = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     del outputs
-    kept = made.alive()
+    size = counter.alive()
     graph.clear()
-    return kept
+    return size
 
 
 class _Made(TorchDispatchMode):

@@ -40,17 +40,17 @@ def memory_explained(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        made = applied_to(model)
-        if made is not None and is_out_of_memory(error):
-            _add_note(error, [_account(made, model, inputs)])
+        applied = applied_to(model)
+        if applied is not None and is_out_of_memory(error):
+            _add_note(error, [_account(applied, model, inputs)])
         raise
 
 
 def explain_memory(error: BaseException) -> None:
     """Add the note for all distributed models to an error that says that memory ran out, unless it has one."""
     if is_out_of_memory(error) and not any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
-        models = [(model, made) for model in distributed_models() if (made := applied_to(model)) is not None]
-        _add_note(error, [_account(made, model, None) for model, made in models])
+        models = [(model, applied) for model in distributed_models() if (applied := applied_to(model)) is not None]
+        _add_note(error, [_account(applied, model, None) for model, applied in models])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,31 +65,31 @@ def _add_note(error: BaseException, accounts: list[str]) -> None:
         error.add_note("\n".join((head, *accounts)))
 
 
-def _account(made: Applied, model: nn.Module, inputs: Inputs | None) -> str:
+def _account(applied: Applied, model: nn.Module, inputs: Inputs | None) -> str:
     """Return the table of a model's memory, and what would save most of it."""
-    rank, shape = context_of.current().rank, as_trained(made.shape, model)
+    rank, shape = context_of.current().rank, as_trained(applied.shape, model)
     state, averaged = _state_of(model), is_averaged(model)
-    memory = memory_of(made.plan, shape, rank, state, averaged=averaged)
+    memory = memory_of(applied.plan, shape, rank, state, averaged=averaged)
     lines = as_text(memory_table(memory, rank), width=100).splitlines()
-    activations = None if inputs is None else _activations(made, model, inputs)
+    activations = None if inputs is None else _activations(applied, model, inputs)
     if activations is not None:
         lines.append(f"one forward pass of this batch keeps about {activations:,} bytes of activations")
-    sharded = _as_sharded(made.plan)
+    sharded = _as_sharded(applied.plan)
     saved = None if sharded is None else memory.total - memory_of(sharded, shape, rank, state, averaged=averaged).total
-    return "\n".join(lines + _settings(made.plan, activations, saved))
+    return "\n".join(lines + _settings(applied.plan, activations, saved))
 
 
 def _settings(plan: Plan, activations: int | None, sharding: int | None) -> list[str]:
     """Return a line for each setting that would save memory, the most first; what was not measured comes before."""
     of_pass = math.inf if activations is None else float(activations)
-    found = [(of_pass / 2, f"half the rows in a batch, with gradient_merge over {2 * plan.step.accumulate} batches")]
+    savings = [(of_pass / 2, f"half the rows in a batch, with gradient_merge over {2 * plan.step.accumulate} batches")]
     if all(rule.recompute == "none" for rule in plan.modules):
-        found.append((of_pass, "recompute, which keeps no more of most modules than their inputs"))
+        savings.append((of_pass, "recompute, which keeps no more of most modules than their inputs"))
     if sharding is not None:
-        found.append((sharding, "sharding at stage 3"))
+        savings.append((sharding, "sharding at stage 3"))
     return [
         f"- {name}: saves {'what px.explain(model, inputs) tells' if math.isinf(size) else f'about {size:,.0f} bytes'}"
-        for size, name in sorted(found, reverse=True)
+        for size, name in sorted(savings, reverse=True)
     ]
 
 
@@ -120,11 +120,11 @@ def _state_of(model: nn.Module) -> StateOf | None:
         return None
 
 
-def _activations(made: Applied, model: nn.Module, inputs: Inputs) -> int | None:
+def _activations(applied: Applied, model: nn.Module, inputs: Inputs) -> int | None:
     """Return about what one forward pass of a batch keeps; None where this process alone cannot tell."""
     rows = next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 0)
-    meets_others = made.plan.step.sync_bn or any(rule.managed == "module" for rule in made.plan.params)
-    if rows < _TRIAL_ROWS or meets_others or computes_elsewhere(made):
+    meets_others = applied.plan.step.sync_bn or any(rule.managed == "module" for rule in applied.plan.params)
+    if rows < _TRIAL_ROWS or meets_others or computes_elsewhere(applied):
         return None
     few = tree_map_only(Tensor, lambda x: x[:_TRIAL_ROWS] if x.dim() and len(x) == rows else x, inputs)
     try:

@@ -32,7 +32,7 @@ def bare_mesh(ranks: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(ranks)), _init_backend=False, _rank=0)
 
 
-def placed(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
+def with_placement(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
     """Return a tensor that lies as told."""
     return DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
 
@@ -40,20 +40,20 @@ def placed(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
 def with_placements(args: Any, kwargs: Any, chosen: Sequence[Placement]) -> tuple[Any, Any]:
     """Return arguments whose tensors lie as told, in order."""
     leaves, tree = tree_flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, DTensorSpec)]
-    for place, placement in zip(places, chosen, strict=True):
-        leaves[place] = placed(leaves[place], placement)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DTensorSpec)]
+    for index, placement in zip(places, chosen, strict=True):
+        leaves[index] = with_placement(leaves[index], placement)
     moved: tuple[Any, Any] = tree_unflatten(leaves, tree)
     return moved
 
 
 def outputs_of(func: Any, args: Any, kwargs: Any, *, moves: bool = True) -> tuple[DTensorSpec | None, ...] | None:
     """Return how DTensor lays out an operator's outputs; None if it has no rule, or would move inputs and must not."""
-    answer = _asked(func, args, kwargs)
+    answer = _propagate_sharding(func, args, kwargs)
     return None if answer is None or (answer[1] and not moves) else answer[0]
 
 
-def inputs_for(func: Any, args: Any, kwargs: Any, wanted: Placement) -> list[Placement] | None:
+def inputs_for(func: Any, args: Any, kwargs: Any, output: Placement) -> list[Placement] | None:
     """Return how an operator's tensors must lie so that it computes all its outputs as wanted, and moves nothing.
 
     Returns:
@@ -64,24 +64,27 @@ def inputs_for(func: Any, args: Any, kwargs: Any, wanted: Placement) -> list[Pla
     if not 0 < len(now) <= _MOST_INPUTS:
         return None
     for chosen in _by_elements(now):
-        answer = _asked(func, *with_placements(args, kwargs, chosen))
+        answer = _propagate_sharding(func, *with_placements(args, kwargs, chosen))
         if answer is None:
             continue
         outputs, moves = answer
-        if not moves and outputs and all(one is not None and one.placements == (wanted,) for one in outputs):
+        if not moves and outputs and all(spec is not None and spec.placements == (output,) for spec in outputs):
             return list(chosen)
     return None
 
 
 def _by_elements(now: Sequence[DTensorSpec]) -> list[tuple[Placement, ...]]:
     """Return all ways in which tensors may lie, those that move the fewest elements first."""
-    every = [[spec.placements[0], *(one for one in _placements(spec) if one != spec.placements[0])] for spec in now]
+    every = [
+        [spec.placements[0], *(placement for placement in _placements(spec) if placement != spec.placements[0])]
+        for spec in now
+    ]
 
-    def moved(chosen: tuple[Placement, ...]) -> int:
+    def moved_elements(chosen: tuple[Placement, ...]) -> int:
         pairs = zip(now, chosen, strict=True)
         return sum(s.shape.numel() for s, c in pairs if c != s.placements[0] and not s.placements[0].is_replicate())
 
-    return sorted(itertools.product(*every), key=moved)
+    return sorted(itertools.product(*every), key=moved_elements)
 
 
 def _placements(spec: DTensorSpec) -> Iterator[Placement]:
@@ -89,18 +92,18 @@ def _placements(spec: DTensorSpec) -> Iterator[Placement]:
     yield from (Shard(dim) for dim in range(len(spec.shape)))
 
 
-def _asked(func: Any, args: Any, kwargs: Any) -> tuple[tuple[DTensorSpec | None, ...], bool] | None:
+def _propagate_sharding(func: Any, args: Any, kwargs: Any) -> tuple[tuple[DTensorSpec | None, ...], bool] | None:
     """Return how outputs lie, and whether inputs are moved; None if DTensor has no rule for the operator there."""
     rules = DTensor._op_dispatcher.sharding_propagator
     try:
-        asked = OpSchema(func, args, kwargs)
-        answer = rules.propagate_op_sharding_non_cached(asked)
+        schema = OpSchema(func, args, kwargs)
+        answer = rules.propagate_op_sharding_non_cached(schema)
     except (NotImplementedError, RuntimeError):  # no rule at all; none for such inputs
         return None
-    found = answer.output_spec
-    outputs: tuple[DTensorSpec | None, ...] = tuple(found) if isinstance(found, list | tuple) else (found,)
+    specs = answer.output_spec
+    outputs: tuple[DTensorSpec | None, ...] = tuple(specs) if isinstance(specs, list | tuple) else (specs,)
     moved = answer.redistribute_schema if answer.needs_redistribute else None  # of views, for their sizes alone
-    return outputs, moved is not None and _lying(moved) != _lying(asked)
+    return outputs, moved is not None and _lying(moved) != _lying(schema)
 
 
 def _lying(call: OpSchema) -> list[tuple[Placement, ...]]:

@@ -67,8 +67,8 @@ def place_module(
 
 
 def _placements(outputs: tuple[Mapping[str, Any], ...], axis: str) -> tuple[Placement, ...]:
-    found = [layout.get(axis) for layout in outputs]
-    return tuple(Shard(one.dim) if isinstance(one, ShardOf) else Replicate() for one in found)
+    placements = [layout.get(axis) for layout in outputs]
+    return tuple(Shard(placement.dim) if isinstance(placement, ShardOf) else Replicate() for placement in placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Region:
     taken: Placement
     """How its inputs are laid out before it begins."""
 
-    known: dict[Any, list[Placement] | None] = field(default_factory=dict)
+    cached_inputs: dict[Any, list[Placement] | None] = field(default_factory=dict)
     """How inputs must lie, by operator and how they do."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Region:
@@ -89,7 +89,7 @@ class _Region:
 def _run(forward: Forward, region: _Region, *inputs: Any, **named: Any) -> Any:
     """Run a module's forward pass with its operators placed; whole tensors go in and come out."""
     module = forward.__self__  # type: ignore[attr-defined]
-    inputs, named = tree_map_only(Tensor, partial(_taken, region), (inputs, named))
+    inputs, named = tree_map_only(Tensor, partial(_take_input, region), (inputs, named))
     with _parameters_as(partial(_whole, region), module), implicit_replication(), ExitStack() as hooks:
         mode = _Placing(region)
         for path, inner in module.named_modules(prefix=region.path):
@@ -107,7 +107,7 @@ def _whole(region: _Region, tensor: Tensor) -> DTensor:
     return DTensor.from_local(tensor, region.mesh, [Replicate()], run_check=False)
 
 
-def _taken(region: _Region, tensor: Tensor) -> Tensor:
+def _take_input(region: _Region, tensor: Tensor) -> Tensor:
     whole = _whole(region, tensor)
     if isinstance(region.taken, Shard) and region.taken.dim >= tensor.dim():
         return whole
@@ -126,12 +126,12 @@ def _parameters_as(change: Any, module: nn.Module) -> Iterator[None]:
     before = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
     changed = {id(param): change(param) for _, _, param in before}
     try:
-        for held, name, param in before:
-            held[name] = changed[id(param)]
+        for owner, name, param in before:
+            owner[name] = changed[id(param)]
         yield
     finally:
-        for held, name, param in before:
-            held[name] = param
+        for owner, name, param in before:
+            owner[name] = param
     for path, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             if isinstance(buffer, DTensor):
@@ -176,43 +176,43 @@ class _Placing(TorchDispatchMode):
             return func(*args, **kwargs)
         path, count = self._stack[-1]
         site = Site(path, count[0], str(func))
-        wanted = self._region.rules.get(site)
-        if wanted is None:
+        placements = self._region.rules.get(site)
+        if placements is None:
             result = func(*args, **kwargs)
         else:
             self._left.discard(site)
-            result = self._placed(site, func, args, kwargs, wanted)
+            result = self._run_placed(site, func, args, kwargs, placements)
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs, result))):
             count[0] += 1
         return result
 
-    def _placed(self, site: Site, func: Any, args: Any, kwargs: Any, wanted: tuple[Placement, ...]) -> Any:
+    def _run_placed(self, site: Site, func: Any, args: Any, kwargs: Any, placements: tuple[Placement, ...]) -> Any:
         with torch.no_grad():  # below autograd: where tensors lie is none of its business
-            args, kwargs = self._moved(func, args, kwargs, wanted)
+            args, kwargs = self._redistribute(func, args, kwargs, placements)
             result = func(*args, **kwargs)
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            if len(made) != len(wanted):
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if len(tensors) != len(placements):
                 raise PlanError(
-                    f"ops[{site}] has {len(wanted)} outputs; the operator has {len(made)}. Say one of each."
+                    f"ops[{site}] has {len(placements)} outputs; the operator has {len(tensors)}. Say one of each."
                 )
-            places = iter(wanted)
-            return tree_map_only(DTensor, lambda one: _at(one, next(places)), result)
+            places = iter(placements)
+            return tree_map_only(DTensor, lambda output: _at(output, next(places)), result)
 
-    def _moved(self, func: Any, args: Any, kwargs: Any, wanted: tuple[Placement, ...]) -> tuple[Any, Any]:
+    def _redistribute(self, func: Any, args: Any, kwargs: Any, placements: tuple[Placement, ...]) -> tuple[Any, Any]:
         """Return arguments that lie so that the outputs lie as wanted, if there is such a way to lie."""
-        if len(set(wanted)) != 1 or isinstance(wanted[0], Replicate):
+        if len(set(placements)) != 1 or isinstance(placements[0], Replicate):
             return args, kwargs
         whole = partial(_whole, self._region)
-        given = tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else whole(t), (args, kwargs))
-        lying, named = tree_map_only(DTensor, lambda one: one._spec, given)
-        key = (func, str((lying, named)), wanted)
-        if key not in self._region.known:
-            self._region.known[key] = inputs_for(func, lying, named, wanted[0])
-        chosen = self._region.known[key]
+        arguments = tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else whole(t), (args, kwargs))
+        lying, named = tree_map_only(DTensor, lambda tensor: tensor._spec, arguments)
+        key = (func, str((lying, named)), placements)
+        if key not in self._region.cached_inputs:
+            self._region.cached_inputs[key] = inputs_for(func, lying, named, placements[0])
+        chosen = self._region.cached_inputs[key]
         if chosen is None:
             return args, kwargs
         places = iter(chosen)
-        moved: tuple[Any, Any] = tree_map_only(DTensor, lambda one: _at(one, next(places)), given)
+        moved: tuple[Any, Any] = tree_map_only(DTensor, lambda tensor: _at(tensor, next(places)), arguments)
         return moved
 
 

@@ -49,16 +49,16 @@ def clip_grad_norm_(
         raise ConfigError(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found max_norm={max_norm}, norm_type={norm_type}."
         )
-    given = _parameters_of(parameters)
-    is_complete = not any(is_partial(param) for param in given if param.grad is not None)
-    return _clip(given, max_norm if is_complete else math.inf, norm_type, error_if_nonfinite=error_if_nonfinite)
+    params = _parameters_of(parameters)
+    is_complete = not any(is_partial(param) for param in params if param.grad is not None)
+    return _clip(params, max_norm if is_complete else math.inf, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
-def _clip(given: list[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+def _clip(all_params: list[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
     """Clip gradients that are complete, and return their norm before."""
-    params = [param for param in given if param.grad is not None]
-    stages = stages_over(given)
-    gradients = [found for param in params if (found := gradient_of(param)) is not None]
+    params = [param for param in all_params if param.grad is not None]
+    stages = stages_over(all_params)
+    gradients = [gradient for param in params if (gradient := gradient_of(param)) is not None]
     if not gradients:
         return over_stages(torch.tensor(0.0), stages, norm_type)
     norms = whole_norms([grad for grad, _ in gradients], [groups for _, groups in gradients], norm_type)
@@ -99,9 +99,9 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if max_value is not None:
             for param in params:
-                if (found := gradient_of(param)) is not None:
+                if (gradient := gradient_of(param)) is not None:
                     limit = max_value * gradient_scale(param)
-                    found[0].clamp_(-limit, limit)
+                    gradient[0].clamp_(-limit, limit)
         if max_norm is not None:
             # Around an update gradients are complete, which clip_grad_norm_ could not know.
             _clip(params, max_norm, 2.0, error_if_nonfinite=False)
@@ -109,7 +109,7 @@ def clip_steps(optimizer: Optimizer, *, max_norm: float | None = None, max_value
     add_action(optimizer, StepPhase.CLIP_GRADIENTS, clip, needs_gradients=True)
 
 
-def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    return list(given.parameters() if isinstance(given, nn.Module) else given)
+def _parameters_of(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)

@@ -26,13 +26,13 @@ def ema_of(model: nn.Module) -> EMA:
     Raises:
         ConfigError: If the strategy keeps none of this model.
     """
-    found = kept_average(model)
-    if found is None:
+    average = kept_average(model)
+    if average is None:
         raise ConfigError(
             f"no average of the weights of this {type(model).__name__} is kept. Set strategy.ema = True, and give the "
             "model and its optimizer to distribute; or make one with phalanx.EMA(model, optimizer=optimizer)."
         )
-    return found
+    return average
 
 
 def kept_average(model: nn.Module) -> EMA | None:
@@ -80,7 +80,7 @@ class EMA:
         """Updates so far."""
 
         with torch.no_grad():
-            self._shadow = {name: _wide(tensor.detach()).clone() for name, tensor in _averaged(model)}
+            self._shadow = {name: _wide(tensor.detach()).clone() for name, tensor in _averaged_tensors(model)}
         if optimizer is not None:
             add_action(optimizer, StepPhase.MOVE_AVERAGES, lambda _: self.update())
 
@@ -138,13 +138,13 @@ class EMA:
                 f"EMA: only the {where} has {name!r}.{did_you_mean(name, others)} Load a state of this model."
             )
         for name, mine in self._shadow.items():
-            found = local_part(loaded[name])
-            if found.shape != local_part(mine).shape:
+            loaded_part = local_part(loaded[name])
+            if loaded_part.shape != local_part(mine).shape:
                 raise ConfigError(
-                    f"EMA: {name!r} has shape {tuple(found.shape)} in the state, and {tuple(local_part(mine).shape)} "
-                    "here. Load a state that was saved with the same placement."
+                    f"EMA: {name!r} has shape {tuple(loaded_part.shape)} in the state, and "
+                    f"{tuple(local_part(mine).shape)} here. Load a state that was saved with the same placement."
                 )
-            local_part(mine).copy_(found)
+            local_part(mine).copy_(loaded_part)
         self.updates = state["updates"]
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -164,11 +164,11 @@ class EMA:
         return shadow, weights
 
 
-def _averaged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _averaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and the buffers that `state_dict` holds, by plain name; floating-point ones, each once."""
-    kept = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept and tensor.is_floating_point():
+        if name in state and tensor.is_floating_point():
             yield name, tensor
 
 

@@ -33,7 +33,7 @@ def is_partial(param: Tensor) -> bool:
     return merge is not None and not merge.is_last
 
 
-def _merge_of(param: Tensor) -> GradientMerge | None:
+def _merge_of(param: Tensor) -> GradientAccumulation | None:
     reference = session.accumulations.get(param) if session.accumulations else None
     return None if reference is None else reference()
 
@@ -44,7 +44,7 @@ class _Quiet:
     def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
         self._block = block
         self._now: ExitStack | None = None
-        self.merges: list[GradientMerge] = []
+        self.merges: list[GradientAccumulation] = []
 
     def follow(self) -> None:
         if not self.merges or any(merge.is_last for merge in self.merges):
@@ -56,8 +56,8 @@ class _Quiet:
             self._now.enter_context(self._block())
 
 
-class GradientMerge:
-    """The group of batches that one optimizer is adding up; made by `merge_gradients`."""
+class GradientAccumulation:
+    """The group of batches that one optimizer is adding up; made by `accumulate_gradients`."""
 
     def __init__(self, steps: int, avg: bool, quiet: _Quiet) -> None:
         self._steps = steps
@@ -84,8 +84,8 @@ class GradientMerge:
         """Give an incoming gradient its share of the mean, by the rows of its batch."""
         if not self._avg:
             return None
-        here = context_of.current()
-        here.passes.of_backward(here.readers.count)
+        context = context_of.current()
+        context.passes.of_backward(context.readers.count)
         return gradient * (self._relative_rows() / self._steps)
 
     def admit(self, optimizer: Optimizer) -> bool:
@@ -140,14 +140,14 @@ class GradientMerge:
         )
 
 
-def merge_gradients(
+def accumulate_gradients(
     optimizer: Optimizer,
     model: nn.Module,
     k_steps: int,
     *,
     avg: bool = True,
     quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> GradientMerge:
+) -> GradientAccumulation:
     """Update once every `k_steps` calls of `optimizer.step()`.
 
     Groups run on over the ends of epochs. Batches left over when training ends are not applied; a warning says how
@@ -170,7 +170,7 @@ def merge_gradients(
         raise ConfigError(f"gradient_merge needs k_steps of at least 1, found {k_steps}.")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(_merge_of(param) for param in params):
-        raise ConfigError("the gradients of these parameters are merged already. Call merge_gradients once.")
+        raise ConfigError("the gradients of these parameters are accumulated already. Call accumulate_gradients once.")
     if any(is_handle(param) for param in params):
         raise ConfigError(
             "gradient_merge holds gradients back between updates, and the optimizer trains rows of a table "
@@ -178,7 +178,7 @@ def merge_gradients(
         )
     before = model.__dict__.get("zero_grad")
     zero_grad = before if isinstance(before, _ZeroGrad) else _ZeroGrad(model, _Quiet(quiet))
-    merge = GradientMerge(k_steps, avg, zero_grad.quiet)
+    merge = GradientAccumulation(k_steps, avg, zero_grad.quiet)
     for param in params:
         session.accumulations[param] = weakref.ref(merge)  # it knows the model
         if param.requires_grad:
@@ -201,7 +201,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule, whose import is slow
 
 
-class HeldGradients:
+class AccumulatedGradients:
     """What waits for the update of an optimizer, as checkpoints hold it (`keep_state`).
 
     Args:
@@ -210,7 +210,7 @@ class HeldGradients:
         is_sharded: Whether torch keeps the gradients of a group to itself; the group then begins anew.
     """
 
-    def __init__(self, optimizer: Optimizer, merge: GradientMerge, *, is_sharded: bool) -> None:
+    def __init__(self, optimizer: Optimizer, merge: GradientAccumulation, *, is_sharded: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._merge = merge
         self._is_sharded = is_sharded
@@ -224,8 +224,8 @@ class HeldGradients:
                 self._merge.held,
             )
         elif self._merge.held:
-            kept = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
-            return {"group": self._merge.state_dict(), "gradients": kept}
+            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._params().items()}
+            return {"group": self._merge.state_dict(), "gradients": gradients}
         return {"group": None, "gradients": {}}
 
     @torch.no_grad()
@@ -251,11 +251,11 @@ class _ZeroGrad:
         self.quiet = quiet
 
     def __call__(self, set_to_none: bool = True) -> None:
-        held = [(param, param.grad) for param in self._model.parameters() if _is_held(param)]
-        for param, _ in held:
+        accumulated = [(param, param.grad) for param in self._model.parameters() if _is_held(param)]
+        for param, _ in accumulated:
             param.grad = None
         type(self._model).zero_grad(self._model, set_to_none)
-        for param, gradient in held:
+        for param, gradient in accumulated:
             param.grad = gradient
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -267,10 +267,10 @@ def _is_held(param: Tensor) -> bool:
     return merge is not None and merge.held > 0
 
 
-def _zero_grad(optimizer: weakref.ref[Optimizer], merge: GradientMerge, set_to_none: bool = True) -> None:
-    found = optimizer()
-    if found is not None and not merge.held:
-        type(found).zero_grad(found, set_to_none)
+def _zero_grad(optimizer: weakref.ref[Optimizer], merge: GradientAccumulation, set_to_none: bool = True) -> None:
+    live = optimizer()
+    if live is not None and not merge.held:
+        type(live).zero_grad(live, set_to_none)
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def _multiply(optimizer: Optimizer, factor: float) -> None:
                 param.grad.mul_(factor)
 
 
-def _end(merge: GradientMerge, k_steps: int, rank: int) -> None:
+def _end(merge: GradientAccumulation, k_steps: int, rank: int) -> None:
     merge.end()
     if merge.held and rank == 0:
         logger.warning(

@@ -67,10 +67,10 @@ def layers_of(optimizer: Optimizer, excluded: Exclusion) -> list[Layer]:
     layers = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            found = gradient_of(param)
-            if found is None:
+            grad_and_groups = gradient_of(param)
+            if grad_and_groups is None:
                 continue
-            gradient, groups = found
+            gradient, groups = grad_and_groups
             if gradient.is_sparse:
                 raise ConfigError(
                     f"a parameter of shape {tuple(param.shape)} has a sparse gradient, whose norm would be that of a "
@@ -83,10 +83,10 @@ def layers_of(optimizer: Optimizer, excluded: Exclusion) -> list[Layer]:
 
 def local_state(layer: Layer, name: str) -> Tensor:
     """Return what this rank holds of a tensor of the optimizer's state; zeros, spread as the parameter, at first."""
-    found = layer.state.get(name)
-    if found is None:
-        found = layer.state[name] = torch.zeros_like(layer.param, memory_format=torch.preserve_format)
-    return local_part(found)
+    state = layer.state.get(name)
+    if state is None:
+        state = layer.state[name] = torch.zeros_like(layer.param, memory_format=torch.preserve_format)
+    return local_part(state)
 
 
 def norms_of(layers: Sequence[Layer], *tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

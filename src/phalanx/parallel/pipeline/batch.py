@@ -38,8 +38,8 @@ class Batch:
     def looks(self) -> str:
         """Return what stages must know of a micro-batch to run it, as text: shapes, dtypes and values between them."""
         leaves, structure = tree_flatten(self.inputs[0])
-        found = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves]
-        return f"{len(self.inputs)} x {structure} {found}"
+        leaf_shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        return f"{len(self.inputs)} x {structure} {leaf_shapes}"
 
     def loss(self, form: Any, tensors: tuple[Tensor, ...], number: int) -> Tensor:
         """Return the weighted loss of one micro-batch."""

@@ -35,12 +35,12 @@ from phalanx.parallel.pipeline import stage_io
 from phalanx.parallel.pipeline.batch import Batch, rows_of, split
 from phalanx.parallel.pipeline.partition import Recorded, owner_stages, record
 from phalanx.parallel.pipeline.rng_streams import Streams
-from phalanx.parallel.pipeline.schedule import Route, Stage, flow, microbatches_of, schedule_for
+from phalanx.parallel.pipeline.schedule import Route, StageModule, flow, microbatches_of, schedule_for
 from phalanx.parallel.pipeline.stage_io import pack, unpack
-from phalanx.parallel.pipeline.stage_state import check_not_shared, let_go
+from phalanx.parallel.pipeline.stage_state import check_not_shared, free_parameters
 from phalanx.parallel.precision.autocast import apply_precision
 from phalanx.parallel.step.param_remap import note_replaced
-from phalanx.parallel.tensor.same_samples import SameRows, share_random_stream
+from phalanx.parallel.tensor.same_samples import SameSamplesCheck, share_random_stream
 from phalanx.plan.mesh import is_sum_of_ranks
 from phalanx.plan.rules.mesh import STAGE_AXIS
 from phalanx.plan.value import Plan
@@ -56,7 +56,7 @@ SHAPES_KEPT = 8
 Values = Mapping[str, Callable[[Any, Any], Any]]
 
 
-def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
+def build_pipeline(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> PipelineEngine:
     """Keep this rank's stages of a model, in place. Collective over all ranks of the job.
 
     Parameters and buffers of other stages go to the meta device: names and keys stay, memory is freed. Optimizers
@@ -74,25 +74,25 @@ def cut(plan: Plan, model: nn.Module, mesh: Mesh, context: Context) -> Pipeline:
     along = (STAGE_AXIS,)
     route = Route(plan.schedule, mesh.size(along), mesh.index(along), mesh.group(along), context.device)
     alike = [axis.name for axis in mesh.position.axes if axis.name not in mesh.batch_axes and axis.size > 1]
-    checks = [SameRows(axis, mesh.group((axis,)), holds_layers=axis != STAGE_AXIS) for axis in alike]
+    checks = [SameSamplesCheck(axis, mesh.group((axis,)), holds_layers=axis != STAGE_AXIS) for axis in alike]
     stages = {rule.match: rule.stage for rule in plan.modules if rule.stage is not None}
     recorded = record(model, stages, route.count)
     owners = owner_stages(model, recorded, stages)
     check_not_shared(model, owners)
     before = dict(model.named_parameters())
-    let_go(model, [name for name, stage in owners.items() if stage not in route.mine])
+    free_parameters(model, [name for name, stage in owners.items() if stage not in route.mine])
     after = dict(model.named_parameters())
     note_replaced(before, after)
     for param in after.values():
         note_stages(param, route.group)
     share_random_stream(route.group, context.device.type)
-    pipeline = Pipeline(plan, model, route, stages, recorded, checks, context)
+    pipeline = PipelineEngine(plan, model, route, stages, recorded, checks, context)
     wrap_forward(model, _run_forward, pipeline)
     return pipeline
 
 
-class Pipeline:
-    """This rank's stages of one model; made by `cut`."""
+class PipelineEngine:
+    """This rank's stages of one model; made by `build_pipeline`."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class Pipeline:
         rows = rows_of(inputs, target)
         for check in self.checks:
             check(self.model, tuple(tree_leaves((inputs, target))), {})
-        count, wanted = microbatches_of(self.route, *self._of_copies(rows))
-        self._warn_of(rows, count, wanted)
+        count, planned_count = microbatches_of(self.route, *self._of_copies(rows))
+        self._warn_of(rows, count, planned_count)
         shares, readers = self._context.passes.enter((inputs, target)), self._context.readers.count
         weight = row_weight_of(shares, readers, is_sum=self._is_sum) / count * float(scaled(torch.ones(())))
         batch = self._batch = Batch(
@@ -191,15 +191,15 @@ class Pipeline:
                 self.sharded.reduce()
             if self.reducer is not None:
                 self.reducer.reduce()
-            told: dict[str, Tensor] = {}
+            values: dict[str, Tensor] = {}
             if last is not None:
-                told = {"loss": torch.stack(batch.losses).mean()}
+                values = {"loss": torch.stack(batch.losses).mean()}
                 with torch.no_grad():
                     output = batch.whole_output(last.gives) if fetch else None
-                    told |= {name: torch.as_tensor(of(output, target)).detach() for name, of in fetch.items()}
-            told = self._told_by_last(told)
+                    values |= {name: torch.as_tensor(of(output, target)).detach() for name, of in fetch.items()}
+            values = self._told_by_last(values)
         self._batch = _NO_BATCH
-        return told.pop("loss"), told
+        return values.pop("loss"), values
 
     def forward(self, *inputs: Any) -> Any:
         """Return the model's output, on every rank. Collective along the stage axis; runs without gradients."""
@@ -209,11 +209,11 @@ class Pipeline:
         with torch.no_grad(), self._together("a pipeline's forward pass"):
             ends = flow(stages, self.route)
             output = unpack(stages[-1].gives, ends[last][1]) if last in ends else None
-            told = self._told_by_last(output)
+            result = self._told_by_last(output)
         if self.sharded is not None:
-            self.sharded.let_go()
+            self.sharded.reshard()
         self._batch = _NO_BATCH
-        return told
+        return result
 
     def in_order(self, inputs: Inputs) -> tuple[Any, ...]:
         """Return inputs in the order in which the stages take them.
@@ -259,7 +259,7 @@ class Pipeline:
                 stage_io.send(form, tensors, listener, route.device, route.group)
         return value
 
-    def _schedule(self) -> tuple[Any, Stage | None]:
+    def _schedule(self) -> tuple[Any, StageModule | None]:
         """Return torch's schedule for micro-batches like these, and the last stage if it is here."""
         trainable = [param.requires_grad for param in self.model.parameters()]
         looks = self._batch.looks()
@@ -280,28 +280,28 @@ class Pipeline:
         self._schedules.move_to_end(key)
         if len(self._schedules) > SHAPES_KEPT:
             self._schedules.popitem(last=False)
-        found: tuple[Any, Stage | None] = self._schedules[key]
-        return found
+        schedule: tuple[Any, StageModule | None] = self._schedules[key]
+        return schedule
 
     def _of_copies(self, mine: int) -> list[int]:
         """Return a number of every copy of these stages; of this one, where layers of copies do not meet in a step."""
         if not self._meets_copies:
             return [mine]
-        told = torch.tensor([mine], device=self.route.device)
-        found: list[int] = all_gather(told, same_shapes=True, group=self._context.readers.group).tolist()
-        return found
+        own_count = torch.tensor([mine], device=self.route.device)
+        counts: list[int] = all_gather(own_count, same_shapes=True, group=self._context.readers.group).tolist()
+        return counts
 
-    def _make_stages(self) -> list[Stage]:
+    def _make_stages(self) -> list[StageModule]:
         mode = self.model.training
         if mode not in self._recorded:
             self._recorded[mode] = record(self.model, self._stages, self.route.count)
         recorded, mine = self._recorded[mode], self.route.mine
         needed = len(recorded.inputs())
-        found = len(self._batch.inputs[0])
-        if found != needed:
+        count = len(self._batch.inputs[0])
+        if count != needed:
             raise ConfigError(
                 f"the pipeline of {type(self.model).__name__} takes {needed} inputs, those without a default; found "
-                f"{found}. Put what else the stages need into them, or into the model."
+                f"{count}. Put what else the stages need into them, or into the model."
             )
         if mode not in self._bodies:
             self._bodies[mode] = [recorded.body(self.model, stage) for stage in mine]
@@ -310,7 +310,7 @@ class Pipeline:
                 if self._plan.step.compiled:
                     body.compile()
         pairs = zip(self._bodies[mode], mine, strict=True)
-        return [Stage(body, stage, self._inputs_of, self._streams) for body, stage in pairs]
+        return [StageModule(body, stage, self._inputs_of, self._streams) for body, stage in pairs]
 
     def _inputs_of(self, number: int) -> tuple[Any, ...]:
         return self._batch.inputs[number]
@@ -321,8 +321,8 @@ class Pipeline:
             if not rule.match and rule.dtype not in (None, "float32"):
                 apply_precision(body, str(rule.dtype))
 
-    def _warn_of(self, rows: int, count: int, wanted: int) -> None:
-        if self._has_warned or self._context.rank or (count == wanted and count >= self.route.ranks):
+    def _warn_of(self, rows: int, count: int, planned_count: int) -> None:
+        if self._has_warned or self._context.rank or (count == planned_count and count >= self.route.ranks):
             return
         self._has_warned = True
         logger.warning(
@@ -330,12 +330,12 @@ class Pipeline:
             "other. Let rows and pipeline_configs accumulate_steps be multiples of the ranks of a pipeline.",
             rows,
             count,
-            wanted,
+            planned_count,
             self.route.count,
         )
 
 
-def _run_forward(forward: Forward, pipeline: Pipeline, *inputs: Any, **named: Any) -> Any:
+def _run_forward(forward: Forward, pipeline: PipelineEngine, *inputs: Any, **named: Any) -> Any:
     """Take the place of a model's forward pass."""
     model = pipeline.model
     if model.training and torch.is_grad_enabled():
@@ -350,7 +350,7 @@ def _run_forward(forward: Forward, pipeline: Pipeline, *inputs: Any, **named: An
 
 
 @contextmanager
-def _without_traces(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+def _without_traces(stages: Sequence[StageModule], device: torch.device) -> Iterator[None]:
     """Leave random streams and buffers as they were."""
     buffers = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():

@@ -33,8 +33,8 @@ class Recorded:
         """Return the values that a stage passes on to the next, in the order of the forward pass."""
         return [
             node
-            for node, made in self.where.items()
-            if made <= stage and any(self.where[user] > stage for user in node.users)
+            for node, own_stage in self.where.items()
+            if own_stage <= stage and any(self.where[user] > stage for user in node.users)
         ]
 
     def inputs(self) -> list[fx.Node]:
@@ -50,14 +50,14 @@ class Recorded:
         graph, copies = fx.Graph(), {}
         for node in self.inputs() if stage == 0 else self.crossing(stage - 1):
             copies[node] = graph.placeholder(node.name)
-        for node, made in self.where.items():
-            if made == stage and node.op not in ("placeholder", "output"):
+        for node, own_stage in self.where.items():
+            if own_stage == stage and node.op not in ("placeholder", "output"):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         is_last = stage == self.count - 1
         result = self.graph.output_node().args[0] if is_last else self.crossing(stage)
         graph.output(fx.map_arg(result, copies.__getitem__))
         targets = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
-        return fx.GraphModule({target: _found(model, target, self.constants) for target in targets}, graph)
+        return fx.GraphModule({target: _lookup(model, target, self.constants) for target in targets}, graph)
 
 
 def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
@@ -72,7 +72,11 @@ def record(model: nn.Module, stages: Mapping[str, int], count: int) -> Recorded:
         PlanError: If the forward pass takes any number of inputs, cannot be recorded, or does not run through the units
             in the order of stages.
     """
-    several = [one.name for one in _inputs_of(type(model).forward) if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    several = [
+        parameter.name
+        for parameter in _inputs_of(type(model).forward)
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     if several:
         raise PlanError(text("stages of any inputs", model=type(model).__name__, names=", ".join(several)))
     tracer, before = _Recorder(tuple(stages)), set(vars(model))
@@ -122,7 +126,7 @@ class _Recorder(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Record the inputs that have to be given; the others keep their defaults."""
-        needed = [one.name for one in _inputs_of(root_fn) if one.default is one.empty]
+        needed = [parameter.name for parameter in _inputs_of(root_fn) if parameter.default is parameter.empty]
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
 
 
@@ -151,7 +155,7 @@ def _stage_of(name: str, stages: Mapping[str, int], default: Any) -> Any:
     return default
 
 
-def _found(model: nn.Module, target: str, constants: Mapping[str, Tensor]) -> Any:
+def _lookup(model: nn.Module, target: str, constants: Mapping[str, Tensor]) -> Any:
     if target in constants:
         return constants[target]
     owner, _, name = target.rpartition(".")

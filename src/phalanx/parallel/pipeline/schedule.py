@@ -57,7 +57,7 @@ class Route:
         return [stage for stage in range(self.count) if self.holder(stage) == self.index]
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """One stage: from the tensors of the stage before to those for the next.
 
     The first stage takes the number of a micro-batch instead.
@@ -82,17 +82,17 @@ class Stage(nn.Module):
             values = self._feed(int(tensors[0]))
         else:
             values = unpack(self.takes, [apply_function(Border, tensor) for tensor in tensors])
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         with self._streams.of_next(self.index):
-            self.gives = pack(self.body(*values), made)
-        return tuple(apply_function(Border, tensor) for tensor in made)
+            self.gives = pack(self.body(*values), outputs)
+        return tuple(apply_function(Border, tensor) for tensor in outputs)
 
 
 Ends = dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]]
 """By stage: the tensors it took and those it gave."""
 
 
-def flow(stages: Sequence[Stage], route: Route) -> Ends:
+def flow(stages: Sequence[StageModule], route: Route) -> Ends:
     """Run the first micro-batch forward through all stages, one after another. Collective along the stage axis.
 
     Returns:
@@ -106,16 +106,16 @@ def flow(stages: Sequence[Stage], route: Route) -> Ends:
             stage.takes = next(before.gives for before in stages if before.index == stage.index - 1)
         elif stage.index:
             stage.takes, taken = stage_io.recv(route.holder(stage.index - 1), route.device, route.group)
-        given = stage(*taken)
-        ends[stage.index] = taken, given
+        outputs = stage(*taken)
+        ends[stage.index] = taken, outputs
         following = stage.index + 1
         if following < route.count and route.holder(following) != route.index:
-            stage_io.send(stage.gives, given, route.holder(following), route.device, route.group)
+            stage_io.send(stage.gives, outputs, route.holder(following), route.device, route.group)
     return ends
 
 
 def schedule_for(
-    stages: Sequence[Stage], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
+    stages: Sequence[StageModule], ends: Ends, route: Route, microbatches: int, loss: Callable[..., Tensor]
 ) -> Any:
     """Return torch's schedule over the stages of this rank.
 
@@ -127,9 +127,9 @@ def schedule_for(
         loss: From the last stage's tensors and the number of a micro-batch, shape (1,), to its term of the loss.
     """
     kind = route.schedule.kind
-    looks = {index: (_looks(taken), _looks(given)) for index, (taken, given) in ends.items()}
+    looks = {index: (_looks(taken), _looks(outputs)) for index, (taken, outputs) in ends.items()}
     whole = [stage.index for stage in stages if kind == "zero_bubble" and not _splits(stage, *ends[stage.index])]
-    made: list[Any] = [
+    own_stages: list[Any] = [
         PipelineStage(
             stage,
             stage.index,
@@ -144,15 +144,15 @@ def schedule_for(
     ]
     settings: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
     if kind == "zero_bubble":
-        return (ScheduleZBVZeroBubble if route.schedule.is_v else ScheduleInterleavedZeroBubble)(made, **settings)
+        return (ScheduleZBVZeroBubble if route.schedule.is_v else ScheduleInterleavedZeroBubble)(own_stages, **settings)
     if kind == "interleaved":
-        return ScheduleInterleaved1F1B(made, **settings)
+        return ScheduleInterleaved1F1B(own_stages, **settings)
     # torch's 1F1B refuses fewer micro-batches than stages.
     all_first = is_gpipe(route.schedule, microbatches, route.count)
-    return (ScheduleGPipe if all_first else Schedule1F1B)(made[0], **settings)
+    return (ScheduleGPipe if all_first else Schedule1F1B)(own_stages[0], **settings)
 
 
-def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+def _splits(stage: StageModule, taken: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Return whether torch can take a stage's backward pass apart: gradients of its inputs first, its own later.
 
     Tried on the micro-batch at hand, whose graph is used up: torch finds its way along the inputs, and misses, or
@@ -160,7 +160,7 @@ def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> b
     twice).
     """
     params = [param for param in stage.parameters() if param.requires_grad]
-    outputs = [tensor for tensor in given if tensor.requires_grad]
+    outputs = [tensor for tensor in results if tensor.requires_grad]
     if not stage.index or not params or not outputs:
         return True  # the first has no inputs to wait for
     before = [param.grad for param in params]
@@ -185,10 +185,10 @@ def _splits(stage: Stage, taken: Sequence[Tensor], given: Sequence[Tensor]) -> b
     return is_same
 
 
-def _are_close(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    return torch.allclose(found, expected, rtol=1e-2, atol=1e-6)
+def _are_close(gradient: Tensor | None, expected: Tensor | None) -> bool:
+    if gradient is None or expected is None:
+        return gradient is expected
+    return torch.allclose(gradient, expected, rtol=1e-2, atol=1e-6)
 
 
 def _nothing_left() -> Callable[..., None]:
@@ -203,9 +203,9 @@ def microbatches_of(route: Route, *rows: int) -> tuple[int, int]:
     """
     schedule = route.schedule
     size = schedule.microbatch_rows
-    wanted = schedule.microbatches if size is None else max(1, min(rows) // size)
-    fitting = (n for n in range(min(wanted, *rows), 0, -1) if all(one % n == 0 for one in rows))
-    return next(n for n in fitting if _schedulable(schedule, n, route.ranks)), wanted
+    planned_count = schedule.microbatches if size is None else max(1, min(rows) // size)
+    fitting = (n for n in range(min(planned_count, *rows), 0, -1) if all(count % n == 0 for count in rows))
+    return next(n for n in fitting if _schedulable(schedule, n, route.ranks)), planned_count
 
 
 def _schedulable(schedule: Schedule, microbatches: int, ranks: int) -> bool:

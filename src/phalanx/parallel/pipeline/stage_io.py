@@ -56,16 +56,16 @@ def unpack(form: Form, tensors: Sequence[Tensor]) -> Any:
 
 def send(form: Form, tensors: Sequence[Tensor], dst: int, device: torch.device, group: Group) -> None:
     """Send packed values to the group's rank `dst`, which calls `recv`. Blocks until they are on their way."""
-    told = torch.frombuffer(bytearray(json.dumps([form, len(tensors)]).encode()), dtype=torch.uint8)
-    transfers.send(told.to(device), dst, False, group)
+    header = torch.frombuffer(bytearray(json.dumps([form, len(tensors)]).encode()), dtype=torch.uint8)
+    transfers.send(header.to(device), dst, False, group)
     for tensor in tensors:
         transfers.send(tensor, dst, tensor.requires_grad, group)
 
 
 def recv(src: int, device: torch.device, group: Group) -> tuple[Form, list[Tensor]]:
     """Receive packed values; tensors require a gradient where they did."""
-    told, _ = transfers.recv(src, device, group)
-    form, count = json.loads(bytes(told.cpu().tolist()))
+    header, _ = transfers.recv(src, device, group)
+    form, count = json.loads(bytes(header.cpu().tolist()))
     arrived = (transfers.recv(src, device, group) for _ in range(count))
     return form, [tensor.requires_grad_(requires_grad) for tensor, requires_grad in arrived]
 

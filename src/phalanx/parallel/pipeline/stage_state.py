@@ -26,17 +26,17 @@ def check_not_shared(model: nn.Module, owners: Mapping[str, int]) -> None:
             )
 
 
-def let_go(model: nn.Module, names: Sequence[str]) -> None:
+def free_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Move parameters and buffers to the meta device, in place: names and keys stay, memory is freed."""
-    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
     for name in names:
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
-        held = getattr(module, own)
-        if isinstance(held, nn.Parameter):
-            if id(held) not in made:  # layers of one stage that share it still do
-                made[id(held)] = nn.Parameter(torch.empty_like(held, device="meta"), held.requires_grad)
-                made[id(held)].__dict__.update(held.__dict__)
-            module._parameters[own] = made[id(held)]
+        param = getattr(module, own)
+        if isinstance(param, nn.Parameter):
+            if id(param) not in replaced:  # layers of one stage that share it still do
+                replaced[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+                replaced[id(param)].__dict__.update(param.__dict__)
+            module._parameters[own] = replaced[id(param)]
         else:
-            module._buffers[own] = torch.empty_like(held, device="meta")
+            module._buffers[own] = torch.empty_like(param, device="meta")

@@ -44,13 +44,13 @@ def apply_precision(model: nn.Module, dtype: str, *, pure: bool = False, keep: S
     """
     if dtype not in DTYPES:
         raise PlanError(f"expected bfloat16 or float16 to compute in, found {dtype!r}.{did_you_mean(dtype, DTYPES)}")
-    kept = _kept(model, keep)
+    float32_modules = _float32_modules(model, keep)
     device = next((p.device.type for p in model.parameters()), "cpu")
     if dtype == "float16" and device == "cpu":
         logger.warning("float16 is 7 to 16 times slower than bfloat16 on a CPU. Use bfloat16, which needs no scaling.")
     if pure:
-        _cast(model, kept, DTYPES[dtype])
-    for module in kept:
+        _cast_parameters(model, float32_modules, DTYPES[dtype])
+    for module in float32_modules:
         wrap_forward(module, _in_float32, device)
     wrap_forward(model, _in_autocast, device, DTYPES[dtype])
 
@@ -64,7 +64,7 @@ def _amp_init(*_: Any, **__: Any) -> None:
     logger.info("amp_init is not needed: parameters are cast with the model, and follow weights that are loaded later.")
 
 
-def _kept(model: nn.Module, keep: Sequence[str]) -> list[nn.Module]:
+def _float32_modules(model: nn.Module, keep: Sequence[str]) -> list[nn.Module]:
     named = {name: module for name, module in model.named_modules() if name}
     for glob in keep:
         if not any(matches(glob, name) for name in named):
@@ -74,8 +74,8 @@ def _kept(model: nn.Module, keep: Sequence[str]) -> list[nn.Module]:
     return [module for name, module in named.items() if any(matches(glob, name) for glob in keep)]
 
 
-def _cast(model: nn.Module, kept: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    stay = {id(param) for module in (*kept, *_batch_norms(model)) for param in module.parameters()}
+def _cast_parameters(model: nn.Module, float32_modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    stay = {id(param) for module in (*float32_modules, *_batch_norms(model)) for param in module.parameters()}
     cast = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in stay]
     if any(is_dtensor(param) for param in cast):
         raise ConfigError(

@@ -101,14 +101,14 @@ class LossScale:
 
     def update(self, *, overflowed: bool) -> None:
         """Move the scale after a step that was skipped (`overflowed`) or taken."""
-        made = self._settings
+        settings = self._settings
         self._good, self._bad = (0, self._bad + 1) if overflowed else (self._good + 1, 0)
-        if not made.dynamic:
+        if not settings.dynamic:
             return
-        if self._bad >= made.backoff_after:
-            self.value, self._bad = max(self.value * made.backoff, 1.0), 0
-        elif self._good >= made.growth_every:
-            grown, self._good = self.value * made.growth, 0
+        if self._bad >= settings.backoff_after:
+            self.value, self._bad = max(self.value * settings.backoff, 1.0), 0
+        elif self._good >= settings.growth_every:
+            grown, self._good = self.value * settings.growth, 0
             self.value = grown if math.isfinite(torch.tensor(grown).item()) else self.value
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def _unscale(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _overflowed(params: list[Tensor]) -> bool:
     """Return whether any rank has a gradient that is not finite. Collective over all ranks."""
-    found = [gradient for param in params if (gradient := gradient_of(param)) is not None]
-    here = False
-    if found:
-        largest = whole_norms([gradient for gradient, _ in found], [()] * len(found), math.inf)
-        here = not bool(largest.isfinite().all())
-    flag = torch.tensor(float(here), device=context_of.current().device)
+    gradients = [gradient for param in params if (gradient := gradient_of(param)) is not None]
+    is_overflow = False
+    if gradients:
+        largest = whole_norms([gradient for gradient, _ in gradients], [()] * len(gradients), math.inf)
+        is_overflow = not bool(largest.isfinite().all())
+    flag = torch.tensor(float(is_overflow), device=context_of.current().device)
     return bool(all_reduce(flag, "max"))
 
 

@@ -75,18 +75,18 @@ def whole_norms(tensors: Sequence[Tensor], groups: Sequence[tuple[Group, ...]], 
         Shape (number of tensors,), float32, or float64 if a tensor is; on the first tensor's device.
     """
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    found = _local_norms(tensors, order, dtype)
+    norms = _local_norms(tensors, order, dtype)
     largest = math.isinf(order)
     for alike in _by_ranks(groups):
         mine = [i for i, spread in enumerate(groups) if any(group in alike for group in spread)]
-        members, group = torch.tensor(mine, device=found.device), alike[0]
+        members, group = torch.tensor(mine, device=norms.device), alike[0]
         if largest:
             # The order of a NaN is not defined, so backends disagree about the maximum of one.
-            part = all_reduce(found[members].nan_to_num(math.inf, math.inf), "max", group=group)
+            part = all_reduce(norms[members].nan_to_num(math.inf, math.inf), "max", group=group)
         else:
-            part = all_reduce(found[members] ** order, "sum", group=group) ** (1.0 / order)
-        found[members] = part
-    return found
+            part = all_reduce(norms[members] ** order, "sum", group=group) ** (1.0 / order)
+        norms[members] = part
+    return norms
 
 
 def _by_ranks(groups: Sequence[tuple[Group, ...]]) -> list[list[Group]]:
@@ -95,10 +95,10 @@ def _by_ranks(groups: Sequence[tuple[Group, ...]]) -> list[list[Group]]:
     Torch makes each mesh groups of its own, and may give a gradient an equal mesh that was there before: which of the
     two depends on the shapes that a rank holds, and so would the order of collectives.
     """
-    found: dict[tuple[int, ...], list[Group]] = {}
+    by_ranks: dict[tuple[int, ...], list[Group]] = {}
     for group in dict.fromkeys(group for spread in groups for group in spread):
-        found.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
-    return list(found.values())
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
+    return list(by_ranks.values())
 
 
 def over_stages(norm: Tensor, groups: Sequence[Group], order: float) -> Tensor:
@@ -114,7 +114,7 @@ def over_stages(norm: Tensor, groups: Sequence[Group], order: float) -> Tensor:
 
 
 def _local_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Tensor:
-    found: list[Tensor] = [torch.zeros(())] * len(tensors)
+    result: list[Tensor] = [torch.zeros(())] * len(tensors)
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel():  # the largest of nothing is an error to torch
@@ -123,5 +123,5 @@ def _local_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) ->
         wide = torch.promote_types(own, torch.float32)
         norms = torch._foreach_norm([tensors[index] for index in members], order, dtype=wide)
         for index, norm in zip(members, norms, strict=True):
-            found[index] = norm
-    return torch.stack([norm.to(tensors[0].device, dtype) for norm in found])
+            result[index] = norm
+    return torch.stack([norm.to(tensors[0].device, dtype) for norm in result])

@@ -94,10 +94,10 @@ def _place_state(optimizer: Optimizer) -> None:
     """
     for param, state in optimizer.state.items():
         if hasattr(param, "device_mesh"):
-            state.update({key: _placed(key, value, param) for key, value in state.items()})
+            state.update({key: _place_loaded(key, value, param) for key, value in state.items()})
 
 
-def _placed(key: str, value: Any, param: Any) -> Any:
+def _place_loaded(key: str, value: Any, param: Any) -> Any:
     """Return what was loaded for a sharded parameter, sharded."""
     from torch.distributed.tensor import DTensor
 

@@ -24,7 +24,7 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.data.forward_hooks import Forward, wrap_forward
 from phalanx.parallel.tensor.dropout import drop_part
 from phalanx.parallel.tensor.mappings import copy_to, gather_from, scatter_to
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 _TOKENS = -2
 """Dim of tokens in what attention takes, and in most activations."""
@@ -70,7 +70,7 @@ def check_context(model: nn.Module, named: Sequence[tuple[str, nn.Module]]) -> N
                 )
 
 
-def cut_sequence(name: str, module: nn.Module, dim: int, group: Cut, ranks: int) -> Part:
+def cut_sequence(name: str, module: nn.Module, dim: int, group: ShardSpec, ranks: int) -> SequenceShard:
     """Let a module compute this rank's part of the sequence, in place.
 
     Args:
@@ -84,9 +84,9 @@ def cut_sequence(name: str, module: nn.Module, dim: int, group: Cut, ranks: int)
     Returns:
         What is in force while it runs.
     """
-    part, members = Part(name, dim, replace(group, sizes=(1,) * ranks)), _members(module)
-    for place, member in enumerate(members):
-        wrap_forward(member, _computed, part, place == 0, place == len(members) - 1)
+    part, members = SequenceShard(name, dim, replace(group, sizes=(1,) * ranks)), _members(module)
+    for index, member in enumerate(members):
+        wrap_forward(member, _computed, part, index == 0, index == len(members) - 1)
     return part
 
 
@@ -96,14 +96,14 @@ def _members(module: nn.Module) -> list[nn.Module]:
     return list(module.children()) if is_list else [module]
 
 
-class Part(TorchFunctionMode):
+class SequenceShard(TorchFunctionMode):
     """In force while this rank computes its part of a sequence: attention meets all keys, dropouts draw all masks.
 
     Nothing of torch is altered; calls of `F.scaled_dot_product_attention` and `F.dropout` come here because the mode is
     entered. Collective over the group.
     """
 
-    def __init__(self, name: str, dim: int, cut: Cut) -> None:
+    def __init__(self, name: str, dim: int, cut: ShardSpec) -> None:
         super().__init__()
         self._name, self._dim, self._cut = name, dim, cut
         self._lengths: set[int] = set()
@@ -111,8 +111,8 @@ class Part(TorchFunctionMode):
         self._met_attention = False
         self._causal_mask: tuple[tuple[Any, ...], Tensor] | None = None
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Part:
-        return Part(self._name, self._dim, self._cut)
+    def __deepcopy__(self, _: dict[int, Any]) -> SequenceShard:
+        return SequenceShard(self._name, self._dim, self._cut)
 
     def __torch_function__(self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what torch would, but for attention and dropouts.
@@ -134,7 +134,7 @@ class Part(TorchFunctionMode):
             )
         return result
 
-    def enter(self, args: Any, named: Any, *, is_cut: bool) -> tuple[Any, Any, Cut]:
+    def enter(self, args: Any, named: Any, *, is_cut: bool) -> tuple[Any, Any, ShardSpec]:
         """Return a module's inputs with this rank's part of what has a sequence, and how that is cut.
 
         Raises:
@@ -142,8 +142,8 @@ class Part(TorchFunctionMode):
         """
         x, ranks = args[0] if args else None, len(self._cut.sizes)
         if not isinstance(x, Tensor) or not -x.dim() <= self._dim < x.dim():
-            found = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise self._error(f"takes as its first input the activations, whose dim {self._dim} is cut; found {found}")
+            kind = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise self._error(f"takes as its first input the activations, whose dim {self._dim} is cut; found {kind}")
         length = x.shape[self._dim] * (ranks if is_cut else 1)
         if is_cut and length not in self._lengths:
             raise self._error(
@@ -182,7 +182,7 @@ class Part(TorchFunctionMode):
         if model.training and not self._lengths and not torch.compiler.is_compiling():
             raise self._error("did not run, or its parts ran without it. Name the modules that the forward pass calls")
 
-    def leave(self, output: Any, cut: Cut) -> Tensor:
+    def leave(self, output: Any, cut: ShardSpec) -> Tensor:
         """Return the whole of what a module gave for this rank's part.
 
         Raises:
@@ -195,9 +195,9 @@ class Part(TorchFunctionMode):
             )
         is_part = isinstance(output, Tensor) and -output.dim() <= self._dim < output.dim()
         if not is_part or output.shape[self._dim] != cut.mine:
-            found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            kind = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise self._error(
-                f"must return one tensor with the {cut.mine} tokens it got along dim {self._dim}; found {found}"
+                f"must return one tensor with the {cut.mine} tokens it got along dim {self._dim}; found {kind}"
             )
         return gather_from(output, self._dim % output.dim(), cut)
 
@@ -244,7 +244,9 @@ class Part(TorchFunctionMode):
                 )
             mask = self._rows(attn_mask, tokens, key.shape[_TOKENS])
             return F.scaled_dot_product_attention(query, key, value, mask, **named)
-        key, value = (collectives.all_gather(one, _TOKENS, same_shapes=True, group=cut.group) for one in (key, value))
+        key, value = (
+            collectives.all_gather(tensor, _TOKENS, same_shapes=True, group=cut.group) for tensor in (key, value)
+        )
         if is_causal and attn_mask is None:
             seen = tokens * (cut.index + 1)
             key, value = key.narrow(_TOKENS, 0, seen), value.narrow(_TOKENS, 0, seen)
@@ -277,7 +279,7 @@ class Part(TorchFunctionMode):
         )
 
 
-_in_force: ContextVar[Part | None] = ContextVar("phalanx_part_of_a_sequence", default=None)
+_in_force: ContextVar[SequenceShard | None] = ContextVar("phalanx_part_of_a_sequence", default=None)
 
 
 def part_in_force() -> AbstractContextManager[Any]:
@@ -285,7 +287,7 @@ def part_in_force() -> AbstractContextManager[Any]:
     return _in_force.get() or nullcontext()
 
 
-def _computed(forward: Forward, part: Part, is_first: bool, is_last: bool, *args: Any, **named: Any) -> Any:
+def _computed(forward: Forward, part: SequenceShard, is_first: bool, is_last: bool, *args: Any, **named: Any) -> Any:
     args, named, cut = part.enter(args, named, is_cut=not is_first)
     before = _in_force.set(part)
     try:

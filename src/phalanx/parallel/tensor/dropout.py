@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import transfers
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 
-class CutDropout(nn.Dropout):
+class ShardedDropout(nn.Dropout):
     """Dropout of this rank's slice of an activation.
 
     Every rank of the group draws the mask of the whole from the stream they have in common and uses its slice: units of
@@ -17,7 +17,7 @@ class CutDropout(nn.Dropout):
     may differ in size.
     """
 
-    cut: Cut
+    cut: ShardSpec
     """Names the group; the sizes of slices come with the activations."""
 
     dim: int
@@ -28,7 +28,7 @@ class CutDropout(nn.Dropout):
         return drop_part(input, self.p, self.dim, self.cut) if self.training and self.p else input
 
 
-def drop_part(x: Tensor, p: float, dim: int, cut: Cut) -> Tensor:
+def drop_part(x: Tensor, p: float, dim: int, cut: ShardSpec) -> Tensor:
     """Return this rank's slice of an activation after dropout, by its slice of the mask of the whole.
 
     Collective when cut by features (dim -1), whose slices may differ in size.
@@ -39,9 +39,9 @@ def drop_part(x: Tensor, p: float, dim: int, cut: Cut) -> Tensor:
         dim: Dim along which the activation is cut.
         cut: Names the group.
     """
-    place = dim % x.dim()
-    sizes = transfers.part_sizes(x, place, None, dim != -1, cut.group)
-    shape = (*x.shape[:place], sum(sizes), *x.shape[place + 1 :])
+    axis = dim % x.dim()
+    sizes = transfers.part_sizes(x, axis, None, dim != -1, cut.group)
+    shape = (*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
     mask = F.dropout(x.new_ones(shape), p)
-    mine = Cut(cut.group, cut.index, tuple(sizes)).part(mask, place).clone()  # a view would keep the whole mask
+    mine = ShardSpec(cut.group, cut.index, tuple(sizes)).part(mask, axis).clone()  # a view would keep the whole mask
     return x * mine

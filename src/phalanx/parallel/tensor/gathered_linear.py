@@ -22,13 +22,13 @@ from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 from phalanx.parallel.data.sample_weights import row_weight, with_gradient_times
 from phalanx.parallel.tensor.linear import require_width
-from phalanx.parallel.tensor.shard_spec import Cut, even_sizes, hold
+from phalanx.parallel.tensor.shard_spec import ShardSpec, even_sizes, hold
 
 
-class OwnRowsLinear(nn.Linear):
+class GatheredLinear(nn.Linear):
     """A linear layer of which ranks that read rows of their own hold slices."""
 
-    cut: Cut
+    cut: ShardSpec
 
     shares: int = 1
     """Ranks over whose losses gradients of the slices are averaged; 1 where they are added up."""
@@ -39,11 +39,11 @@ class OwnRowsLinear(nn.Linear):
     is_sum: bool = False
     """Whether gradients are summed over the ranks."""
 
-    def entered(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """Return what other ranks' rows are gathered to; the gradient that leaves here is as data parallel weights."""
         return with_gradient_times(x, lambda: self.shares / (self._row_weight() or 1.0))  # of no row it is zero
 
-    def left(self, own: Tensor) -> Tensor:
+    def reduce_output(self, own: Tensor) -> Tensor:
         """Return this rank's rows of the result; the gradient that enters here is weighted by them."""
         return with_gradient_times(own, lambda: self._row_weight() / self.shares)
 
@@ -51,11 +51,11 @@ class OwnRowsLinear(nn.Linear):
         """Return how much this rank's rows weigh in the backward pass that runs; 1 for an even share."""
         if not context.is_initialized():
             return 1.0
-        here = context.current()
-        return row_weight(here, here.readers, is_sum=self.is_sum)
+        process = context.current()
+        return row_weight(process, process.readers, is_sum=self.is_sum)
 
 
-class ModelParallelLinear(OwnRowsLinear):
+class ModelParallelLinear(GatheredLinear):
     """A linear layer cut by output features over ranks that read rows of their own.
 
     Collective over the group, forward and backward. Values and gradients equal `nn.Linear(in_dim, class_num)` over the
@@ -99,7 +99,7 @@ class ModelParallelLinear(OwnRowsLinear):
                 "ranks. Pass uneven=True for slices that differ by one."
             )
         super().__init__(in_dim, class_num, bias)
-        self.cut = Cut(group, rank_id, even_sizes(class_num, rank_num))
+        self.cut = ShardSpec(group, rank_id, even_sizes(class_num, rank_num))
         for param in self.parameters():
             hold(param, 0, self.cut)
 
@@ -109,17 +109,17 @@ class ModelParallelLinear(OwnRowsLinear):
         if len(self.cut.sizes) == 1:
             return F.linear(input, self.weight, self.bias)
         rows = rows_of_all(input, self.cut)
-        whole = collectives.all_gather(self.entered(input), 0, sizes=rows, group=self.cut.group)
+        whole = collectives.all_gather(self.gather_input(input), 0, sizes=rows, group=self.cut.group)
         part = F.linear(whole, self.weight, self.bias)
         own = collectives.all_to_all(part, 0, -1, sizes=rows, arriving=self.cut.sizes, group=self.cut.group)
-        return self.left(own)
+        return self.reduce_output(own)
 
     def extra_repr(self) -> str:
         """Say what nn.Linear says, and which part is here."""
         return f"{super().extra_repr()}, column {self.cut.index} of {len(self.cut.sizes)}, rows gathered"
 
 
-class RowwiseLinear(OwnRowsLinear):
+class GatheredRowLinear(GatheredLinear):
     """A linear layer cut by input features over ranks that read rows of their own.
 
     Collective over the group, forward and backward. `weight` is (out_features, this rank's features); `bias` is whole
@@ -130,8 +130,8 @@ class RowwiseLinear(OwnRowsLinear):
         """Return the layer's output for this rank's rows."""
         require_width(self, input, self.in_features)
         rows, group = rows_of_all(input, self.cut), self.cut.group
-        part = collectives.all_to_all(self.entered(input), -1, 0, sizes=self.cut.sizes, arriving=rows, group=group)
-        own = self.left(collectives.reduce_scatter(F.linear(part, self.weight), 0, sizes=rows, group=group))
+        part = collectives.all_to_all(self.gather_input(input), -1, 0, sizes=self.cut.sizes, arriving=rows, group=group)
+        own = self.reduce_output(collectives.reduce_scatter(F.linear(part, self.weight), 0, sizes=rows, group=group))
         return own if self.bias is None else own + self.bias
 
     def extra_repr(self) -> str:
@@ -152,13 +152,13 @@ def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
     holding = {
         module: {shares[own] for own in module.parameters(recurse=False) if own in shares} for module in model.modules()
     }
-    layers = [(module, wanted) for module, wanted in holding.items() if wanted]
-    for module, wanted in layers:
-        if isinstance(module, OwnRowsLinear):
-            module.is_sum = wanted == {1}
-    if all(_divides(module) and len(wanted) == 1 for module, wanted in layers):
+    layers = [(module, factors) for module, factors in holding.items() if factors]
+    for module, factors in layers:
+        if isinstance(module, GatheredLinear):
+            module.is_sum = factors == {1}
+    if all(_divides(module) and len(factors) == 1 for module, factors in layers):
         for module, (count,) in layers:
-            assert isinstance(module, OwnRowsLinear)
+            assert isinstance(module, GatheredLinear)
             module.shares = count
         return
     for param, count in shares.items():
@@ -168,11 +168,11 @@ def average(model: nn.Module, shares: Mapping[nn.Parameter, int]) -> None:
 
 def _divides(module: nn.Module) -> bool:
     """Return whether a layer can divide all gradients of its slices."""
-    is_alone = isinstance(module, OwnRowsLinear) and module.is_planned
+    is_alone = isinstance(module, GatheredLinear) and module.is_planned
     return is_alone and all(param.dtype != torch.float16 for param in module.parameters())
 
 
-def rows_of_all(x: Tensor, cut: Cut) -> list[int]:
+def rows_of_all(x: Tensor, cut: ShardSpec) -> list[int]:
     """Return how many rows every rank has. Collective.
 
     Raises:

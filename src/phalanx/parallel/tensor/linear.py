@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from phalanx.comm import collectives
 from phalanx.errors import ConfigError
 from phalanx.parallel.tensor.mappings import copy_to, gather_from, reduce_from, scatter_to
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 
 class ColumnLinear(nn.Linear):
@@ -21,7 +21,7 @@ class ColumnLinear(nn.Linear):
     out_features), the same on every rank; or this rank's features only when `outputs` is -1.
     """
 
-    cut: Cut
+    cut: ShardSpec
     path: str = ""
     """Its name in the model, for messages."""
 
@@ -33,7 +33,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
-        whole = entered(input, self.in_features, self.inputs, self.cut)
+        whole = gather_input(input, self.in_features, self.inputs, self.cut)
         part = F.linear(whole, self.weight, self.bias)
         return part if self.outputs is not None else gather_from(part, part.dim() - 1, self.cut)
 
@@ -52,7 +52,7 @@ class RowLinear(nn.Linear):
     out_features), the same on every rank; or this rank's part of the sequence, cut along `outputs`.
     """
 
-    cut: Cut
+    cut: ShardSpec
     path: str = ""
     """Its name in the model, for messages."""
 
@@ -67,7 +67,7 @@ class RowLinear(nn.Linear):
         width = self.in_features if self.inputs is None else self.cut.mine
         require_width(self, input, width)
         part = scatter_to(input, input.dim() - 1, self.cut) if self.inputs is None else input
-        total = left(F.linear(part, self.weight), self.outputs, self.cut)
+        total = reduce_output(F.linear(part, self.weight), self.outputs, self.cut)
         return total if self.bias is None else total + self.bias
 
     def extra_repr(self) -> str:
@@ -75,7 +75,7 @@ class RowLinear(nn.Linear):
         return f"{super().extra_repr()}, row part {self.cut.index} of {len(self.cut.sizes)}"
 
 
-def entered(x: Tensor, features: int, inputs: int | None, cut: Cut) -> Tensor:
+def gather_input(x: Tensor, features: int, inputs: int | None, cut: ShardSpec) -> Tensor:
     """Return the whole input of a layer that is cut by outputs.
 
     Args:
@@ -99,7 +99,7 @@ def entered(x: Tensor, features: int, inputs: int | None, cut: Cut) -> Tensor:
     return whole
 
 
-def left(term: Tensor, outputs: int | None, cut: Cut) -> Tensor:
+def reduce_output(term: Tensor, outputs: int | None, cut: ShardSpec) -> Tensor:
     """Return the sum of the ranks' terms, whole or cut along `outputs`.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.comm import transfers
 from phalanx.comm.collectives import apply_function
 from phalanx.comm.groups import Group
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 
 class _CopyTo(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _ReduceFrom(torch.autograd.Function):
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
         ctx.dim, ctx.cut = dim, cut
         return torch.cat(transfers.all_gather(x, dim, cut.sizes, cut.group), dim)
 
@@ -60,7 +60,7 @@ class _GatherFrom(torch.autograd.Function):
 
 class _ScatterTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
         ctx.dim, ctx.cut = dim, cut
         return cut.part(x, dim).contiguous()
 
@@ -79,7 +79,7 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
     return apply_function(_ReduceFrom, x, group)
 
 
-def gather_from(x: Tensor, dim: int, cut: Cut) -> Tensor:
+def gather_from(x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
     """Return the ranks' slices put together, for what every rank computes alike. Collective.
 
     Args:
@@ -90,6 +90,6 @@ def gather_from(x: Tensor, dim: int, cut: Cut) -> Tensor:
     return apply_function(_GatherFrom, x, dim, cut)
 
 
-def scatter_to(x: Tensor, dim: int, cut: Cut) -> Tensor:
+def scatter_to(x: Tensor, dim: int, cut: ShardSpec) -> Tensor:
     """Return this rank's slice of a whole tensor; the gradients of all slices are put together."""
     return apply_function(_ScatterTo, x, dim, cut)

@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError
 logger = logging.getLogger("phalanx.parallel")
 
 
-class SameRows:
+class SameSamplesCheck:
     """A hook before the forward pass of a model that compares inputs and random streams over the ranks of a group.
 
     Collective in the first passes in training mode; those of a compiled model are not looked at.
@@ -40,8 +40,8 @@ class SameRows:
         self._axis, self._group, self._holds_layers = axis, group, holds_layers
         self._left = self.PASSES
 
-    def __deepcopy__(self, _: dict[int, Any]) -> SameRows:
-        return SameRows(self._axis, self._group, holds_layers=self._holds_layers)
+    def __deepcopy__(self, _: dict[int, Any]) -> SameSamplesCheck:
+        return SameSamplesCheck(self._axis, self._group, holds_layers=self._holds_layers)
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Compare.

@@ -82,13 +82,13 @@ def shard(
     else:
         cut = _flows(model, chosen, sequence_dim if "sequence" in chosen.values() else None)
     first = {id(param): name for name, param in model.named_parameters()}
-    styled = tuple(_styled(model.get_submodule(name), one, first) for name, one in cut.items())
+    styled = tuple(_styled(model.get_submodule(name), styled_module, first) for name, styled_module in cut.items())
     model_record(model).shard_requests.append(ShardRequest(styled, axis, size))
     return model
 
 
 def with_marks(plan: Plan, model: nn.Module) -> Plan:
-    """Return a strategy's Plan with what `shard` was told of this model, and with layers that were made cut.
+    """Return a strategy's Plan with the layers that `shard` was called for, and with those that were built sharded.
 
     Raises:
         PlanError: If it does not fit the mesh.
@@ -141,7 +141,7 @@ def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
     if len(plan.step.batch_axes) != 1:
         return plan
     layout = OnRanks(layout={plan.step.batch_axes[0]: Shard(dim=0)})
-    held = {
+    sharded = {
         id(p)
         for m in model.modules()
         if isinstance(m, ModelParallelLinear) and m.cut.group is None and len(m.cut.sizes) == plan.world_size
@@ -150,7 +150,7 @@ def _with_layers_made_cut(plan: Plan, model: nn.Module) -> Plan:
     rules = (
         plan.rule_for(name).model_copy(update={"match": name, "place": layout, "managed": "module"})
         for name, param in model.named_parameters()
-        if id(param) in held and is_module_held(param)
+        if id(param) in sharded and is_module_held(param)
     )
     return plan.model_copy(update={"params": (*plan.params, *rules)})
 
@@ -163,11 +163,11 @@ def _fitting(model: nn.Module, pattern: str, style: Style) -> Iterator[str]:
     fitting = [name for name in names if _can_be(model.get_submodule(name), style, is_named=name == pattern)]
     if not fitting:
         kinds = sorted({type(model.get_submodule(name)).__name__ for name in names})
-        found = f"matches only {', '.join(kinds)}" if names else "matches no module"
+        problem = f"matches only {', '.join(kinds)}" if names else "matches no module"
         hint = "" if names else did_you_mean(pattern, [name for name, _ in model.named_modules()])
         shown = "" if names or hint else " print(model) shows the names; * stands for anything."
         raise ConfigError(
-            f"px.shard({pattern!r}: {style!r}) {found}.{hint}{shown} Styles column and row are for nn.Linear itself, "
+            f"px.shard({pattern!r}: {style!r}) {problem}.{hint}{shown} Styles column and row are for nn.Linear itself, "
             "vocab for nn.Embedding and nn.Linear; subclasses may compute something else."
         )
     yield from fitting
@@ -244,9 +244,9 @@ def _pairs(
             columns, between = [], []
 
 
-def _styled(module: nn.Module, one: Styled, first: Mapping[int, str]) -> Styled:
+def _styled(module: nn.Module, styled: Styled, first: Mapping[int, str]) -> Styled:
     """Return it with the plain names of the module's parameters."""
-    if one.style in ON_TOKENS or not isinstance(module, nn.Linear | nn.Embedding):
-        return replace(one, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
+    if styled.style in ON_TOKENS or not isinstance(module, nn.Linear | nn.Embedding):
+        return replace(styled, others=tuple(dict.fromkeys(first[id(p)] for p in module.parameters())))
     own = {name: first[id(param)] for name, param in module.named_parameters(recurse=False)}
-    return replace(one, weight=own.get("weight"), bias=own.get("bias"))
+    return replace(styled, weight=own.get("weight"), bias=own.get("bias"))

@@ -20,7 +20,7 @@ def even_sizes(length: int, parts: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardSpec:
     """Slices of one dim over the ranks of a group, as one of them sees it."""
 
     group: Group
@@ -44,7 +44,7 @@ class Cut:
         """Return this rank's slice of a whole tensor, sharing its memory."""
         return x.narrow(dim, self.start, self.mine)
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Cut:
+    def __deepcopy__(self, _: dict[int, Any]) -> ShardSpec:
         return self  # A copied layer is of the same group, and groups cannot be copied.
 
 
@@ -53,7 +53,7 @@ _held = WeakTensorKeyDictionary()
 
 
 @torch.no_grad()
-def hold(param: nn.Parameter, dim: int, cut: Cut) -> None:
+def hold(param: nn.Parameter, dim: int, cut: ShardSpec) -> None:
     """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
 
     Args:

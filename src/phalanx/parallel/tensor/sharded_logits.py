@@ -12,7 +12,7 @@ from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
 
 
-class CutLogits:
+class ShardedLogits:
     """A hook behind a layer that leaves its logits cut: looks whether the loss knows, by the gradients that come back.
 
     Softmax over the classes of one rank gives each row's gradients a sum of zero there. Over all classes, the sum is
@@ -32,8 +32,8 @@ class CutLogits:
         self._name, self._axis, self._group = name, axis, group
         self._left = self.PASSES
 
-    def __deepcopy__(self, _: dict[int, Any]) -> CutLogits:
-        return CutLogits(self._name, self._axis, self._group)
+    def __deepcopy__(self, _: dict[int, Any]) -> ShardedLogits:
+        return ShardedLogits(self._name, self._axis, self._group)
 
     def __call__(self, _layer: nn.Module, _inputs: Any, logits: Tensor) -> None:
         """Look at the gradients of these logits when they come."""

@@ -10,8 +10,8 @@ from torch import nn
 from phalanx.errors import PlanError
 from phalanx.parallel.model_shape import is_module_held
 from phalanx.parallel.tensor.context import check_context
-from phalanx.parallel.tensor.dropout import CutDropout
-from phalanx.parallel.tensor.gathered_linear import ModelParallelLinear, RowwiseLinear
+from phalanx.parallel.tensor.dropout import ShardedDropout
+from phalanx.parallel.tensor.gathered_linear import GatheredRowLinear, ModelParallelLinear
 from phalanx.parallel.tensor.linear import ColumnLinear, RowLinear
 from phalanx.parallel.tensor.shard_spec import even_sizes
 from phalanx.parallel.tensor.vocab import VocabEmbedding
@@ -23,20 +23,20 @@ _SAME_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
     (nn.Linear, "row"): RowLinear,
     (nn.Linear, "vocab"): ColumnLinear,
     (nn.Embedding, "vocab"): VocabEmbedding,
-    (nn.Dropout, "column"): CutDropout,
-    (nn.Dropout, "sequence"): CutDropout,
+    (nn.Dropout, "column"): ShardedDropout,
+    (nn.Dropout, "sequence"): ShardedDropout,
 }
 """What a module becomes where ranks read the same rows."""
 
 _OWN_ROWS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {
     (nn.Linear, "column"): ModelParallelLinear,
-    (nn.Linear, "row"): RowwiseLinear,
+    (nn.Linear, "row"): GatheredRowLinear,
 }
 """What it becomes where ranks read rows of their own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class StyledModule:
     """One module with a style, and what becomes of it."""
 
     name: str
@@ -56,13 +56,13 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
         PlanError: Names the first module or parameter that does not fit, and what would.
     """
     planned = list(planned_modules(plan, model))
-    cut = {one.name: {own for own, _ in one.shards} for one in planned}
-    for one in planned:
-        _check_kind(plan, one)
-        _check_shards(plan, one)
-        _check_embedding(one)
+    cut = {styled.name: {own for own, _ in styled.shards} for styled in planned}
+    for styled in planned:
+        _check_kind(plan, styled)
+        _check_shards(plan, styled)
+        _check_embedding(styled)
     _check_axes(planned)
-    check_context(model, [(one.name, one.module) for one in planned if one.rule.style == "context"])
+    check_context(model, [(styled.name, styled.module) for styled in planned if styled.rule.style == "context"])
     names = {id(param): name for name, param in model.named_parameters()}
     for name, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False):
@@ -75,7 +75,7 @@ def check_styles(plan: Plan, model: nn.Module) -> None:
                 )
 
 
-def planned_modules(plan: Plan, model: nn.Module) -> Iterator[Planned]:
+def planned_modules(plan: Plan, model: nn.Module) -> Iterator[StyledModule]:
     """Yield the modules with a style; those that a glob reaches and that cannot have it are left out."""
     names = {id(param): name for name, param in model.named_parameters()}
     rules = [rule for rule in plan.modules if rule.style is not None]
@@ -90,7 +90,7 @@ def planned_modules(plan: Plan, model: nn.Module) -> Iterator[Planned]:
         )
         axis = _axis_of(plan, rule, [names[id(param)] for param in module.parameters(recurse=False)])
         if axis is not None:
-            yield Planned(name, module, rule, axis, shards)
+            yield StyledModule(name, module, rule, axis, shards)
         elif rule.match == name:
             raise PlanError(_without_axis(name, module, rule))
 
@@ -110,9 +110,9 @@ def _shard_of(plan: Plan, name: str) -> Shard | None:
 def _axis_of(plan: Plan, rule: ModuleRule, params: list[str]) -> str | None:
     """Return the axis along which a module's weight is cut, or else its input."""
     for name in params if rule.style not in ON_TOKENS else ():
-        place = plan.rule_for(name).place
-        if _shard_of(plan, name) and isinstance(place, OnRanks):
-            return next(axis for axis, placed in place.layout.items() if isinstance(placed, Shard))
+        location = plan.rule_for(name).place
+        if _shard_of(plan, name) and isinstance(location, OnRanks):
+            return next(axis for axis, placed in location.layout.items() if isinstance(placed, Shard))
     return next((axis for axis, placed in (rule.inputs or {}).items() if isinstance(placed, Shard)), None)
 
 
@@ -129,70 +129,72 @@ def _without_axis(name: str, module: nn.Module, rule: ModuleRule) -> str:
     )
 
 
-def _check_kind(plan: Plan, one: Planned) -> None:
-    style, kinds = one.rule.style, kinds_of(plan, one)
-    if style not in ON_TOKENS and (type(one.module), style) not in kinds:
-        known = ", ".join(sorted({kind.__name__ for kind, named in kinds if named == style})) or "nothing"
-        form = f"along {one.axis!r}, where ranks read {'rows of their own' if kinds is _OWN_ROWS else 'the same rows'}"
-        raise PlanError(
-            f"modules[{one.name}] has style {style!r} {form}, and is a {type(one.module).__name__}. There it is for "
-            f"{known} itself; subclasses may compute something else."
+def _check_kind(plan: Plan, styled: StyledModule) -> None:
+    style, kinds = styled.rule.style, kinds_of(plan, styled)
+    if style not in ON_TOKENS and (type(styled.module), style) not in kinds:
+        supported = ", ".join(sorted({kind.__name__ for kind, named in kinds if named == style})) or "nothing"
+        form = (
+            f"along {styled.axis!r}, where ranks read {'rows of their own' if kinds is _OWN_ROWS else 'the same rows'}"
         )
-    others = [a.name for a in plan.mesh if a.name in plan.step.batch_axes and a.size > 1 and a.name != one.axis]
+        raise PlanError(
+            f"modules[{styled.name}] has style {style!r} {form}, and is a {type(styled.module).__name__}. There it is "
+            f"for {supported} itself; subclasses may compute something else."
+        )
+    others = [a.name for a in plan.mesh if a.name in plan.step.batch_axes and a.size > 1 and a.name != styled.axis]
     if kinds is _OWN_ROWS and others:
         raise PlanError(
-            f"modules[{one.name}] gathers rows along {one.axis!r}, and rows are split along {', '.join(others)} too. "
-            "Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
+            f"modules[{styled.name}] gathers rows along {styled.axis!r}, and rows are split along {', '.join(others)} "
+            "too. Split rows along one axis, or cut the layer along an axis whose ranks read the same rows."
         )
 
 
-def _check_axes(planned: list[Planned]) -> None:
+def _check_axes(planned: list[StyledModule]) -> None:
     """Raise if a layer is cut along the axis along which the module around it has other tokens on each rank."""
     for part in planned:
         inside = {id(module) for module in part.module.modules()} if part.rule.style == "context" else set()
-        for one in planned:
-            if id(one.module) in inside and one.axis == part.axis and one.rule.style != "context":
+        for styled in planned:
+            if id(styled.module) in inside and styled.axis == part.axis and styled.rule.style != "context":
                 raise PlanError(
-                    f"modules[{one.name}] has style {one.rule.style!r} along {one.axis!r}, along which ranks have "
-                    f"other tokens in modules[{part.name}] (style 'context'). Use another axis for one of them."
+                    f"modules[{styled.name}] has style {styled.rule.style!r} along {styled.axis!r}, along which ranks "
+                    f"have other tokens in modules[{part.name}] (style 'context'). Use another axis for one of them."
                 )
 
 
-def _check_shards(plan: Plan, one: Planned) -> None:
-    style, ranks, found = one.rule.style, plan.axis_size(one.axis), {}
-    for own, shard in one.shards:
-        param, where = one.module.get_parameter(own), f"params[{one.name}.{own}]"
-        wanted = CUT_DIM[style or ""] if own == "weight" else 0
+def _check_shards(plan: Plan, styled: StyledModule) -> None:
+    style, ranks, sizes = styled.rule.style, plan.axis_size(styled.axis), {}
+    for own, shard in styled.shards:
+        param, where = styled.module.get_parameter(own), f"params[{styled.name}.{own}]"
+        dim = CUT_DIM[style or ""] if own == "weight" else 0
         if style == "row" and own == "bias":
             raise PlanError(f"{where} is cut, but a row-parallel layer adds its bias whole. Replicate it.")
-        if shard.dim % param.dim() != wanted:
-            raise PlanError(f"{where} is cut along dim {shard.dim}; style {style!r} needs dim {wanted}. Correct one.")
-        found[own] = sizes_of(param, shard, ranks)
-        if shard.sizes is None and param.shape[wanted] < ranks:
+        if shard.dim % param.dim() != dim:
+            raise PlanError(f"{where} is cut along dim {shard.dim}; style {style!r} needs dim {dim}. Correct one.")
+        sizes[own] = sizes_of(param, shard, ranks)
+        if shard.sizes is None and param.shape[dim] < ranks:
             raise PlanError(
-                f"{where} has {param.shape[wanted]} slices along dim {wanted} for the {ranks} ranks of axis "
-                f"{one.axis!r}. Leave {one.name!r} out of px.shard, or cut it over fewer ranks."
+                f"{where} has {param.shape[dim]} slices along dim {dim} for the {ranks} ranks of axis "
+                f"{styled.axis!r}. Leave {styled.name!r} out of px.shard, or cut it over fewer ranks."
             )
-        if len(found[own]) != ranks or sum(found[own]) != param.shape[wanted] or min(found[own]) < 1:
+        if len(sizes[own]) != ranks or sum(sizes[own]) != param.shape[dim] or min(sizes[own]) < 1:
             raise PlanError(
-                f"{where} has sizes {found[own]}, which are not {ranks} above 0 that add up to {param.shape[wanted]}. "
+                f"{where} has sizes {sizes[own]}, which are not {ranks} above 0 that add up to {param.shape[dim]}. "
                 "Correct them, or leave them out for an even cut."
             )
-    has_bias = isinstance(one.module, nn.Linear) and one.module.bias is not None
-    if style in ("column", "vocab") and has_bias and found.get("bias") != found.get("weight"):
+    has_bias = isinstance(styled.module, nn.Linear) and styled.module.bias is not None
+    if style in ("column", "vocab") and has_bias and sizes.get("bias") != sizes.get("weight"):
         raise PlanError(
-            f"modules[{one.name}] has style {style!r}, so its bias is cut as its weight is, found {found}. Give both "
-            "the same layout."
+            f"modules[{styled.name}] has style {style!r}, so its bias is cut as its weight is, found {sizes}. Give "
+            "both the same layout."
         )
 
 
-def _check_embedding(one: Planned) -> None:
-    if isinstance(one.module, nn.Embedding) and one.rule.style == "vocab":
-        unfit = [word for word in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(one.module, word)]
+def _check_embedding(styled: StyledModule) -> None:
+    if isinstance(styled.module, nn.Embedding) and styled.rule.style == "vocab":
+        unfit = [word for word in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(styled.module, word)]
         if unfit:
             raise PlanError(
-                f"modules[{one.name}] is an embedding with {unfit[0]}, which needs all of its rows on one rank. Leave "
-                f"{unfit[0]} or the style out."
+                f"modules[{styled.name}] is an embedding with {unfit[0]}, which needs all of its rows on one rank. "
+                f"Leave {unfit[0]} or the style out."
             )
 
 
@@ -201,6 +203,6 @@ def sizes_of(param: nn.Parameter, shard: Shard, ranks: int) -> tuple[int, ...]:
     return shard.sizes or even_sizes(param.shape[shard.dim], ranks)
 
 
-def kinds_of(plan: Plan, one: Planned) -> dict[tuple[type[nn.Module], str], type[nn.Module]]:
+def kinds_of(plan: Plan, styled: StyledModule) -> dict[tuple[type[nn.Module], str], type[nn.Module]]:
     """Return what modules become along the axis of this one."""
-    return _OWN_ROWS if one.axis in plan.step.batch_axes else _SAME_ROWS
+    return _OWN_ROWS if styled.axis in plan.step.batch_axes else _SAME_ROWS

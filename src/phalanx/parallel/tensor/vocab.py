@@ -12,8 +12,8 @@ from phalanx.comm import transfers
 from phalanx.comm.collectives import apply_function, ranks_of
 from phalanx.comm.groups import Group
 from phalanx.errors import ConfigError
-from phalanx.parallel.tensor.linear import left
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.linear import reduce_output
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 
 
 class VocabEmbedding(nn.Embedding):
@@ -26,7 +26,7 @@ class VocabEmbedding(nn.Embedding):
     this rank's part of the sequence, cut along `outputs`.
     """
 
-    cut: Cut
+    cut: ShardSpec
     outputs: int | None
     """Dim along which outputs leave cut, the sequence; whole when None."""
 
@@ -44,7 +44,7 @@ class VocabEmbedding(nn.Embedding):
         local = input - self.cut.start
         elsewhere = (local < 0) | (local >= self.cut.mine)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding())
-        return left(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.outputs, self.cut)
+        return reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.outputs, self.cut)
 
     def _local_padding(self) -> int | None:
         if self.padding_idx is None:
@@ -82,8 +82,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, local, elsewhere = ctx.saved_tensors
-        here = (~elsewhere).unsqueeze(-1).to(probability.dtype)
-        gradient = probability.scatter_add(-1, local, -here) * grads[0].unsqueeze(-1)
+        is_local = (~elsewhere).unsqueeze(-1).to(probability.dtype)
+        gradient = probability.scatter_add(-1, local, -is_local) * grads[0].unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None
 
 

@@ -80,23 +80,23 @@ class LocalSgd:
         self._loss = loss.detach()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged_weights(self) -> Iterator[None]:
         """Let the model have the average of all ranks' weights inside the block, and its own again afterwards.
 
         Rounded once, as where a checkpoint of ranks that train apart is loaded. Collective.
         """
         model = self._model()
         params = () if model is None else (param for param in model.parameters() if param.requires_grad)
-        held = [tensor.detach() for tensor in (*params, *self._buffers())]
-        own = [tensor.clone() for tensor in held]
+        tensors = [tensor.detach() for tensor in (*params, *self._buffers())]
+        own = [tensor.clone() for tensor in tensors]
         with torch.no_grad():
-            for tensor in held:
+            for tensor in tensors:
                 tensor.copy_(transfers.all_reduce(tensor.double(), "mean", self._group))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(held, own)
+                torch._foreach_copy_(tensors, own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job needs to average in the same steps."""

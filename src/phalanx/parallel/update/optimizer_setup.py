@@ -29,7 +29,7 @@ logger = logging.getLogger("phalanx.parallel")
 def pair(
     optimizer: Optimizer,
     model: nn.Module,
-    made: Applied,
+    applied: Applied,
     strategy: DistributedStrategy,
     quiet: Callable[[], AbstractContextManager[Any]],
 ) -> None:
@@ -38,7 +38,7 @@ def pair(
     Args:
         optimizer: Any torch optimizer; stays the same object.
         model: The model.
-        made: What was made of it.
+        applied: What was made of it.
         strategy: Says the recipe.
         quiet: Makes a block in which the model's backward passes do not reduce.
 
@@ -52,17 +52,17 @@ def pair(
     if model in trained or not any(id(param) in params for param in model.parameters()):
         return
     is_first = not trained
-    if not is_first and (made.plan.step.accumulate > 1 or made.plan.step.scaler is not None):
+    if not is_first and (applied.plan.step.accumulate > 1 or applied.plan.step.scaler is not None):
         raise ConfigError(
             "one optimizer trains two distributed models, which gradient_merge and float16 do not take. Distribute one "
             "module that holds both, torch.nn.ModuleList([first, second]), or give each an optimizer."
         )
     check_elementwise(optimizer, model)
     trained.add(model)
-    why = _why_no_torch_scaler(optimizer, made)
+    why = _why_no_torch_scaler(optimizer, applied)
     if why is not None:
         refuse_torch_scaler(optimizer, why)
-    _follow_plan(optimizer, model, made, quiet)
+    _follow_plan(optimizer, model, applied, quiet)
     if is_first:
         _follow_recipe(optimizer, strategy)
     if strategy.ema:
@@ -72,31 +72,33 @@ def pair(
         keep_average(model, optimizer, ema.get("decay", 0.999), warmup=ema.get("warmup", True))
 
 
-def _why_no_torch_scaler(optimizer: Optimizer, made: Applied) -> str | None:
+def _why_no_torch_scaler(optimizer: Optimizer, applied: Applied) -> str | None:
     """Return why torch's GradScaler cannot take the steps of an optimizer, as a sentence without its end; or None."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if made.plan.step.accumulate > 1:
+    if applied.plan.step.accumulate > 1:
         return "gradient_merge adds up gradients over several steps, each of which would divide the sum by the scale"
-    if made.plan.step.scaler is not None:
+    if applied.plan.step.scaler is not None:
         return "strategy.amp scales its losses already"
-    if made.updaters:
+    if applied.updaters:
         return "ranks would leave out different steps, as each sees its own gradients (localsgd, dgc)"
-    if made.pipeline is not None or any(map(is_module_held, params)):
+    if applied.pipeline is not None or any(map(is_module_held, params)):
         return "ranks that hold slices or stages of the model would leave out different steps, as each sees its own"
     return None
 
 
 def _follow_plan(
-    optimizer: Optimizer, model: nn.Module, made: Applied, quiet: Callable[[], AbstractContextManager[Any]]
+    optimizer: Optimizer, model: nn.Module, applied: Applied, quiet: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    step = made.plan.step
+    step = applied.plan.step
     if step.accumulate > 1:
-        from phalanx.parallel.optim.gradient_accumulation import HeldGradients, merge_gradients
+        from phalanx.parallel.optim.gradient_accumulation import AccumulatedGradients, accumulate_gradients
 
-        merge = merge_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
-        held = HeldGradients(optimizer, merge, is_sharded=made.is_sharded)
-        keep_state(optimizer, "gradient_merge", held, elsewhere="share" if is_sum_of_ranks(made.plan) else "mean")
-    if any(rule.pure for rule in made.plan.modules):
+        merge = accumulate_gradients(optimizer, model, step.accumulate, avg=step.accumulate_mean, quiet=quiet)
+        gradients = AccumulatedGradients(optimizer, merge, is_sharded=applied.is_sharded)
+        keep_state(
+            optimizer, "gradient_merge", gradients, elsewhere="share" if is_sum_of_ranks(applied.plan) else "mean"
+        )
+    if any(rule.pure for rule in applied.plan.modules):
         from phalanx.parallel.precision.master_weights import keep_master_weights
 
         keep_master_weights(optimizer)
@@ -106,10 +108,10 @@ def _follow_plan(
         scale = LossScale(step.scaler)
         scale.bind(optimizer)
         keep_state(optimizer, "loss_scale", scale, elsewhere="first")
-    for updater in made.updaters:
+    for updater in applied.updaters:
         updater.bind(optimizer)
-    if made.drift is not None:
-        made.drift.bind(optimizer, counts=made.is_sharded or (made.reducer is None and bool(made.updaters)))
+    if applied.drift is not None:
+        applied.drift.bind(optimizer, counts=applied.is_sharded or (applied.reducer is None and bool(applied.updaters)))
 
 
 def _follow_recipe(optimizer: Optimizer, strategy: DistributedStrategy) -> None:

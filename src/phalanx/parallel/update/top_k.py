@@ -82,15 +82,15 @@ class Compressor:
     def observe(self, loss: Tensor) -> None:
         """Do nothing: what is sent does not depend on the loss."""
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a block that does nothing: all ranks have the same weights."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and what waits on this rank."""
         steps = max(self._steps.values(), default=self._resumed_at)
-        kept = {"velocity": dict(self._velocity), "residual": dict(self._residual)}
-        return {"steps": steps, "over": self._over(), **kept}
+        tensors = {"velocity": dict(self._velocity), "residual": dict(self._residual)}
+        return {"steps": steps, "over": self._over(), **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; what waited begins anew where ranks had other parts of the model."""
@@ -110,8 +110,8 @@ class Compressor:
 
     def _over(self) -> list[list[int]]:
         """Return which ranks' gradients are added, all of the job's left out."""
-        found = {tuple(dist.get_process_group_ranks(group)) for group in self._groups.values()}
-        return sorted(list(ranks) for ranks in found if len(ranks) < dist.get_world_size())
+        ranks_of_groups = {tuple(dist.get_process_group_ranks(group)) for group in self._groups.values()}
+        return sorted(list(ranks) for ranks in ranks_of_groups if len(ranks) < dist.get_world_size())
 
     @torch.no_grad()
     def _exchange(self, optimizer: Optimizer) -> None:
@@ -171,7 +171,7 @@ class Compressor:
     def _together(self, moved: Sequence[_Moved]) -> Iterator[tuple[Group, list[_Moved]]]:
         """Yield what can travel together: gradients of one dtype that are added over the same ranks."""
         for kind in dict.fromkeys((param.dtype, self._group_of(param)) for param, _ in moved):
-            yield kind[1], [one for one in moved if (one[0].dtype, self._group_of(one[0])) == kind]
+            yield kind[1], [entry for entry in moved if (entry[0].dtype, self._group_of(entry[0])) == kind]
 
     def _with_momentum(self, param: Tensor, gradient: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Tensor:
         """Return what this rank adds to a parameter's update: its gradient with decay, and its own velocity."""
@@ -222,12 +222,12 @@ class Compressor:
                 self._residual[name] = torch.zeros_like(param)
             waiting = self._residual[name].add_(value).view(-1)
             count = max(1, round(param.numel() * (1.0 - sparsity)))
-            place = waiting.abs().topk(count, sorted=False).indices
-            places.append(place + start)
-            values.append(waiting[place])
-            waiting[place] = 0.0
+            indices = waiting.abs().topk(count, sorted=False).indices
+            places.append(indices + start)
+            values.append(waiting[indices])
+            waiting[indices] = 0.0
             if name in self._velocity:
-                self._velocity[name].view(-1)[place] = 0.0
+                self._velocity[name].view(-1)[indices] = 0.0
             start += param.numel()
         self.sent += sum(map(len, places))
         return torch.cat(places), torch.cat(values)

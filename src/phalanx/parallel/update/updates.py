@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from phalanx.comm.context import Context
 from phalanx.parallel.data.reducer import Reducer
-from phalanx.parallel.data.sample_weights import weigher
+from phalanx.parallel.data.sample_weights import sample_weight_hook
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.stateful import keep_state
 from phalanx.parallel.update.local_sgd import LocalSgd
@@ -34,12 +34,12 @@ class Updater(Protocol):
         """Take note of this rank's loss of the step at hand."""
         ...
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a block in which the model has the weights that a save holds, where they are others than a rank's."""
         ...
 
 
-def make_updaters(
+def build_updaters(
     plan: Plan, model: nn.Module, mesh: Mesh, context: Context, reducer: Reducer | None
 ) -> tuple[Updater, ...]:
     """Return what acts around the steps of a model's optimizers. Collective over all ranks of the job.
@@ -63,7 +63,7 @@ def make_updaters(
         # A rank that trains apart follows the sum over ranks if its own gradient stands for all of them.
         gain = float(shares) if isinstance(update, Average) and update.reduce == "sum" else 1.0
         for param in trained.values():
-            param.register_hook(weigher(context, context.readers, is_sum=update.reduce == "sum", gain=gain))
+            param.register_hook(sample_weight_hook(context, context.readers, is_sum=update.reduce == "sum", gain=gain))
     if isinstance(update, TopK):
         over = {name: groups[reduced_along(plan, rules[name])] for name in trained}
         compressor = Compressor(trained, update, over, shares if update.reduce == "mean" else 1)

@@ -32,7 +32,7 @@ from phalanx.comm.context import Context
 from phalanx.comm.groups import Group
 from phalanx.errors import PlanError
 from phalanx.parallel.data.reducer import Reducer, check_no_graph
-from phalanx.parallel.data.sample_weights import weigher, without_views
+from phalanx.parallel.data.sample_weights import sample_weight_hook, without_views
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.model_shape import held_over, is_module_held, mark_held, note_stages, stages_over
 from phalanx.parallel.step.param_remap import note_replaced
@@ -56,7 +56,7 @@ def shard(plan: Plan, model: nn.Module, mesh: Mesh, update: ReduceScatter) -> No
     Raises:
         PlanError: If a parameter has no dim to cut.
     """
-    _cut(plan, [*_units(plan, model), model], model, mesh, update, reshard=update.zero == 3 and update.reshard)
+    _shard_units(plan, [*_units(plan, model), model], model, mesh, update, reshard=update.zero == 3 and update.reshard)
 
 
 class ShardedStages:
@@ -81,7 +81,7 @@ class ShardedStages:
                     f"sharding with a pipeline gathers units, and {name!r} is in none alone. Name the module that "
                     "holds it in sharding_configs units, or turn one of the two off."
                 )
-        _cut(plan, units, model, mesh, update, reshard=False)
+        _shard_units(plan, units, model, mesh, update, reshard=False)
 
     def gather(self) -> None:
         """Gather parameters for a step. Collective over the copies."""
@@ -105,13 +105,13 @@ class ShardedStages:
             # What torch's stages do with a module of this kind; it has no public call without a stage.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """Let go of parameters that were gathered without gradients."""
         for unit in self._units:
-            _let_go(unit)
+            _reshard(unit)
 
 
-def _cut(
+def _shard_units(
     plan: Plan, units: list[nn.Module], model: nn.Module, mesh: Mesh, update: ReduceScatter, *, reshard: bool
 ) -> None:
     """Cut the parameters of units, and tell what takes the place of what."""
@@ -260,7 +260,7 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
         context: Tells the batch that gradients are of.
         is_sum: Whether gradients are summed over the ranks, not averaged.
     """
-    weigh = weigher(context, context.readers, is_sum=is_sum)
+    weigh = sample_weight_hook(context, context.readers, is_sum=is_sum)
 
     def act(gradient: Tensor) -> Tensor:
         reducer.begin()
@@ -268,7 +268,7 @@ def weigh_rows(model: nn.Module, reducer: Reducer, context: Context, *, is_sum: 
 
     def leave(model: nn.Module, _inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled():
-            _let_go(model)
+            _reshard(model)
             return
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:  # torch has let go of the parameters when it would come back to a graph
@@ -293,7 +293,7 @@ def _gather_before_inference(model: nn.Module, hook: RemovableHandle) -> None:
                 module.reshard()
 
 
-def _let_go(model: nn.Module) -> None:
+def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.parallel.session import applied_to
 from phalanx.parallel.tensor.linear import ColumnLinear
 from phalanx.parallel.tensor.mappings import reduce_from
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 from phalanx.plan.value import matches
 
 
@@ -40,7 +40,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         super().__init__()
         self.sparse = sparse
         self.axis = axis
-        self.cut: Cut | None = None
+        self.cut: ShardSpec | None = None
         """How logits are cut; set by whoever knows the layer that makes them, before `axis`."""
 
     def forward(self, logit: Tensor, label: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class SoftmaxCrossEntropyExpand(nn.Module):
             return (total.log() - of_label).mean()
         return (total.log() * label.to(wide.dtype).sum(-1) - of_label).mean()
 
-    def _cut_of(self, logit: Tensor) -> Cut | None:
+    def _cut_of(self, logit: Tensor) -> ShardSpec | None:
         if self.cut is not None:
             return self.cut if len(self.cut.sizes) > 1 else None
         if self.axis is None:
@@ -73,10 +73,10 @@ class SoftmaxCrossEntropyExpand(nn.Module):
         if size == 1:
             return None
         sizes = transfers.part_sizes(logit, 1, None, False, group)
-        return Cut(group, torch.distributed.get_rank(group), tuple(sizes))
+        return ShardSpec(group, torch.distributed.get_rank(group), tuple(sizes))
 
 
-def _at_classes(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
+def _at_classes(shifted: Tensor, label: Tensor, cut: ShardSpec | None) -> Tensor:
     """Return the value at each row's class, shape (N,); where another rank holds it, 0."""
     rows, classes = len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes)
     if label.shape not in ((rows,), (rows, 1)) or label.is_floating_point() or label.dtype == torch.bool:
@@ -104,7 +104,7 @@ def _can_be_looked_at(label: Tensor) -> bool:
     return label.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(label, FakeTensor)
 
 
-def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor:
+def _at_probabilities(shifted: Tensor, label: Tensor, cut: ShardSpec | None) -> Tensor:
     """Return each row's mean under labels that say one probability for each class, over this rank's classes."""
     expected = (len(shifted), shifted.shape[1] if cut is None else sum(cut.sizes))
     if tuple(label.shape) != expected:
@@ -115,7 +115,7 @@ def _at_probabilities(shifted: Tensor, label: Tensor, cut: Cut | None) -> Tensor
     return (shifted * (label if cut is None else cut.part(label, 1))).sum(-1)
 
 
-def cut_of_logits(model: nn.Module) -> Cut | None:
+def cut_of_logits(model: nn.Module) -> ShardSpec | None:
     """Return how a distributed model's logits are sharded over ranks by classes; None if they are full."""
     applied = applied_to(model)
     if applied is None:

@@ -21,7 +21,7 @@ from phalanx.data.pipeline.pipeline import Pipeline
 from phalanx.errors import ConfigError
 from phalanx.parallel.checks.consistency import as_saved, make_consistent
 from phalanx.parallel.tensor.mappings import gather_from
-from phalanx.parallel.tensor.shard_spec import Cut
+from phalanx.parallel.tensor.shard_spec import ShardSpec
 from phalanx.train.loss.batches import BatchReader, columns_of, explain_dtype_errors
 from phalanx.train.loss.expanded_loss import cut_of_logits
 from phalanx.train.loss.own_loss import OwnLoss, of_scores, own_loss, scores_of
@@ -113,7 +113,7 @@ def evaluate(
     return results
 
 
-def gather_output(out: Any, cut: Cut) -> Any:
+def gather_output(out: Any, cut: ShardSpec) -> Any:
     """Return outputs of which this rank holds a slice of the classes, gathered. Collective along the cut."""
     if isinstance(out, Mapping) and "logits" in out:
         return {**out, "logits": gather_output(out["logits"], cut)}
