@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import phalanx as px
-from phalanx.comm.context import Readers
+from phalanx.comm.context import DataParallelRank
 from phalanx.data import ShardedLoader
 from phalanx.errors import ConfigError
 from phalanx.parallel.distribute import announce
@@ -57,7 +57,7 @@ def test_an_optimizer_of_two_models_is_refused_where_it_could_not_follow_both(se
 def test_what_each_rank_reads_is_said_as_it_is(
     global_batch: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(px.init(), "mesh_readers", Readers(0, 3))
+    monkeypatch.setattr(px.init(), "mesh_readers", DataParallelRank(0, 3))
     caplog.set_level(logging.INFO, "phalanx")
     announce(None, ShardedLoader((torch.ones(20, 2),), global_batch=global_batch, shard=(0, 3)))
     assert said in caplog.text

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, ReduceOp
 
 from open_files import no_descriptor_left
 from phalanx.comm.shared_memory import region
-from phalanx.comm.shared_memory.buffers import TYPES, Landing, even, reduction, shares, to_move, to_reduce
+from phalanx.comm.shared_memory.buffers import TYPES, OutputBuffers, even, reduction, shares, to_move, to_reduce
 from phalanx.comm.shared_memory.work import SharedWork
 from phalanx.errors import ConfigError
 
@@ -201,9 +201,9 @@ def test_an_error_after_the_operations_is_kept_and_told():
 
 def test_a_tensor_with_gaps_is_filled_through_memory_of_its_own():
     whole = torch.zeros(3, 2)
-    landing = Landing([whole[:, 1]])
+    landing = OutputBuffers([whole[:, 1]])
     landing.memory[0].fill_(7)
     assert landing.then is not None
     landing.then()
     assert whole.tolist() == [[0, 7]] * 3
-    assert Landing([whole]).then is None
+    assert OutputBuffers([whole]).then is None

@@ -14,7 +14,7 @@ from phalanx.cluster.rendezvous import name_ranks
 from phalanx.cluster.role.role import Role
 from phalanx.comm import process_group
 from phalanx.comm.crossed import Crossing
-from phalanx.comm.process_group import Meeting
+from phalanx.comm.process_group import JobMembership
 from phalanx.comm.store import open_store
 from phalanx.errors import ConfigError, PeerLostError
 
@@ -136,7 +136,7 @@ def leave() -> None:
     meeting = _meeting()
     if meeting is not None:
         with contextlib.suppress(PeerLostError):  # the store has ended: nobody is left to tell
-            meeting.store.set(_left(meeting.role.rank), "")
+            meeting.store.set(_departure_key(meeting.role.rank), "")
 
 
 def stay_out(role: Role) -> None:
@@ -147,17 +147,17 @@ def stay_out(role: Role) -> None:
     """
     store = open_store(role, process_group.FIRST_PREFIX, process_group.rendezvous_timeout_s())
     store.set(
-        _left(role.rank),
+        _departure_key(role.rank),
         "It was started again alone, and takes part in no collective call any more. Leave this one out where workers "
         "may be started again.",
     )
 
 
-def _left(rank: int) -> str:
+def _departure_key(rank: int) -> str:
     return f"left/{rank}"
 
 
-def _meeting() -> Meeting | None:
+def _meeting() -> JobMembership | None:
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -165,15 +165,15 @@ def _meeting() -> Meeting | None:
     return process_group.meeting()
 
 
-def _first_meeting() -> Meeting | None:
+def _first_meeting() -> JobMembership | None:
     """Return the meeting of a worker that was started again without it: what the others shared there is still known."""
     role = process_group.outsider()
     if role is None:
         return None
-    return Meeting(role, open_store(role, process_group.FIRST_PREFIX, process_group.rendezvous_timeout_s()), [])
+    return JobMembership(role, open_store(role, process_group.FIRST_PREFIX, process_group.rendezvous_timeout_s()), [])
 
 
-def _next_call(meeting: Meeting) -> str:
+def _next_call(meeting: JobMembership) -> str:
     meeting.calls += 1
     return f"call/{meeting.calls}"
 
@@ -185,7 +185,7 @@ def _to_json(name: str, value: Any) -> str:
         raise ConfigError(f"{name} must be made of JSON values to be compared across ranks: {error}.") from None
 
 
-def _exchange(meeting: Meeting, key: str, mine: str, name: str, timeout_s: float) -> list[str]:
+def _exchange(meeting: JobMembership, key: str, mine: str, name: str, timeout_s: float) -> list[str]:
     role, store = meeting.role, meeting.store
     store.set(f"{key}/{role.rank}", mine)
     keys = [f"{key}/{r}" for r in range(role.world_size)]
@@ -193,12 +193,12 @@ def _exchange(meeting: Meeting, key: str, mine: str, name: str, timeout_s: float
     return [store.get(k) for k in keys]
 
 
-def _crossing(meeting: Meeting, name: str) -> Crossing:
+def _crossing(meeting: JobMembership, name: str) -> Crossing:
     return Crossing(process_group.describe_rank(meeting.role.rank), name)
 
 
 def _await(
-    meeting: Meeting,
+    meeting: JobMembership,
     ranks: Sequence[int],
     keys: list[str],
     name: str,
@@ -219,22 +219,24 @@ def _await(
             continue
         next_line = min(time.monotonic() + SAY_EVERY_S, max(start + timeout_s, time.monotonic()))
         waited_s = time.monotonic() - start
-        left = {r for r in absent() if store.has([_left(r)])}
+        left = {r for r in absent() if store.has([_departure_key(r)])}
         # A rank says that it leaves after its last call, so who is still absent now will not come.
         if gone := left.intersection(absent()):
-            raise _not_coming(meeting, gone, name, waited_s, store.get(_left(min(gone))) or _look("It has ended"))
+            raise _not_coming(
+                meeting, gone, name, waited_s, store.get(_departure_key(min(gone))) or _look("It has ended")
+            )
         if missing := absent():
             if waited_s >= timeout_s:
                 raise _not_coming(meeting, missing, name, waited_s, _look("It has ended or hangs"))
             came = sorted({*ranks} - {*missing})
             so_far = f", which only {name_ranks(came)} called so far: call it on all ranks" if came else ""
-            logger.warning("waiting for %s since %.0f s, at %r%s", _described(missing), waited_s, name, so_far)
+            logger.warning("waiting for %s since %.0f s, at %r%s", _describe_ranks(missing), waited_s, name, so_far)
 
 
-def _not_coming(meeting: Meeting, ranks: Iterable[int], name: str, waited_s: float, why: str) -> PeerLostError:
+def _not_coming(meeting: JobMembership, ranks: Iterable[int], name: str, waited_s: float, why: str) -> PeerLostError:
     return PeerLostError(
-        f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {_described(ranks)}, which did "
-        f"not come to {name!r}. {why}"
+        f"{process_group.describe_rank(meeting.role.rank)} waited {waited_s:.0f} s for {_describe_ranks(ranks)}, which "
+        f"did not come to {name!r}. {why}"
     )
 
 
@@ -245,7 +247,7 @@ def _look(fate: str) -> str:
     )
 
 
-def _described(ranks: Iterable[int]) -> str:
+def _describe_ranks(ranks: Iterable[int]) -> str:
     return "; ".join(process_group.describe_rank(r) for r in sorted(ranks))
 
 
@@ -259,9 +261,12 @@ def _who_has(values: Sequence[Any]) -> str:
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
-    path, found = first_difference(values)
+    path, values_there = first_difference(values)
     where = f"{name}{path}" if path else name
-    return f"{where} must be the same on all ranks, found {_who_has(found)}. Start every rank with the same settings."
+    return (
+        f"{where} must be the same on all ranks, found {_who_has(values_there)}. Start every rank with the same "
+        "settings."
+    )
 
 
 def first_difference(values: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -276,9 +281,9 @@ def first_difference(values: Sequence[Any]) -> tuple[str, list[Any]]:
     """
     leaves = [dict(_leaves(v, "")) for v in values]
     for path in dict.fromkeys(p for leaf in leaves for p in leaf):
-        found = [leaf.get(path) for leaf in leaves]
-        if any(f != found[0] for f in found):
-            return path, found
+        leaf_values = [leaf.get(path) for leaf in leaves]
+        if any(f != leaf_values[0] for f in leaf_values):
+            return path, leaf_values
     return "", list(values)
 
 

@@ -66,7 +66,7 @@ class Iteration:
 
 
 @dataclass(eq=False, slots=True)
-class _Given:
+class _LoadedBatch:
     """A batch that a loader gave out."""
 
     share: BatchShare
@@ -94,10 +94,10 @@ class Batches:
         """Batches of which nothing is left and that a script seems to have looked at only, for statistics say. It may
         have kept copies: what is computed on while no loader gives out batches may be of them."""
 
-        self._current: _Given | None = None
+        self._current: _LoadedBatch | None = None
         """The training batch computed on last, if none was given out since."""
 
-        self._named: _Given | None = None
+        self._named: _LoadedBatch | None = None
         """What `use` named, likewise."""
 
         self._is_evaluating = False
@@ -106,12 +106,12 @@ class Batches:
         self._before_evaluation: BatchShare | None = None
         """What was in hand before it."""
 
-        self._places: dict[int, dict[tuple[int, int], tuple[StorageWeakRef, _Given]]] = {}
+        self._places: dict[int, dict[tuple[int, int], tuple[StorageWeakRef, _LoadedBatch]]] = {}
         """By storage: from the first byte of a tensor to behind its last, the batch it belongs to."""
 
         self._full = 1024
         self._count = 0
-        self._used: list[_Given] = []
+        self._used: list[_LoadedBatch] = []
         """The training batches that were recognised in forward passes since the last backward pass."""
 
     # -- loaders -------------------------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class Batches:
             # A pass over the data that computed nothing, for statistics say, has no batch that is yet to come. What is
             # left of a resumed epoch nobody takes statistics of.
             self._pass_by(
-                lambda given: (
-                    given.is_gone
-                    and given.iteration.is_over
-                    and not given.iteration.is_used
-                    and not given.iteration.is_resumed
+                lambda batch: (
+                    batch.is_gone
+                    and batch.iteration.is_over
+                    and not batch.iteration.is_used
+                    and not batch.iteration.is_resumed
                 )
             )
         return Iteration(is_training, shares, is_resumed)
@@ -140,16 +140,16 @@ class Batches:
     def give(self, batch: Any, share: BatchShare, iteration: Iteration) -> None:
         """Register a batch that is given out now."""
         self._count += 1
-        given = _Given(share, iteration, self._count)
+        entry = _LoadedBatch(share, iteration, self._count)
         for tensor in tensors_in(batch):
-            self._place(tensor, given)
+            self._place(tensor, entry)
         iteration.count += 1
         if not iteration.is_training and not self._is_evaluating:
             self._before_evaluation = self.in_hand
         self.in_hand, self._is_evaluating = share, not iteration.is_training
         if iteration.is_training:
             self._current = self._named = None
-            self._waiting.add(given)
+            self._waiting.add(entry)
 
     def end(self, iteration: Iteration, *, is_complete: bool) -> None:
         """Note that a pass over a loader is over. What comes is of no batch, save those that wait.
@@ -170,7 +170,7 @@ class Batches:
             return
         # `next(iter(loader))` looks at a batch; what a script left is not computed on, unless it keeps it.
         is_look = iteration.count == 1
-        self._pass_by(lambda given: given.iteration is iteration and (is_look or given.is_gone))
+        self._pass_by(lambda entry: entry.iteration is iteration and (is_look or entry.is_gone))
 
     # -- computations --------------------------------------------------------------------------------------------
 
@@ -195,9 +195,9 @@ class Batches:
             is_training: Whether gradients will be asked for.
         """
         recognised = self._recognise(inputs)
-        for given in recognised:
-            self._use(given)
-        shares = tuple(dict.fromkeys(given.share for given in recognised))
+        for entry in recognised:
+            self._use(entry)
+        shares = tuple(dict.fromkeys(entry.share for entry in recognised))
         if not shares and (is_training or not self._is_evaluating):
             shares = self._of_unknown()
         if not shares:
@@ -242,49 +242,49 @@ class Batches:
         """
         if not self._used or self._named is not None:
             return ()
-        last, seen = max(given.number for given in self._used), {given.iteration for given in self._used}
+        last, seen = max(entry.number for entry in self._used), {entry.iteration for entry in self._used}
         return self._waiting.shares_where(
-            lambda given: given.number < last and given.iteration not in seen and not given.is_gone
+            lambda entry: entry.number < last and entry.iteration not in seen and not entry.is_gone
         )
 
     def end_backward(self) -> None:
         """Note that a backward pass is over."""
         self._used.clear()
 
-    def _use(self, given: _Given) -> None:
-        given.iteration.is_used = True
-        self.in_hand = given.share
-        if given.iteration.is_training:
-            self._current = given
-            self._used.append(given)
-            self._waiting.remove(given)
-            self._passed.remove(given)
+    def _use(self, entry: _LoadedBatch) -> None:
+        entry.iteration.is_used = True
+        self.in_hand = entry.share
+        if entry.iteration.is_training:
+            self._current = entry
+            self._used.append(entry)
+            self._waiting.remove(entry)
+            self._passed.remove(entry)
 
-    def _pass_by(self, is_meant: Callable[[_Given], bool]) -> None:
-        for given in self._waiting.take(is_meant):
-            self._passed.add(given)
+    def _pass_by(self, is_meant: Callable[[_LoadedBatch], bool]) -> None:
+        for entry in self._waiting.take(is_meant):
+            self._passed.add(entry)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _place(self, tensor: Tensor, given: _Given) -> None:
+    def _place(self, tensor: Tensor, entry: _LoadedBatch) -> None:
         if (storage := _storage(tensor)) is None:
             return
         reference, span = StorageWeakRef(storage), _span(tensor)
-        given.memory.append(reference)
+        entry.memory.append(reference)
         places = self._places.setdefault(storage._cdata, {})
         places.pop(span, None)  # the latest comes last
-        places[span] = reference, given
+        places[span] = reference, entry
         if len(self._places) > self._full:
             self._let_go()
 
-    def _recognise(self, inputs: Any) -> list[_Given]:
-        recognised: dict[_Given, None] = {}
+    def _recognise(self, inputs: Any) -> list[_LoadedBatch]:
+        recognised: dict[_LoadedBatch, None] = {}
         for tensor in tensors_in(inputs):
             storage = _storage(tensor)
             places = None if storage is None else self._places.get(storage._cdata)
-            given = None if places is None else _owner(places, _span(tensor))
-            if given is not None:
-                recognised[given] = None
+            entry = None if places is None else _owner(places, _span(tensor))
+            if entry is not None:
+                recognised[entry] = None
         return list(recognised)
 
     def _let_go(self) -> None:
@@ -299,64 +299,66 @@ class _Waiting:
     """Training batches that nothing was computed on yet, by pass and share: an epoch has few different."""
 
     def __init__(self) -> None:
-        self._given: dict[tuple[Iteration, BatchShare], dict[_Given, None]] = {}
+        self._batches: dict[tuple[Iteration, BatchShare], dict[_LoadedBatch, None]] = {}
         self.count = 0
         self._full = 2 * READ_AHEAD
 
     @property
     def shares(self) -> Shares:
-        return tuple({share: None for _, share in self._given})
+        return tuple({share: None for _, share in self._batches})
 
     @property
     def epochs(self) -> Shares:
         """All that the epochs they are of hold: what was not given out yet is to be as well known as what was."""
-        return tuple({share: None for iteration, own in self._given for share in (own, *iteration.shares)})
+        return tuple({share: None for iteration, own in self._batches for share in (own, *iteration.shares)})
 
-    def shares_where(self, is_meant: Callable[[_Given], bool]) -> Shares:
-        return tuple({share: None for (_, share), group in self._given.items() if any(map(is_meant, group))})
+    def shares_where(self, is_meant: Callable[[_LoadedBatch], bool]) -> Shares:
+        return tuple({share: None for (_, share), group in self._batches.items() if any(map(is_meant, group))})
 
     @property
-    def only(self) -> _Given | None:
+    def only(self) -> _LoadedBatch | None:
         """The batch that waits, if it is alone."""
-        return next(iter(next(iter(self._given.values())))) if self.count == 1 else None
+        return next(iter(next(iter(self._batches.values())))) if self.count == 1 else None
 
-    def add(self, given: _Given) -> None:
-        self._given.setdefault((given.iteration, given.share), {})[given] = None
+    def add(self, entry: _LoadedBatch) -> None:
+        self._batches.setdefault((entry.iteration, entry.share), {})[entry] = None
         self.count += 1
         if self.count > self._full:
-            gone = [old for group in self._given.values() for old in group if old.is_gone]
+            gone = [old for group in self._batches.values() for old in group if old.is_gone]
             for old in gone[:-READ_AHEAD]:
                 self.remove(old)
             self._full = 2 * max(READ_AHEAD, self.count)
 
-    def remove(self, given: _Given) -> None:
-        group = self._given.get((given.iteration, given.share), {})
-        if given in group:
-            del group[given]
+    def remove(self, entry: _LoadedBatch) -> None:
+        group = self._batches.get((entry.iteration, entry.share), {})
+        if entry in group:
+            del group[entry]
             self.count -= 1
             if not group:
-                del self._given[given.iteration, given.share]
+                del self._batches[entry.iteration, entry.share]
 
-    def take(self, is_meant: Callable[[_Given], bool]) -> list[_Given]:
+    def take(self, is_meant: Callable[[_LoadedBatch], bool]) -> list[_LoadedBatch]:
         """Remove those that are meant, and return them."""
-        taken = [given for group in self._given.values() for given in group if is_meant(given)]
-        for given in taken:
-            self.remove(given)
+        taken = [entry for group in self._batches.values() for entry in group if is_meant(entry)]
+        for entry in taken:
+            self.remove(entry)
         return taken
 
     def clear(self) -> None:
-        self._given.clear()
+        self._batches.clear()
         self.count = 0
 
 
-def _owner(places: dict[tuple[int, int], tuple[StorageWeakRef, _Given]], span: tuple[int, int]) -> _Given | None:
+def _owner(
+    places: dict[tuple[int, int], tuple[StorageWeakRef, _LoadedBatch]], span: tuple[int, int]
+) -> _LoadedBatch | None:
     """Return the batch that was given out last with memory in which a tensor begins."""
     exact = places.get(span)
     if exact is not None and not exact[0].expired():
         return exact[1]
-    for (first, behind), (reference, given) in reversed(places.items()):
+    for (first, behind), (reference, entry) in reversed(places.items()):
         if first <= span[0] < behind and not reference.expired():
-            return given
+            return entry
     return None
 
 

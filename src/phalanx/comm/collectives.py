@@ -187,8 +187,8 @@ def all_gather_list(
     group, size = ranks_of(group, axis, "all_gather_list")
     if size == 1:
         return [x]
-    known = transfers.part_sizes(x, dim, sizes, same_shapes, group)
-    return list(torch.split(apply_function(_AllGather, x, dim, known, group), known, dim))
+    lengths = transfers.part_sizes(x, dim, sizes, same_shapes, group)
+    return list(torch.split(apply_function(_AllGather, x, dim, lengths, group), lengths, dim))
 
 
 def reduce_scatter(
@@ -226,7 +226,7 @@ def reduce_scatter(
     _require_fractions(x, op, "reduce_scatter")
     dim = _dim(x, dim, "reduce_scatter")
     group, size = ranks_of(group, axis, "reduce_scatter")
-    slices = _cut(x.shape[dim], sizes, size, "reduce_scatter")
+    slices = _split_sizes(x.shape[dim], sizes, size, "reduce_scatter")
     return apply_function(_ReduceScatter, x, dim, slices, op, group) if size > 1 else x
 
 
@@ -284,7 +284,7 @@ def all_to_all(
     split_dim = _dim(x, split_dim, "all_to_all")
     concat_dim = split_dim if concat_dim is None else _dim(x, concat_dim, "all_to_all")
     group, size = ranks_of(group, axis, "all_to_all")
-    slices = _cut(x.shape[split_dim], sizes, size, "all_to_all")
+    slices = _split_sizes(x.shape[split_dim], sizes, size, "all_to_all")
     if size == 1:
         return x
     if arriving is None:
@@ -308,9 +308,9 @@ def _require_tensor(x: Any, verb: str) -> None:
     """
     if isinstance(x, Tensor):
         return
-    found = f"a list of {len(x)}" if isinstance(x, list | tuple) else type(x).__name__
+    kind = f"a list of {len(x)}" if isinstance(x, list | tuple) else type(x).__name__
     raise ConfigError(
-        f"{verb} takes this rank's tensor first and returns the result, found {found}. Write {_RETURNING[verb]}; "
+        f"{verb} takes this rank's tensor first and returns the result, found {kind}. Write {_RETURNING[verb]}; "
         f"torch.distributed.{verb} fills what it is given."
     )
 
@@ -359,7 +359,7 @@ def _dim(x: Tensor, dim: int, verb: str) -> int:
     return dim % x.dim()
 
 
-def _cut(length: int, sizes: Sequence[int] | None, parts: int, verb: str) -> list[int]:
+def _split_sizes(length: int, sizes: Sequence[int] | None, parts: int, verb: str) -> list[int]:
     if sizes is None:
         if length % parts:
             raise ConfigError(f"{verb} cannot cut {length} evenly for {parts} ranks. Give sizes=[...], one per rank.")

@@ -32,7 +32,7 @@ _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
+class DataParallelRank:
     """Which rows of a global batch this rank reads, where several ranks may read the same (model parallel)."""
 
     index: int
@@ -68,7 +68,7 @@ class Context:
     pid: int = field(default_factory=os.getpid, repr=False)
     """The process that is this rank: a child it forks is not."""
 
-    mesh_readers: Readers | None = field(default=None, repr=False)
+    mesh_readers: DataParallelRank | None = field(default=None, repr=False)
     """What the mesh of the Plan in use says of `readers`; None when every rank reads rows of its own."""
 
     passes: Passes = field(init=False, repr=False)
@@ -90,9 +90,9 @@ class Context:
         self.batches.in_hand = share
 
     @property
-    def readers(self) -> Readers:
+    def readers(self) -> DataParallelRank:
         """Which rows this rank reads."""
-        return self.mesh_readers or Readers(self.rank, self.world_size)
+        return self.mesh_readers or DataParallelRank(self.rank, self.world_size)
 
     @property
     def rank(self) -> int:

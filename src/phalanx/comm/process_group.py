@@ -30,7 +30,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
-class Meeting:
+class JobMembership:
     """What this process knows of the ranks it met."""
 
     role: Role
@@ -42,7 +42,7 @@ class Meeting:
     """Collective calls over the store so far; numbers their keys."""
 
 
-_meeting: Meeting | None = None
+_meeting: JobMembership | None = None
 _outsider: Role | None = None
 """This worker, if it was started again beside servers: the others' group goes on, or fails, without it."""
 
@@ -115,12 +115,12 @@ def start(role: Role, *, backend: str | None = None, timeout_s: float | None = N
     _choose_interface(role)
     store = open_store(role, prefix, timeout_s)
     peers = meet(
-        store, _announcement(role), _expected(role),
+        store, _announcement(role), _expected_processes(role),
         timeout_s=timeout_s, clock=time.monotonic, say=logger.warning, probe=probe,
     )  # fmt: skip
     _starts += 1
     _make_group(role, store, backend)
-    _meeting = Meeting(role, store, peers)
+    _meeting = JobMembership(role, store, peers)
     log_group(backend, role.local_rank, ring=0)
     return True
 
@@ -146,7 +146,7 @@ def has_met() -> bool:
     return _meeting is not None
 
 
-def meeting() -> Meeting:
+def meeting() -> JobMembership:
     """Return what `start` learned of the other ranks; for a group the script made, only its store.
 
     Raises:
@@ -187,25 +187,25 @@ def rendezvous_timeout_s() -> float:
 def log_group(backend: str, local_rank: int, ring: int, group: dist.ProcessGroup | None = None) -> None:
     """Log the line that says a group of ranks stands, and what carries its tensors; `shm+gloo` spans several hosts."""
     card = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    made = group or dist.distributed_c10d._get_default_group()
-    name = "nccl" if card >= 0 and "nccl" in backend else getattr(made, "carrier", backend)
+    own_group = group or dist.distributed_c10d._get_default_group()
+    name = "nccl" if card >= 0 and "nccl" in backend else getattr(own_group, "carrier", backend)
     size = dist.get_world_size(group)
     logger.info("init %s context nranks: %d local rank: %d gpu id: %d ring id: %d", name, size, local_rank, card, ring)
 
 
-def _choose_backend(asked: str | None) -> str:
+def _choose_backend(argument: str | None) -> str:
     shared_memory.register()
-    chosen = asked or os.environ.get("PHALANX_BACKEND", "").strip()
+    chosen = argument or os.environ.get("PHALANX_BACKEND", "").strip()
     if not chosen:
         return f"cpu:{shared_memory.NAME},cuda:nccl" if torch.cuda.is_available() else shared_memory.NAME
-    known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+    backends = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
     for part in chosen.lower().split(","):
         name = part.rpartition(":")[2]
-        if name not in known:
-            source = "backend=" if asked else "PHALANX_BACKEND="
+        if name not in backends:
+            source = "backend=" if argument else "PHALANX_BACKEND="
             raise ConfigError(
-                f"{source}{chosen} is no backend of torch {torch.__version__}.{did_you_mean(name, known)} "
-                f"Known are {', '.join(sorted(known))}, and pairs such as cpu:gloo,cuda:nccl."
+                f"{source}{chosen} is no backend of torch {torch.__version__}.{did_you_mean(name, backends)} "
+                f"Known are {', '.join(sorted(backends))}, and pairs such as cpu:gloo,cuda:nccl."
             )
     return chosen
 
@@ -232,7 +232,7 @@ def _adopt(role: Role) -> None:
             "give it the environment's rank and world size."
         )
     store = dist.distributed_c10d._get_default_store()
-    _meeting = Meeting(role, JobStore(store, "the script's store", f"phalanx/{role.attempt}/adopted"), [])
+    _meeting = JobMembership(role, JobStore(store, "the script's store", f"phalanx/{role.attempt}/adopted"), [])
 
 
 def _announcement(role: Role) -> Announcement:
@@ -242,7 +242,7 @@ def _announcement(role: Role) -> Announcement:
     )  # fmt: skip
 
 
-def _expected(role: Role) -> list[Expected]:
+def _expected_processes(role: Role) -> list[Expected]:
     listed = role.worker_endpoints
     return [
         Expected(rank=r, endpoint=listed[r] if r < len(listed) else "", log_file=_log_file(role, r))

@@ -31,9 +31,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
 class JobStore:
     """A torch store as text keys and values under one prefix, with errors that name the store."""
 
-    def __init__(self, store: Store, place: str, prefix: str) -> None:
+    def __init__(self, store: Store, address: str, prefix: str) -> None:
         self.torch_store: Store = PrefixStore(prefix, store)
-        self.place = place
+        self.place = address
 
     def set_once(self, key: str, value: str) -> str:
         """Set `key` unless it is set, and return its value now; atomic."""
@@ -71,10 +71,10 @@ class JobStore:
         try:
             result: bytes = getattr(self.torch_store, verb)(*args)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise self._gone(error) from None
+            raise self._lost_store(error) from None
         return result
 
-    def _gone(self, error: Exception) -> PeerLostError:
+    def _lost_store(self, error: Exception) -> PeerLostError:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerLostError(
             f"The job's store at {self.place} stopped answering ({first_line}). "
@@ -105,11 +105,11 @@ def open_store(role: Role, prefix: str, timeout_s: float, env: Mapping[str, str]
             f"PADDLE_GLOO_RENDEZVOUS={family} is not offered. Set it to 2 (files) or 3 (a store at a host and port)."
         )
     host, port, has_agent = _address(role, env, family)
-    place = f"{host}:{port}"
+    address = f"{host}:{port}"
     if has_agent or role.rank != 0:
         _await_listener(host, port, timeout_s)
-        return JobStore(_connect(host, port, timeout_s), place, prefix)
-    return JobStore(_listen(host, port, timeout_s), place, prefix)
+        return JobStore(_connect(host, port, timeout_s), address, prefix)
+    return JobStore(_listen(host, port, timeout_s), address, prefix)
 
 
 def _address(role: Role, env: Mapping[str, str], family: str) -> tuple[str, int, bool]:
@@ -147,11 +147,11 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
     """Wait until something listens at the store's address, telling the user about it."""
     start = time.monotonic()
     next_line = start + RETRY_S
-    while (found := answer_of(host, port)) != "answers":
+    while (answer := answer_of(host, port)) != "answers":
         now = time.monotonic()
         if now - start >= timeout_s:
             raise PeerLostError(
-                f"The job's store was to be at {host}:{port}, and {host}:{port} {found} for {timeout_s:g} s. "
+                f"The job's store was to be at {host}:{port}, and {host}:{port} {answer} for {timeout_s:g} s. "
                 f"Check that rank 0 (or its launcher) runs there, that MASTER_ADDR and MASTER_PORT are right"
                 f"{_whose(host)}, and that no firewall is between."
             )
@@ -180,10 +180,10 @@ def answer_of(host: str, port: int, timeout_s: float = 1.0) -> str:
 def probe(endpoint: str) -> str:
     """Return in words whether the process at `host:port` can be reached."""
     host, port = split_endpoint(endpoint, "an endpoint")
-    found = answer_of(host, port)
-    if found == "refuses connections":
+    answer = answer_of(host, port)
+    if answer == "refuses connections":
         return f"host {host} answers, nothing listens on port {port}"
-    return f"{endpoint} {found}"
+    return f"{endpoint} {answer}"
 
 
 def addresses_of(host: str) -> list[str]:

@@ -20,6 +20,6 @@ def collective_timeout() -> timedelta:
     return timedelta(seconds=seconds) if seconds else default_pg_timeout
 
 
-def chosen_timeout(given: timedelta) -> timedelta:
+def chosen_timeout(timeout: timedelta) -> timedelta:
     """Return the timeout of a group that torch makes: the one the script gave it, else that of all groups."""
-    return collective_timeout() if given == default_pg_timeout else given
+    return collective_timeout() if timeout == default_pg_timeout else timeout

@@ -137,24 +137,24 @@ class Exchange:
 def plan_exchange(x: Tensor, split_dim: int, concat_dim: int, slices: Sequence[int], group: Group) -> Exchange:
     """Return the exchange in which every rank cuts its tensor by its own `slices`; ranks tell each other theirs."""
     size, rank = len(slices), dist.get_rank(group)
-    told = _tell(list(_shape_vector(x, "all_to_all")) + list(slices), x.device, group)
-    shapes = [tuple(t[1 : 1 + t[0]]) for t in told]
-    cuts = [t[1 + MAX_DIMS :] for t in told]
+    metadata = _exchange_metadata(list(_shape_vector(x, "all_to_all")) + list(slices), x.device, group)
+    shapes = [tuple(t[1 : 1 + t[0]]) for t in metadata]
+    cuts = [t[1 + MAX_DIMS :] for t in metadata]
 
-    def sent(origin: int, target: int) -> tuple[int, ...]:
+    def shape_sent(origin: int, target: int) -> tuple[int, ...]:
         return _with(shapes[origin], split_dim, cuts[origin][target])
 
     if len({len(s) for s in shapes}) > 1:
         raise _misfit("all_to_all", shapes, concat_dim)
     for target in range(size):
-        arriving = [sent(origin, target) for origin in range(size)]
+        arriving = [shape_sent(origin, target) for origin in range(size)]
         if len({_without(s, concat_dim) for s in arriving}) > 1:
             raise _misfit(f"all_to_all to rank {target}", arriving, concat_dim)
     return Exchange(
         split_dim,
         concat_dim,
-        tuple(sent(rank, r) for r in range(size)),
-        tuple(sent(r, rank) for r in range(size)),
+        tuple(shape_sent(rank, r) for r in range(size)),
+        tuple(shape_sent(r, rank) for r in range(size)),
     )
 
 
@@ -201,8 +201,8 @@ def send(x: Tensor, dst: int, requires_grad: bool, group: Group) -> None:
         ConfigError: If it has too many dims, or a dtype that does not travel.
     """
     if x.dtype not in _DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise ConfigError(f"send carries {known}, found {x.dtype}. Convert the tensor, or view it as one of them.")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise ConfigError(f"send carries {dtypes}, found {x.dtype}. Convert the tensor, or view it as one of them.")
     looks = [*_shape_vector(x, "send"), _DTYPES.index(x.dtype), int(requires_grad)]
     send_values(torch.tensor(looks, dtype=torch.int64, device=x.device), dst, group)
     send_values(x, dst, group)
@@ -247,7 +247,7 @@ def part_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, same_shapes: bo
                 "Give one size per rank, this rank's own among them."
             )
         return list(sizes)
-    shapes = [tuple(t[1 : 1 + t[0]]) for t in _tell(list(_shape_vector(x, "all_gather")), x.device, group)]
+    shapes = [tuple(t[1 : 1 + t[0]]) for t in _exchange_metadata(list(_shape_vector(x, "all_gather")), x.device, group)]
     if len({_without(s, dim) for s in shapes}) > 1:
         raise _misfit("all_gather", shapes, dim)
     return [shape[dim] for shape in shapes]
@@ -259,7 +259,7 @@ def _shape_vector(x: Tensor, verb: str) -> tuple[int, ...]:
     return (x.dim(), *x.shape, *[0] * (MAX_DIMS - x.dim()))
 
 
-def _tell(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
+def _exchange_metadata(numbers: list[int], device: torch.device, group: Group) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with peers_named("all_gather of shapes", group):

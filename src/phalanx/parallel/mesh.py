@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm.context import Context, Readers
+from phalanx.comm.context import Context, DataParallelRank
 from phalanx.comm.groups import Group, group_of
 from phalanx.plan.mesh import Position, partition
 from phalanx.plan.value import Plan
@@ -62,9 +62,9 @@ class Mesh:
         """
         return {a.name: (self.group((a.name,)) if a.size > 1 else None, a.size) for a in self.position.axes}
 
-    def readers(self) -> Readers:
+    def readers(self) -> DataParallelRank:
         """Return which of the rows of a global batch this rank reads. Collective, as `group` is."""
-        return Readers(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
+        return DataParallelRank(self.index(self.batch_axes), self.size(self.batch_axes), self.group(self.batch_axes))
 
     def device_mesh(self, *names: str) -> DeviceMesh:
         """Return torch's mesh of these axes, in this order. Collective."""

@@ -31,7 +31,7 @@ _OF_TRUTHS = tuple(op for op in _OF_WHOLES if op != ReduceOp.AVG)  # as NCCL
 _BYTE = TYPES[torch.uint8]
 
 
-class Numbers(NamedTuple):
+class BufferView(NamedTuple):
     """The numbers of a contiguous tensor."""
 
     address: int
@@ -39,15 +39,15 @@ class Numbers(NamedTuple):
     type: int
 
 
-def to_move(tensor: Tensor) -> Numbers:
+def to_move(tensor: Tensor) -> BufferView:
     """Return a contiguous tensor's numbers, of any dtype: one that the core does not know travels as bytes."""
     code = TYPES.get(tensor.dtype)
     if code is None:
-        return Numbers(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _BYTE)
-    return Numbers(tensor.data_ptr(), tensor.numel(), code)
+        return BufferView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), _BYTE)
+    return BufferView(tensor.data_ptr(), tensor.numel(), code)
 
 
-def to_reduce(tensor: Tensor, verb: str) -> Numbers:
+def to_reduce(tensor: Tensor, verb: str) -> BufferView:
     """Return a contiguous tensor's numbers; complex ones as their parts.
 
     Raises:
@@ -58,7 +58,7 @@ def to_reduce(tensor: Tensor, verb: str) -> Numbers:
         code, count = TYPES.get(tensor.dtype.to_real()), 2 * count
     if code is None:
         raise ConfigError(f"{verb} has no kernel for {tensor.dtype}. Convert the tensor, or use backend='gloo'.")
-    return Numbers(tensor.data_ptr(), count, code)
+    return BufferView(tensor.data_ptr(), count, code)
 
 
 def reduction(op: Any, tensor: Tensor, verb: str) -> int:
@@ -68,16 +68,16 @@ def reduction(op: Any, tensor: Tensor, verb: str) -> int:
         ConfigError: If it cannot be taken of this dtype.
     """
     kind = getattr(op, "op", op)
-    known: tuple[Any, ...] = _LINEAR
+    reductions: tuple[Any, ...] = _LINEAR
     if not tensor.is_complex():
-        known = _OF_TRUTHS if tensor.dtype is torch.bool else _OF_WHOLES
-        known = _OF_FRACTIONS if tensor.is_floating_point() else known
-    if kind not in known:
+        reductions = _OF_TRUTHS if tensor.dtype is torch.bool else _OF_WHOLES
+        reductions = _OF_FRACTIONS if tensor.is_floating_point() else reductions
+    if kind not in reductions:
         raise ConfigError(f"{verb} cannot take {kind.name} of {tensor.dtype}. Choose another operation or dtype.")
     return int(kind)
 
 
-class Landing:
+class OutputBuffers:
     """Contiguous memory for tensors that will be filled: their own, or memory of ours that is copied over later."""
 
     def __init__(self, tensors: Sequence[Tensor], *, keep_values: bool = False) -> None:
@@ -100,7 +100,7 @@ def _replacement(tensor: Tensor, keep_values: bool) -> Tensor:
     return tensor.contiguous() if keep_values else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def shares(tensor: Tensor, parts: Sequence[int], verb: str) -> list[Numbers]:
+def shares(tensor: Tensor, parts: Sequence[int], verb: str) -> list[BufferView]:
     """Return consecutive runs of a contiguous tensor's rows; `parts` are counts along dim 0.
 
     Raises:
@@ -117,7 +117,7 @@ def shares(tensor: Tensor, parts: Sequence[int], verb: str) -> list[Numbers]:
     width = tensor.element_size() * tensor.numel() // count if count else 0
     runs = []
     for part in parts:
-        runs.append(Numbers(address, part * per_row, code))
+        runs.append(BufferView(address, part * per_row, code))
         address += part * per_row * width
     return runs
 
@@ -145,8 +145,8 @@ def require_fit(part: Tensor, parts: Sequence[Tensor], verb: str, size: int) -> 
     """
     if not parts or (len(parts) == size and all(p.numel() == part.numel() and p.dtype is part.dtype for p in parts)):
         return
-    found = ", ".join(f"{tuple(p.shape)} {p.dtype}" for p in parts)
+    kinds = ", ".join(f"{tuple(p.shape)} {p.dtype}" for p in parts)
     raise ConfigError(
-        f"{verb} needs {size} tensors of the length and dtype of {tuple(part.shape)} {part.dtype}, found {found}. "
+        f"{verb} needs {size} tensors of the length and dtype of {tuple(part.shape)} {part.dtype}, found {kinds}. "
         "Correct them."
     )

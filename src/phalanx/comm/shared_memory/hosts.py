@@ -57,8 +57,8 @@ def meet(store: Any, rank: int, size: int, name: str, timeout: timedelta) -> Met
     """
     identity = region.host_identity()
     store.set(f"host/{rank}", identity)
-    found = [store.get(f"host/{r}").decode() for r in range(size)]
-    local = [r for r in range(size) if found[r] == identity]
+    hosts = [store.get(f"host/{r}").decode() for r in range(size)]
+    local = [r for r in range(size) if hosts[r] == identity]
     core, refusal = region.join(store, rank, local, name, timeout.total_seconds())
     store.set(f"joined/{rank}", json.dumps(refusal))
     refusals = [f"rank {r}: {text}" for r in range(size) if (text := json.loads(store.get(f"joined/{r}")))]
@@ -66,7 +66,7 @@ def meet(store: Any, rank: int, size: int, name: str, timeout: timedelta) -> Met
         return Met(refusal=refusals[0])
     if len(local) == size:
         return Met(core)
-    by_host = [[r for r in range(size) if found[r] == host] for host in dict.fromkeys(found)]
+    by_host = [[r for r in range(size) if hosts[r] == host] for host in dict.fromkeys(hosts)]
     return Met(between=Between(core, store, rank, by_host, timeout))
 
 
@@ -138,7 +138,7 @@ class Between:
         within = _SUM if is_mean else how
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         counts = self._counts(flat.numel())
-        begins = [sum(counts[:place]) for place in range(self._here)]
+        begins = [sum(counts[:index]) for index in range(self._here)]
         address, _, code = to_reduce(flat, "all_reduce")
         places = [address + begin * flat.element_size() for begin in begins]
         own = places[self._place]
@@ -159,7 +159,7 @@ class Between:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class TorchOperation:
     """A work of another backend, as an operation of ours."""
 
     work: Any
@@ -173,14 +173,14 @@ class Foreign:
 class OfOthers:
     """Waits for works of other backends as for operations of ours."""
 
-    def wait(self, operation: Foreign, timeout_s: float, /) -> None:
+    def wait(self, operation: TorchOperation, timeout_s: float, /) -> None:
         """Wait for the end; raises what ended it."""
         if timeout_s:
             operation.work.wait(timedelta(seconds=timeout_s))
         else:
             operation.work.wait()
 
-    def tend(self, operation: Foreign, /) -> None:
+    def tend(self, operation: TorchOperation, /) -> None:
         """Wait for the end; does not raise."""
         with contextlib.suppress(Exception):
             operation.work.wait()

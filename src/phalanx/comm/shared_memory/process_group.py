@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from phalanx.comm import crossed
 from phalanx.comm.shared_memory import hosts
 from phalanx.comm.shared_memory.buffers import (
-    Landing,
-    Numbers,
+    BufferView,
+    OutputBuffers,
     even,
     reduction,
     require_fit,
@@ -35,7 +35,7 @@ from phalanx.comm.shared_memory.buffers import (
 )
 from phalanx.comm.shared_memory.native import Native
 from phalanx.comm.shared_memory.torch_group import NamedGroup
-from phalanx.comm.shared_memory.work import Keeper, SharedWork
+from phalanx.comm.shared_memory.work import CompletionThread, SharedWork
 from phalanx.errors import ConfigError, PeerLostError
 
 logger = logging.getLogger("phalanx.comm")
@@ -51,7 +51,7 @@ class SharedMemoryGroup(NamedGroup):
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self._coalesced: list[SharedWork] | None = None
-        self._keeper = Keeper(f"phalanx shm {options.group_id}")
+        self._keeper = CompletionThread(f"phalanx shm {options.group_id}")
         ranks = list(options.global_ranks_in_group) or list(range(self._size))
         me = f"rank {ranks[self._rank]} (host {socket.gethostname()}, pid {os.getpid()})"
         met = hosts.meet(self._store, self._rank, self._size, me, self._timeout)
@@ -119,7 +119,7 @@ class SharedMemoryGroup(NamedGroup):
         """Give every rank the root's tensors."""
         if (other := self._other(tensors[0])) is not None:
             return self._without_gaps(tensors, opts, lambda memory: other.broadcast(memory, opts), True)
-        landing = Landing(tensors, keep_values=True)
+        landing = OutputBuffers(tensors, keep_values=True)
         operations = [self._core.broadcast(*to_move(t), opts.rootRank) for t in landing.memory]
         return self._issued(operations, tensors, landing, opts, landing.then)
 
@@ -128,7 +128,7 @@ class SharedMemoryGroup(NamedGroup):
         if (other := self._other(inputs[0])) is not None:
             return other.allgather(outputs, inputs, opts or AllgatherOptions())
         works = [self._gathered(outs, x, opts) for outs, x in zip(outputs, inputs, strict=True)]
-        return works[0] if len(works) == 1 else self._joined(works)
+        return works[0] if len(works) == 1 else self._join_works(works)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Give every rank all ranks' tensors; `outputs` has one list for each rank."""
@@ -138,7 +138,7 @@ class SharedMemoryGroup(NamedGroup):
         """Give every rank all ranks' tensors, one behind the other."""
         if (other := self._other(input)) is not None:
             return other._allgather_base(output, input, opts or AllgatherOptions())
-        landing, x = Landing([output]), input.contiguous()
+        landing, x = OutputBuffers([output]), input.contiguous()
         address, count, code = to_move(x)
         places = even(landing.memory[0], x, self._size, "all_gather")
         operation = self._core.all_gather(address, places, [count] * self._size, code)
@@ -148,7 +148,7 @@ class SharedMemoryGroup(NamedGroup):
         """`all_gather_single` of several tensors."""
         if (other := self._other(inputs[0])) is not None:
             return other.allgather_into_tensor_coalesced(outputs, inputs, opts or AllgatherOptions())
-        return self._joined([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return self._join_works([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Combine one tensor for each rank over the ranks; each keeps its own, which may differ in length."""
@@ -156,14 +156,14 @@ class SharedMemoryGroup(NamedGroup):
         if (other := self._other(outputs[0])) is not None:
             return other.reduce_scatter(outputs, inputs, opts)
         works = [self._scattered_sum(out, parts, opts) for out, parts in zip(outputs, inputs, strict=True)]
-        return works[0] if len(works) == 1 else self._joined(works)
+        return works[0] if len(works) == 1 else self._join_works(works)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Combine a tensor over the ranks; each keeps its run of it."""
         opts = opts or dist.ReduceScatterOptions()
         if (other := self._other(input)) is not None:
             return other._reduce_scatter_base(output, input, opts)
-        landing, x = Landing([output]), input.contiguous()
+        landing, x = OutputBuffers([output]), input.contiguous()
         places = even(x, landing.memory[0], self._size, "reduce_scatter")
         address, count, code = to_reduce(landing.memory[0], "reduce_scatter")
         how = reduction(opts.reduceOp, output, "reduce_scatter")
@@ -176,7 +176,7 @@ class SharedMemoryGroup(NamedGroup):
         """`reduce_scatter_single` of several tensors."""
         if (other := self._other(inputs[0])) is not None:
             return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts or dist.ReduceScatterOptions())
-        return self._joined([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return self._join_works([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -184,18 +184,18 @@ class SharedMemoryGroup(NamedGroup):
         """Send a run of rows to every rank, and put what arrives one behind the other."""
         if (other := self._other(input)) is not None:
             return other.alltoall_base(output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
-        landing, x = Landing([output]), input.contiguous()
+        landing, x = OutputBuffers([output]), input.contiguous()
         to = shares(landing.memory[0], output_splits or self._even_rows(output), "all_to_all_single output")
-        given = shares(x, input_splits or self._even_rows(input), "all_to_all_single input")
-        return self._issued([self._exchange(given, to)], [output], (landing, x), opts, landing.then)
+        pieces = shares(x, input_splits or self._even_rows(input), "all_to_all_single input")
+        return self._issued([self._exchange(pieces, to)], [output], (landing, x), opts, landing.then)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Send a tensor to every rank."""
         if (other := self._other(inputs[0])) is not None:
             return other.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
-        landing, given = Landing(outputs), [x.contiguous() for x in inputs]
-        operation = self._exchange([to_move(x) for x in given], [to_move(t) for t in landing.memory])
-        return self._issued([operation], outputs, (landing, given), opts, landing.then)
+        landing, pieces = OutputBuffers(outputs), [x.contiguous() for x in inputs]
+        operation = self._exchange([to_move(x) for x in pieces], [to_move(t) for t in landing.memory])
+        return self._issued([operation], outputs, (landing, pieces), opts, landing.then)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """Give the root all ranks' tensors."""
@@ -203,7 +203,7 @@ class SharedMemoryGroup(NamedGroup):
             return other.gather(outputs, inputs, opts)
         (x,), tensors = [t.contiguous() for t in inputs], outputs[0] if outputs else []
         require_fit(x, tensors, "gather", self._size)
-        landing = Landing(tensors)
+        landing = OutputBuffers(tensors)
         address, count, code = to_move(x)
         operation = self._core.gather(address, [t.data_ptr() for t in landing.memory], count, code, opts.rootRank)
         return self._issued([operation], tensors, (landing, x), opts, landing.then)
@@ -212,12 +212,12 @@ class SharedMemoryGroup(NamedGroup):
         """Give every rank its tensor of the root's."""
         if (other := self._other(outputs[0])) is not None:
             return other.scatter(outputs, inputs, opts)
-        given = [x.contiguous() for x in inputs[0]] if inputs else []
-        require_fit(outputs[0], given, "scatter", self._size)
-        landing = Landing(outputs)
+        pieces = [x.contiguous() for x in inputs[0]] if inputs else []
+        require_fit(outputs[0], pieces, "scatter", self._size)
+        landing = OutputBuffers(outputs)
         address, count, code = to_move(landing.memory[0])
-        operation = self._core.scatter([x.data_ptr() for x in given], address, count, code, opts.rootRank)
-        return self._issued([operation], outputs, (landing, given), opts, landing.then)
+        operation = self._core.scatter([x.data_ptr() for x in pieces], address, count, code, opts.rootRank)
+        return self._issued([operation], outputs, (landing, pieces), opts, landing.then)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until every rank is here."""
@@ -262,7 +262,7 @@ class SharedMemoryGroup(NamedGroup):
         """Receive a tensor from a rank."""
         if (other := self._other(tensors[0])) is not None:
             return other.recv(tensors, rank, tag)
-        landing = Landing(tensors)
+        landing = OutputBuffers(tensors)
         (memory,) = landing.memory
         operation = self._core.receive(memory.data_ptr(), _bytes_of(memory), rank, tag)
         return self._issued([operation], tensors, landing, None, landing.then)
@@ -291,7 +291,7 @@ class SharedMemoryGroup(NamedGroup):
             work: dist.Work = self._get_backend(device)._end_coalescing()
             return work
         works, self._coalesced = self._coalesced or [], None
-        return self._joined(works)
+        return self._join_works(works)
 
     # How it is done.
 
@@ -314,23 +314,25 @@ class SharedMemoryGroup(NamedGroup):
             return issue(tensors)
         if not is_filled:
             return issue([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
-        landing = Landing(tensors, keep_values=True)
+        landing = OutputBuffers(tensors, keep_values=True)
         work = issue(landing.memory)
         if landing.then is None:
             return work
-        return self._issued([hosts.Foreign(work)], tensors, landing, opts, landing.then, hosts.OfOthers())
+        return self._issued([hosts.TorchOperation(work)], tensors, landing, opts, landing.then, hosts.OfOthers())
 
     def _errands(self, tensors: list[Tensor], opts: Any) -> SharedWork | None:
         """Issue an all_reduce over several hosts; None for tensors that have to go another way."""
         if self._between is None or not all(hosts.can_carry(t) for t in tensors):
             return None
         codes = [reduction(opts.reduceOp, t, "all_reduce") for t in tensors]
-        landing = Landing(tensors, keep_values=True)
+        landing = OutputBuffers(tensors, keep_values=True)
         errands = [self._between.all_reduce(*each) for each in zip(landing.memory, codes, strict=True)]
         return self._issued(errands, tensors, landing, opts, landing.then)
 
-    def _reduced(self, tensors: list[Tensor], opts: Any, verb: str, issue: Callable[[Numbers, int], Any]) -> SharedWork:
-        landing = Landing(tensors, keep_values=True)
+    def _reduced(
+        self, tensors: list[Tensor], opts: Any, verb: str, issue: Callable[[BufferView, int], Any]
+    ) -> SharedWork:
+        landing = OutputBuffers(tensors, keep_values=True)
         operations = []
         for tensor in landing.memory:
             numbers = to_reduce(tensor, verb)
@@ -338,7 +340,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._issued(operations, tensors, landing, opts, landing.then)
 
     def _gathered(self, outputs: list[Tensor], input: Tensor, opts: Any) -> SharedWork:
-        landing, x = Landing(outputs), input.contiguous()
+        landing, x = OutputBuffers(outputs), input.contiguous()
         address, _, code = to_move(x)
         if len(outputs) != self._size or outputs[self._rank].numel() != x.numel() or outputs[0].dtype is not x.dtype:
             raise ConfigError(
@@ -350,32 +352,32 @@ class SharedMemoryGroup(NamedGroup):
         return self._issued([operation], outputs, (landing, x), opts, landing.then)
 
     def _scattered_sum(self, output: Tensor, parts: list[Tensor], opts: Any) -> SharedWork:
-        landing, given = Landing([output]), [x.contiguous() for x in parts]
+        landing, pieces = OutputBuffers([output]), [x.contiguous() for x in parts]
         address, _, code = to_reduce(landing.memory[0], "reduce_scatter")
         if (
-            len(given) != self._size
-            or given[self._rank].numel() != output.numel()
-            or given[0].dtype is not output.dtype
+            len(pieces) != self._size
+            or pieces[self._rank].numel() != output.numel()
+            or pieces[0].dtype is not output.dtype
         ):
             raise ConfigError(
                 f"reduce_scatter needs {self._size} inputs of {output.dtype}, that for this rank with {output.numel()} "
-                f"numbers, found {len(given)} of {given[0].dtype} with {[x.numel() for x in given]}. Correct them."
+                f"numbers, found {len(pieces)} of {pieces[0].dtype} with {[x.numel() for x in pieces]}. Correct them."
             )
-        numbers = [to_reduce(x, "reduce_scatter") for x in given]
+        numbers = [to_reduce(x, "reduce_scatter") for x in pieces]
         how = reduction(opts.reduceOp, output, "reduce_scatter")
         counts = [n.length for n in numbers]
         operation = self._core.reduce_scatter([n.address for n in numbers], address, counts, code, how)
-        return self._issued([operation], [output], (landing, given), opts, landing.then)
+        return self._issued([operation], [output], (landing, pieces), opts, landing.then)
 
-    def _exchange(self, given: Sequence[Numbers], to: Sequence[Numbers]) -> Any:
-        if len(given) != self._size or len(to) != self._size:
+    def _exchange(self, pieces: Sequence[BufferView], to: Sequence[BufferView]) -> Any:
+        if len(pieces) != self._size or len(to) != self._size:
             raise ConfigError(
-                f"all_to_all over {self._size} ranks needs that many inputs and outputs, found {len(given)} "
+                f"all_to_all over {self._size} ranks needs that many inputs and outputs, found {len(pieces)} "
                 f"and {len(to)}."
             )
         return self._core.all_to_all(
-            [n.address for n in given], [n.length for n in given], [n.address for n in to], [n.length for n in to],
-            given[0].type,
+            [n.address for n in pieces], [n.length for n in pieces], [n.address for n in to], [n.length for n in to],
+            pieces[0].type,
         )  # fmt: skip
 
     def _even_rows(self, tensor: Tensor) -> list[int]:
@@ -390,12 +392,12 @@ class SharedMemoryGroup(NamedGroup):
         self,
         operations: list[Any],
         result: list[Tensor],
-        held: object,
+        keep_alive: object,
         opts: Any,
         then: Callable[[], None] | None,
         carrier: Any = None,
     ) -> SharedWork:
-        work = SharedWork(carrier or self._carrier, operations, result, held, then)
+        work = SharedWork(carrier or self._carrier, operations, result, keep_alive, then)
         try:
             if opts is not None and not opts.asyncOp and self._coalesced is None:
                 work.wait()
@@ -407,7 +409,7 @@ class SharedMemoryGroup(NamedGroup):
             self._coalesced.append(work)
         return work
 
-    def _joined(self, works: Sequence[SharedWork]) -> SharedWork:
+    def _join_works(self, works: Sequence[SharedWork]) -> SharedWork:
         """Return one work for several."""
         operations = [operation for work in works for operation in work.operations]
         result = [tensor for work in works for tensor in work.result()]

@@ -30,8 +30,8 @@ def host_identity() -> str:
     `PHALANX_HOST_ID` stands in for it, to try on one machine what happens between hosts. Where the system does not
     tell, the process counts as a host of its own.
     """
-    if given := os.environ.get("PHALANX_HOST_ID", "").strip():
-        return given
+    if host_id := os.environ.get("PHALANX_HOST_ID", "").strip():
+        return host_id
     host = socket.gethostname()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -53,25 +53,25 @@ def join(store: Store, rank: int, local: Sequence[int], name: str, timeout_s: fl
     Returns:
         The native group, or None with the reason that keeps this rank out.
     """
-    core, refusal, made = None, "", -1
+    core, refusal, descriptor = None, "", -1
     try:
         from phalanx import _core
 
         size = _core.SharedGroup.bytes_for(len(local))
         if rank == local[0]:
-            made = _make(store, rank, size)
-        with _opened(store, local[0], size) as fd:
+            descriptor = _make(store, rank, size)
+        with _open_region(store, local[0], size) as fd:
             core = _core.SharedGroup(fd, local.index(rank), len(local), name, timeout_s)
     except ImportError:
         refusal = "the native core is not built here"
     except (OSError, RuntimeError) as error:
         refusal = f"the shared memory cannot be used ({error})"
-    if rank == local[0] and made < 0:
+    if rank == local[0] and descriptor < 0:
         store.set(f"region/{rank}", "")  # the others must not wait for it
     store.set(f"entered/{rank}", "")
-    if made >= 0:
+    if descriptor >= 0:
         store.wait([f"entered/{r}" for r in local])  # until then they open it through this descriptor
-        os.close(made)
+        os.close(descriptor)
     return core, refusal
 
 
@@ -91,11 +91,11 @@ def _make(store: Store, rank: int, size: int) -> int:
 
 
 @contextlib.contextmanager
-def _opened(store: Store, maker: int, size: int) -> Iterator[int]:
-    place = store.get(f"region/{maker}").decode().split()
-    if not place:
+def _open_region(store: Store, maker: int, size: int) -> Iterator[int]:
+    location = store.get(f"region/{maker}").decode().split()
+    if not location:
         raise OSError("the first rank could not make it")
-    pid, number, word = place
+    pid, number, word = location
     path = f"/proc/{pid}/fd/{number}"
     if f"phalanx-{word}" not in os.readlink(path):
         raise OSError(f"{path} is something else by now")

@@ -33,8 +33,8 @@ class NamedGroup(_TorchGroup):  # type: ignore[misc]
         self._rank: int = options.group_rank
         self._size: int = options.group_size
         # A group that torch names after its ranks may be made again: the keys of the one before are still in the store.
-        made = options.store.add(f"made/{options.group_rank}", 1)
-        self._store, self._timeout = PrefixStore(str(made), options.store), chosen_timeout(options.timeout)
+        number = options.store.add(f"made/{options.group_rank}", 1)
+        self._store, self._timeout = PrefixStore(str(number), options.store), chosen_timeout(options.timeout)
         self._group_name, self._group_description = str(options.group_id), "undefined"
         self._others: dict[str, Any] = {}
         if torch.cuda.is_available() and dist.is_nccl_available():

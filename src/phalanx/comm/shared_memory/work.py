@@ -107,13 +107,13 @@ class SharedWork(dist.Work):
         carrier: Carrier,
         operations: Sequence[Any],
         result: list[Tensor],
-        held: object,
+        keep_alive: object,
         then: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         _calls.in_callbacks |= _thread.level > 0
         self._carrier, self.operations, self._result = carrier, operations, result
-        self._held, self._then = held, then
+        self._held, self._then = keep_alive, then
         self._error: Exception | None = None
         self._begun: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -220,7 +220,7 @@ class SharedWork(dist.Work):
         return None
 
 
-class Keeper:
+class CompletionThread:
     """Brings asynchronous works to their end in the order of their issue, on a thread that starts with the first."""
 
     def __init__(self, name: str) -> None:

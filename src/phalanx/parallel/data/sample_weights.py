@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from phalanx.comm.collectives import apply_function
-from phalanx.comm.context import Context, Readers
+from phalanx.comm.context import Context, DataParallelRank
 
 
 def sample_weight_hook(
-    context: Context, readers: Readers, *, is_sum: bool = False, gain: float = 1.0
+    context: Context, readers: DataParallelRank, *, is_sum: bool = False, gain: float = 1.0
 ) -> Callable[[Tensor], Tensor]:
     """Return a hook that weights a gradient by this rank's part of the rows; even parts weigh 1.
 
@@ -36,7 +36,7 @@ def sample_weight_hook(
     return weigh
 
 
-def row_weight(context: Context, readers: Readers, *, is_sum: bool = False) -> float:
+def row_weight(context: Context, readers: DataParallelRank, *, is_sum: bool = False) -> float:
     """Return the weight of this rank's rows in the backward pass that runs."""
     return context.passes.weight_of_backward(readers.count, is_sum)
 
