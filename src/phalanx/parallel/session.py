@@ -214,6 +214,9 @@ class TrainingSession:
     shard_groups: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """The ranks over which a layer of ours shards a parameter."""
 
+    shards: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """How a layer of ours sharded a parameter: the dim, and the slices of all ranks."""
+
     stage_groups: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """The ranks over which the model of a parameter is split into stages."""
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.comm.groups import Group
 from phalanx.data.sampling.shards import even_split
 from phalanx.parallel.model_shape import mark_held
+from phalanx.parallel.session import session
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -48,10 +48,6 @@ class ShardSpec:
         return self  # A copied layer is of the same group, and groups cannot be copied.
 
 
-_held = WeakTensorKeyDictionary()
-"""How parameters are cut, by identity: the dim and the slices."""
-
-
 @torch.no_grad()
 def hold(param: nn.Parameter, dim: int, cut: ShardSpec) -> None:
     """Let a parameter keep this rank's slice only, in place: optimizers and other holders follow.
@@ -66,7 +62,7 @@ def hold(param: nn.Parameter, dim: int, cut: ShardSpec) -> None:
     if grad is not None:
         param.grad = cut.part(grad, dim).clone(memory_format=torch.contiguous_format)
     mark_held(param, cut.group)
-    _held[param] = dim, cut
+    session.shards[param] = dim, cut
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor | None:
@@ -76,9 +72,9 @@ def held_part(param: Tensor, value: Tensor) -> Tensor | None:
         param: The parameter, which may be cut.
         value: Some of its optimizer's state.
     """
-    if param not in _held:
+    if param not in session.shards:
         return None
-    dim, cut = _held[param]
+    dim, cut = session.shards[param]
     whole = list(param.shape)
     whole[dim] = sum(cut.sizes)
     if list(value.shape) != whole:
